@@ -1,0 +1,1 @@
+"""The command line: `medha up` and its companions."""

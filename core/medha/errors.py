@@ -1,0 +1,46 @@
+"""The one small family of errors. Each class says who can mend what it reports.
+
+An error's text names the field, the value and the mend, because the person who reads it is rarely
+the one who wrote the code. `assert` is for our own bugs; everything a user, an operator or a file
+can get wrong raises one of these.
+"""
+
+
+class MedhaError(Exception):
+    """Root of the family; never raised itself."""
+
+
+class ConfigInvalid(MedhaError):
+    """A manifest, a flag or a setting is wrong. Mended by whoever wrote it."""
+
+
+class ModelUnsupported(MedhaError):
+    """A checkpoint asks for something that is not implemented. Mended by choosing another model or setting."""
+
+
+class CheckpointInvalid(MedhaError):
+    """A checkpoint directory is incomplete or contradicts itself. Mended by fetching it again."""
+
+
+class RequestInvalid(MedhaError):
+    """A request asks for something impossible. Mended by the client.
+
+    `param` names the offending field as OpenAI's error object does, `code` is its machine-readable reason.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class WireInvalid(MedhaError):
+    """A peer sent a message that cannot be decoded. The message is dropped and counted; the peer mends it."""
+
+
+class OutOfMemory(MedhaError):
+    """Weights, activations and KV do not fit. Mended by a smaller model, a shorter maxModelLen or more memory."""
+
+
+class PartFailed(MedhaError):
+    """A process of the replica failed or never became ready. Mended by reading its log, which the text quotes."""

@@ -1,0 +1,1 @@
+"""The operator: reconciles MedhaReplica resources into pods."""

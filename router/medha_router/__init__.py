@@ -1,0 +1,1 @@
+"""The router: the OpenAI HTTP door, tokenising, SSE and the link to replicas."""

@@ -1,0 +1,1 @@
+"""The simulator: the controller and router cores under a virtual clock."""
