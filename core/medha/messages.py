@@ -1,0 +1,378 @@
+"""What the processes of Medha say to each other, and what the controllers decide.
+
+Every message is a frozen dataclass. A message is an *event* for who receives it and a *command* for
+who sends it, so there is one set of names, not two. `wire.py` turns messages into frames.
+
+Rules that hold for all of them:
+
+* Only durations cross process borders (`age_seconds`, `deadline_after_seconds`), never clock readings.
+* Token ids never travel inside a message. They travel as raw int32 frames behind `Tokens`, on a socket
+  of their own, under the name of a *prompt*; requests that sample the same prompt share that name.
+* A step message carries ids and counts, so its size does not grow with the context.
+* Fields are only ever added, with a default; a peer ignores the fields that it does not know.
+
+The life of a request, as messages::
+
+    router                     controller                     ranks
+      Tokens, Submit  ------->
+                               Tokens, Step(admits, entries) --->
+                               <--- StageFree, Done(samples)
+      <------- Emit, Emit, Emit(finish_reason)
+      Cancel  ------->         Step(releases, forgets) --->
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+"""Why a replica ends a request: a stop token id was sampled, or a limit of tokens was reached."""
+
+RefusalReason = Literal["capacity", "too_long", "draining", "not_ready", "unknown_class", "invalid"]
+"""Why a replica does not take a request. `capacity`, `draining` and `not_ready` may succeed elsewhere or later."""
+
+FailureReason = Literal["out_of_memory", "rank_lost", "internal"]
+"""Why a replica ends a request that it had taken, without it being the client's doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the last stage draws tokens for one sequence, and when it stops.
+
+    Sampling is keyed by (seed, position), so a sequence resumed elsewhere draws the same tokens.
+    `max_tokens` and `min_tokens` count output tokens from the *original* prompt on (`prompt_length`), so they
+    stay the same when a request is resumed. Stop strings are the router's business (DESIGN §4).
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    logprobs: int | None = (
+        None  # None: none are returned; k: the sampled token's and the k most probable ones'
+    )
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS ids
+    ignore_eos: bool = False  # the model's EOS ids do not stop the sequence
+    min_tokens: int = 0  # until then no stop token may be drawn
+    max_tokens: int | None = None  # None: until EOS, maxModelLen or the end of unreserved KV
+
+
+# --- router -> replica -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids `offset .. offset + len(frame)` of `prompt`; a raw little-endian int32 frame follows."""
+
+    prompt: str
+    offset: int
+    total: int  # token ids that the whole prompt has
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """One sequence to generate. The ids of its `tokens` tokens come ahead of it, as `Tokens` named `prompt`.
+
+    `prompt_length` separates the user's prompt from output that an earlier epoch or another replica
+    already produced: `tokens - prompt_length` output tokens are resumed, not generated again.
+    """
+
+    id: str
+    prompt: str
+    tokens: int
+    prompt_length: int
+    seed: int
+    sample_index: int = 0
+    age_seconds: float = 0.0  # since the request reached the router
+    deadline_after_seconds: float | None = None  # TTFT target counted from arrival; None: by service class
+    tpot_target_seconds: float | None = None  # None: by service class
+    service_class: str = "default"
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The client has gone, or a stop string was found: end the request and free what it holds."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBundle:
+    """The router does not know the bundle (tokenizer, chat template, ...) of this digest: send it."""
+
+    digest: str
+
+
+# --- replica -> router -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceClassTerms:
+    """What a router must know of a service class to apply it (DESIGN §5)."""
+
+    name: str
+    ttft_floor_seconds: float
+    ttft_factor: float
+    tpot_target_seconds: float
+    tpot_floor_seconds: float
+    default_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Announce:
+    """A replica's address card and load, sent at start, on change and as a heartbeat."""
+
+    replica: str
+    model: str
+    digest: str  # of the bundle; replicas of one model name with different digests are never mixed
+    epoch: int
+    ready: bool
+    draining: bool
+    max_model_len: int
+    vocab_size: int
+    kv_tokens_total: int
+    kv_tokens_free: int  # not reserved by any admitted request
+    running: int
+    waiting: int
+    pending_prefill_seconds: float
+    longest_request_tokens: int  # that the KV pool can hold
+    waiting_limit: int  # requests the replica queues before it refuses with `capacity`
+    service_classes: tuple[ServiceClassTerms, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class BundlePart:
+    """One file of a bundle; its bytes follow as a raw frame. `remaining` counts the parts still to come."""
+
+    digest: str
+    name: str
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not taken; the router requeues it with its original age, or tells the client why."""
+
+    id: str
+    reason: RefusalReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one sampled token, and of the most probable ones at its position."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Output tokens of a request, in order. A stop token id, if one ended it, is the last of `tokens`."""
+
+    id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The replica had to end a request that it had taken; what was emitted stays valid."""
+
+    id: str
+    reason: FailureReason
+    detail: str = ""
+
+
+# --- controller -> ranks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
+
+    `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
+    whole blocks by reference and the rest of the last block by copy.
+    """
+
+    id: str
+    prompt: str
+    tokens: int
+    prompt_length: int
+    seed: int
+    sampling: Sampling
+    reserved_tokens: int
+    sample_index: int = 0
+    fork_of: str | None = None
+    shared_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """A sequence's reservation grows to `reserved_tokens`."""
+
+    id: str
+    reserved_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """`count` token positions `start, start + stride, ...` of a sequence."""
+
+    start: int
+    count: int
+    stride: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """The part of one sequence in a step: which positions it computes, where, and whether it then samples.
+
+    `strategy` names how attention over several lanes is computed; `local` is one lane's own KV.
+    `shard_map_version` says which shard map of the sequence the step was planned with.
+    """
+
+    id: str
+    lane: int
+    extents: tuple[Extent, ...]
+    samples: bool
+    strategy: str = "local"
+    shard_map_version: int = 0
+
+    @property
+    def token_count(self) -> int:
+        return sum(extent.count for extent in self.extents)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch. Ranks apply, in this order: releases, forgets, admits, grows; then they run the entries."""
+
+    step_id: int
+    epoch: int
+    entries: tuple[StepEntry, ...]
+    admits: tuple[Admit, ...] = ()
+    grows: tuple[Grow, ...] = ()
+    releases: tuple[str, ...] = ()  # sequences whose KV is free from here on
+    forgets: tuple[str, ...] = ()  # prompts whose token ids are needed no more
+    predicted_seconds: float = 0.0
+    state_hash: int | None = (
+        None  # of the ledger *before* this step is applied; None: not checked in this step
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """Finish the step that runs and exit with status 0."""
+
+    reason: str = ""
+
+
+# --- ranks -> controller -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Constants of the predictor's first form, measured by the warm-up steps of a rank (seconds)."""
+
+    step_seconds: float  # any step, however small
+    linear_seconds_per_token: float
+    attention_seconds_per_pair: float  # one query token against one KV token
+    sequence_seconds: float  # each sequence of a step, for its own attention call and sampling
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady:
+    """A rank has its weights, its KV pool, and has run its warm-up steps."""
+
+    rank: int
+    block_size_tokens: int
+    kv_blocks: int
+    weights_bytes: int
+    activation_bytes: int
+    kv_bytes: int
+    profile: StepProfile
+    device: str
+    load_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StageFree:
+    """A stage has finished its part of a step and can take the next one."""
+
+    step_id: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The token that the last stage drew for one sequence."""
+
+    id: str
+    token: int
+    finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EntryFailed:
+    """One entry of a step could not be computed; the others were."""
+
+    id: str
+    reason: FailureReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last stage has finished a step."""
+
+    step_id: int
+    samples: tuple[Sample, ...] = ()
+    failures: tuple[EntryFailed, ...] = ()
+    compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFault:
+    """A rank cannot go on; its process ends after this message."""
+
+    rank: int
+    detail: str
+
+
+# --- inside the controller ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed, and nothing else; answers a `WakeAt`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no new request; end the running ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Send a `Tick` at `at` seconds of the driver's clock."""
+
+    at: float
+
+
+ControllerEvent = Submit | Cancel | RankReady | StageFree | Done | Drain | Tick
+ControllerCommand = Step | Emit | Refused | Failed | WakeAt
+
+Message = (
+    Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
+    | Step | Shutdown | RankReady | StageFree | Done | RankFault
+)  # fmt: skip
+"""Everything that crosses a process border."""

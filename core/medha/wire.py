@@ -1,0 +1,89 @@
+"""Frames of the ZeroMQ links: a small JSON header, and raw frames behind it.
+
+A message is one multipart ZeroMQ message::
+
+    frame 0   {"v": 1, "type": "Submit", "body": {...}}      UTF-8 JSON
+    frame 1   token ids (little-endian int32) or file bytes   only behind Tokens and BundlePart
+
+One million token ids are 4 MB as a raw frame and 8 MB as JSON, and take a twelfth of the time.
+A peer of version N reads versions N and N - 1, and ignores the fields that it does not know, so that
+routers and replicas can be upgraded one after the other. Decoding never executes anything: the types
+are a closed set and there is no pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json, to_json
+
+from medha.errors import WireInvalid
+from medha.messages import Message
+
+VERSION = 1
+TOKENS_PER_FRAME = 262_144
+"""Ids per `Tokens` frame (1 MiB): a 40 MB prompt passes in pieces, so that others pass between them."""
+
+TokenIds = npt.NDArray[np.int32]
+
+_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}
+_WITH_PAYLOAD = frozenset({"Tokens", "BundlePart"})
+
+
+def encode(message: Message, payload: bytes | memoryview | None = None) -> list[bytes | memoryview]:
+    """Frames of `message`; `payload` is the raw frame of a `Tokens` or a `BundlePart`."""
+    kind = type(message).__name__
+    assert (payload is not None) == (kind in _WITH_PAYLOAD), f"{kind}: payload given or missing"
+    header = to_json({"v": VERSION, "type": kind, "body": message}, inf_nan_mode="constants")
+    return [header] if payload is None else [header, payload]
+
+
+def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | None]:
+    """The message of `frames` and its raw frame.
+
+    Raises:
+        WireInvalid: the frames are not a message of a version that this peer reads.
+    """
+    if not frames:
+        raise WireInvalid("an empty message: expected a header frame")
+    try:
+        header = from_json(bytes(frames[0]))
+    except ValueError as error:
+        raise WireInvalid(f"header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise WireInvalid(f"header is a JSON {type(header).__name__}, expected an object")
+    version, kind = header.get("v"), header.get("type")
+    if version not in (VERSION, VERSION - 1):
+        raise WireInvalid(f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}")
+    if not isinstance(kind, str) or kind not in _ADAPTERS:
+        raise WireInvalid(f"unknown message type {kind!r}")
+    expected = 2 if kind in _WITH_PAYLOAD else 1
+    if len(frames) != expected:
+        raise WireInvalid(f"{kind} has {len(frames)} frames, expected {expected}")
+    try:
+        message = _ADAPTERS[kind].validate_python(header.get("body"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise WireInvalid(f"{kind}.{where}: {first['msg']}") from error
+    return message, memoryview(frames[1]) if expected == 2 else None
+
+
+def tokens_to_frame(tokens: TokenIds) -> bytes:
+    """Token ids (int32 [n]) as a raw frame."""
+    return tokens.astype("<i4", copy=False).tobytes()
+
+
+def tokens_from_frame(frame: bytes | memoryview) -> TokenIds:
+    """Token ids of a raw frame, as int32 [n]; a view, not a copy.
+
+    Raises:
+        WireInvalid: the frame's length is no multiple of four bytes.
+    """
+    if len(frame) % 4:
+        raise WireInvalid(f"a token frame has {len(frame)} bytes, expected a multiple of 4")
+    return np.frombuffer(frame, dtype="<i4").astype(np.int32, copy=False)
