@@ -253,15 +253,18 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Ranks apply, in this order: releases, forgets, admits, grows; then they run the entries."""
+    """One batch. Ranks apply, in this order: releases, forgets, grows, admits; then they run the entries.
+
+    The controller applies the same operations to its own ledger in the same order, so that the ledgers agree.
+    """
 
     step_id: int
     epoch: int
     entries: tuple[StepEntry, ...]
-    admits: tuple[Admit, ...] = ()
-    grows: tuple[Grow, ...] = ()
     releases: tuple[str, ...] = ()  # sequences whose KV is free from here on
     forgets: tuple[str, ...] = ()  # prompts whose token ids are needed no more
+    grows: tuple[Grow, ...] = ()
+    admits: tuple[Admit, ...] = ()
     predicted_seconds: float = 0.0
     state_hash: int | None = (
         None  # of the ledger *before* this step is applied; None: not checked in this step
@@ -300,6 +303,10 @@ class RankReady:
     kv_bytes: int
     profile: StepProfile
     device: str
+    max_model_len: int
+    vocab_size: int
+    linear_flops_per_token: float  # of the whole model: 2 * parameters that a token passes
+    attention_flops_per_pair: float  # of the whole model: 4 * layers * heads * head dim
     load_seconds: float = 0.0
 
 
@@ -352,24 +359,12 @@ class RankFault:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed, and nothing else; answers a `WakeAt`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Drain:
     """Take no new request; end the running ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class WakeAt:
-    """Send a `Tick` at `at` seconds of the driver's clock."""
-
-    at: float
-
-
-ControllerEvent = Submit | Cancel | RankReady | StageFree | Done | Drain | Tick
-ControllerCommand = Step | Emit | Refused | Failed | WakeAt
+ControllerEvent = Submit | Cancel | RankReady | StageFree | Done | Drain
+ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
