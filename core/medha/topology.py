@@ -1,0 +1,53 @@
+"""The TP x SPP x KVP grid: who a rank is, and where a pod stands.
+
+A rank has coordinates (kv, stream, tensor): its lane, its stage, and its part of each layer. Ranks are numbered
+lane by lane, stage by stage, so that the tensor ranks of one pod are neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from medha.errors import ConfigInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    kv: int  # lane
+    stream: int  # stage
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Sizes of the three axes."""
+
+    tensor: int = 1
+    stream: int = 1
+    kv: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in ("tensor", "stream", "kv"):
+            size = getattr(self, axis)
+            if size < 1:
+                raise ConfigInvalid(f"parallelism.{axis} is {size}; it must be at least 1")
+
+    @property
+    def ranks(self) -> int:
+        return self.kv * self.stream * self.tensor
+
+    @property
+    def pods(self) -> int:
+        return self.kv * self.stream
+
+    def rank(self, at: Coordinates) -> int:
+        return (at.kv * self.stream + at.stream) * self.tensor + at.tensor
+
+    def coordinates(self, rank: int) -> Coordinates:
+        assert 0 <= rank < self.ranks, f"rank {rank} of {self.ranks}"
+        pod, tensor = divmod(rank, self.tensor)
+        kv, stream = divmod(pod, self.stream)
+        return Coordinates(kv=kv, stream=stream, tensor=tensor)
+
+    def __str__(self) -> str:
+        return f"TP{self.tensor} x SPP{self.stream} x KVP{self.kv}"
