@@ -1,0 +1,134 @@
+"""`medha model init` makes checkpoints that public tools load, the same bytes for the same seed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from medha.errors import ConfigInvalid
+from medha_worker.checkpoint import ARCHITECTURES, PRESETS, init_checkpoint
+
+MULTILINGUAL = "Hello wörld, मेधा 知识!\n  def f(x): return x + 12345 🙂"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoints") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=1)
+    return directory
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_other_weights(
+    tiny: Path, tmp_path: Path
+) -> None:
+    init_checkpoint(tmp_path / "again", preset="tiny", seed=1)
+    init_checkpoint(tmp_path / "other", preset="tiny", seed=2)
+    assert contents(tmp_path / "again") == contents(tiny)
+    other = contents(tmp_path / "other")
+    assert {name for name, data in contents(tiny).items() if other[name] != data} == {"model.safetensors"}
+
+
+def test_transformers_loads_model_and_tokenizer_and_agrees_on_the_token_ids(tiny: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    assert isinstance(model, transformers.LlamaForCausalLM)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 500_352
+    ids = tokenizer(MULTILINGUAL)["input_ids"]
+    assert ids == Tokenizer.from_file(str(tiny / "tokenizer.json")).encode(MULTILINGUAL).ids
+    assert ids[0] == tokenizer.bos_token_id == 0
+    assert tokenizer.decode(ids, skip_special_tokens=True) == MULTILINGUAL
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_id_of_the_vocabulary_has_a_token(preset: str, tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "model", preset=preset, seed=0)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json"))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert sorted(tokenizer.get_vocab().values()) == list(range(config["vocab_size"]))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_tensors_are_exactly_those_of_the_architecture(architecture: str, tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "model", preset="tiny", seed=0, architecture=architecture, dtype="bfloat16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    with safe_open(tmp_path / "model" / "model.safetensors", framework="pt") as file:
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    assert {name: tensor.shape for name, tensor in found.items()} == expected
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_the_chat_template_writes_roles_and_accepts_content_parts(tiny: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|bos|><|system|>\nBe brief.<|end|>\n<|user|>\nHello<|end|>\n<|assistant|>\n"
+
+
+def test_greedy_text_depends_on_the_prompt_and_does_not_repeat_one_token(tiny: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    prompts = torch.tensor([[0, 40, 300, 301, 302, 20], [0, 41, 300, 301, 302, 20]])
+    first, second = model.generate(prompts, max_new_tokens=24, min_new_tokens=24, do_sample=False)[
+        :, 6:
+    ].tolist()
+    assert first != second
+    assert len(set(first)) > 6
+    assert len(set(second)) > 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"preset": "huge"}, "preset"),
+        ({"architecture": "gpt2"}, "architecture"),
+        ({"dtype": "int8"}, "dtype"),
+        ({"seed": -1}, "seed"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_is_written(
+    arguments: dict[str, object], named: str, tmp_path: Path
+) -> None:
+    settings: dict[str, object] = {"preset": "tiny", "seed": 0} | arguments
+    with pytest.raises(ConfigInvalid, match=named):
+        init_checkpoint(tmp_path / "model", **settings)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_in_use_is_refused_and_force_replaces_only_a_checkpoint(
+    tiny: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "model"
+    target.mkdir()
+    init_checkpoint(target, preset="tiny", seed=2)  # empty: fine
+    with pytest.raises(ConfigInvalid, match="not empty"):
+        init_checkpoint(target, preset="tiny", seed=1)
+    init_checkpoint(target, preset="tiny", seed=1, force=True)
+    assert contents(target) == contents(tiny)
+
+    (target / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigInvalid, match=r"thesis\.txt"):
+        init_checkpoint(target, preset="tiny", seed=2, force=True)
+    assert (target / "thesis.txt").read_text() == "years of work"
+    with pytest.raises(ConfigInvalid, match="is a file"):
+        init_checkpoint(target / "thesis.txt", preset="tiny", seed=2, force=True)
+
+
+def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("medha_worker.checkpoint.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        init_checkpoint(tmp_path / "model", preset="tiny", seed=0)
+    assert list(tmp_path.iterdir()) == []
