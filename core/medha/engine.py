@@ -109,6 +109,10 @@ class ReplicaController:
         """Nothing waits, runs, or is still to be told to the ranks."""
         return not (self._waiting or self._running or self._in_flight or self._bookkeeping)
 
+    def knows_prompt(self, prompt: str) -> bool:
+        """Whether a request here names this prompt."""
+        return prompt in self._prompt_users
+
     def requests(self) -> Iterable[Request]:
         """Every request known here, waiting ones first."""
         return [*self._waiting.values(), *self._running.values()]

@@ -72,6 +72,7 @@ class Tokens:
     prompt: str
     offset: int
     total: int  # token ids that the whole prompt has
+    sequences: int = 1  # requests that will name this prompt: it is kept until all of them have come
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +356,12 @@ class RankFault:
     detail: str
 
 
-# --- inside the controller ---------------------------------------------------------------------------
+# --- inside a controller ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed, and nothing else: expiry and time-outs are looked at."""
 
 
 @dataclass(frozen=True, slots=True)

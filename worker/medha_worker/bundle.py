@@ -1,0 +1,29 @@
+"""Reads the bundle of a checkpoint directory: what a router needs to speak for the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medha.bundle import BUNDLE_FILES, bundle_digest
+from medha.errors import CheckpointInvalid
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    digest: str
+    files: dict[str, bytes]
+
+
+def read_bundle(directory: Path) -> Bundle:
+    """The bundle of a checkpoint directory.
+
+    Raises:
+        CheckpointInvalid: there is no tokenizer.json, which no router can do without.
+    """
+    files = {name: (directory / name).read_bytes() for name in BUNDLE_FILES if (directory / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise CheckpointInvalid(
+            f"{directory / 'tokenizer.json'} is missing; fetch the checkpoint with its tokenizer"
+        )
+    return Bundle(bundle_digest(files), files)

@@ -1,0 +1,103 @@
+"""Token ids of prompts, on their way from a router to the ranks.
+
+Ids and requests come on two links, in no order between them, so a request may have to wait here for its ids. A
+prompt is kept while a request that names it is still to come (`Tokens.sequences` says how many there will be)
+or is known to the controller; the ranks get it ahead of the step that admits its first sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from medha.messages import Submit, Tokens
+from medha.wire import TokenIds
+
+_log = logging.getLogger("medha.prompts")
+
+
+@dataclass(slots=True)
+class _Prompt:
+    ids: TokenIds
+    received: int = 0
+    awaited: int = 0  # requests still to come
+    on_ranks: bool = False
+    held: dict[str, Submit] = field(default_factory=dict)  # came before the last of the ids
+
+    @property
+    def complete(self) -> bool:
+        return self.received == len(self.ids)
+
+
+class PromptStore:
+    """Prompts by name."""
+
+    def __init__(self, longest_tokens: int) -> None:
+        self._longest_tokens = longest_tokens
+        self._prompts: dict[str, _Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
+        """Add a piece of a prompt; return the requests that waited for its last one."""
+        if not 0 < tokens.total <= self._longest_tokens:
+            _log.warning("dropped prompt %s: %d tokens", tokens.prompt, tokens.total)
+            return []
+        prompt = self._prompts.setdefault(tokens.prompt, _Prompt(ids=np.zeros(tokens.total, dtype=np.int32)))
+        end = prompt.received + len(ids)
+        if tokens.offset != prompt.received or end > len(prompt.ids):
+            _log.warning("dropped a piece of prompt %s: offset %d", tokens.prompt, tokens.offset)
+            return []
+        if tokens.offset == 0:
+            prompt.awaited += tokens.sequences
+        prompt.ids[prompt.received : end] = ids
+        prompt.received = end
+        if not prompt.complete:
+            return []
+        released = list(prompt.held.values())
+        prompt.held.clear()
+        prompt.awaited -= len(released)
+        return released
+
+    def hold(self, submit: Submit) -> bool:
+        """Keep a request whose ids are not all here yet; False: it need not wait."""
+        if not 0 < submit.tokens <= self._longest_tokens:
+            return False  # the controller will refuse it
+        prompt = self._prompts.setdefault(submit.prompt, _Prompt(ids=np.zeros(submit.tokens, dtype=np.int32)))
+        if prompt.complete:
+            prompt.awaited -= 1
+            return False
+        prompt.held[submit.id] = submit
+        return True
+
+    def withdraw(self, request_id: str) -> None:
+        """Give up a request that is held here; its ids go with the prompt's last request."""
+        for prompt in self._prompts.values():
+            if prompt.held.pop(request_id, None) is not None:
+                prompt.awaited -= 1
+                return
+
+    def length(self, name: str) -> int:
+        """Token ids of a prompt, 0 if it is not known or not complete."""
+        prompt = self._prompts.get(name)
+        return len(prompt.ids) if prompt is not None and prompt.complete else 0
+
+    def take_unsent(self, name: str) -> TokenIds | None:
+        """The ids (int32 [n]) of a prompt that the ranks lack; they count as sent from here on."""
+        prompt = self._prompts[name]
+        if prompt.on_ranks:
+            return None
+        prompt.on_ranks = True
+        return prompt.ids
+
+    def forgotten(self, name: str) -> None:
+        """The controller and the ranks need a prompt no more."""
+        prompt = self._prompts.get(name)
+        if prompt is None:
+            return
+        prompt.on_ranks = False
+        if prompt.complete and prompt.awaited <= 0:
+            del self._prompts[name]
