@@ -1,0 +1,405 @@
+"""Serving speed of one replica beside `transformers` on the same checkpoint, torch and threads.
+
+    python benchmarks/serve.py --quick
+    python benchmarks/serve.py --json benchmarks/results/serve.json
+    python benchmarks/serve.py --peer vllm --vllm-command "PATH/vllm"
+
+Three things are measured, engines taking turns within each round so that a noisy machine hits all of them:
+
+* `streams`  1, 8 and 32 concurrent streams of equal prompts: TTFT, TPOT and output tokens per second;
+* `length`   one prompt alone, from 1K to 32K tokens: TTFT, and how it grows;
+* `steps`    where Medha's time goes: the share of wall time that ranks spend in steps, from its own metrics.
+
+Peers: `transformers`' padded `generate` and its continuous batching, in process (no HTTP, no streaming: they
+are spared what Medha pays); a claim is made against the faster of the two. Ratios are Medha / peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import httpx
+import numpy as np
+import torch
+import yaml
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from medha_worker.checkpoint import init_checkpoint
+
+VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
+MODEL = "small"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One round of one engine (seconds; medians over its streams)."""
+
+    engine: str
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft_seconds: float
+    tpot_seconds: float
+    tokens_per_second: float
+
+
+def timing(engine: str, prompts: list[list[int]], start: float, stamps: list[list[float]]) -> Timing:
+    """`stamps[i]` are the times at which the output tokens of stream i came."""
+    firsts = [stream[0] - start for stream in stamps]
+    gaps = [(stream[-1] - stream[0]) / max(len(stream) - 1, 1) for stream in stamps]
+    tokens = sum(map(len, stamps))
+    return Timing(
+        engine=engine,
+        streams=len(prompts),
+        prompt_tokens=len(prompts[0]),
+        output_tokens=len(stamps[0]),
+        ttft_seconds=statistics.median(firsts),
+        tpot_seconds=statistics.median(gaps),
+        tokens_per_second=tokens / (max(stream[-1] for stream in stamps) - start),
+    )
+
+
+Engine = Callable[[list[list[int]], int], Timing]
+"""Generates so many tokens for each prompt, greedily, all at once."""
+
+
+def random_prompts(count: int, tokens: int, seed: int) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(VOCAB.start, VOCAB.stop, (count, tokens)).tolist()  # type: ignore[no-any-return]
+
+
+# --- engines -----------------------------------------------------------------------------------------
+
+
+def http_engine(name: str, url: str) -> Engine:
+    """Any OpenAI-compatible server, streamed over HTTP."""
+
+    async def stream(http: httpx.AsyncClient, prompt: list[int], tokens: int) -> list[float]:
+        body = {
+            "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True,
+            "ignore_eos": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        stamps: list[float] = []
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            response.raise_for_status()
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line[6:])
+                    if (event["choices"] and event["choices"][0]["finish_reason"] is None) or (
+                        event["choices"] and event["choices"][0]["text"]
+                    ):
+                        stamps.append(time.perf_counter())
+                    if event.get("usage"):
+                        assert event["usage"]["completion_tokens"] == tokens
+        # A chunk may hold several tokens, or none while a character is incomplete: spread the rest evenly.
+        return list(np.linspace(stamps[0], stamps[-1], tokens))
+
+    async def run(prompts: list[list[int]], tokens: int) -> Timing:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=3600, limits=limits) as http:
+            start = time.perf_counter()
+            stamps = await asyncio.gather(*(stream(http, prompt, tokens) for prompt in prompts))
+        return timing(name, prompts, start, list(stamps))
+
+    return lambda prompts, tokens: asyncio.run(run(prompts, tokens))
+
+
+class _Stamps(BaseStreamer):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:  # noqa: ARG002 - the signature is the base class's
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+def generate_engine(checkpoint: Path) -> Engine:
+    """transformers' padded `generate`; all prompts here are of one length, so it pays for no padding."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+
+    def run(prompts: list[list[int]], tokens: int) -> Timing:
+        stamps = _Stamps()
+        ids = torch.tensor(prompts)
+        start = time.perf_counter()
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        if len(prompts) == 1:
+            model.generate(ids, attention_mask=torch.ones_like(ids), streamer=stamps, **options)
+            times = stamps.times[1:]  # the first call is the prompt
+        else:  # streamers take one sequence: time the first token by a run of its own
+            first = time.perf_counter()
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                **{**options, "max_new_tokens": 1, "min_new_tokens": 1},
+            )
+            ttft = time.perf_counter() - first
+            start = time.perf_counter()
+            model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            times = list(np.linspace(start + ttft, time.perf_counter(), tokens))
+        return timing("transformers generate", prompts, start, [times] * len(prompts))
+
+    return run
+
+
+def continuous_engine(checkpoint: Path) -> Engine:
+    """transformers' continuous batching, as `transformers serve` runs it."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
+    settings = ContinuousBatchingConfig(page_size=256, num_blocks=200, max_batch_tokens=2048)
+
+    def run(prompts: list[list[int]], tokens: int) -> Timing:
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        with model.continuous_batching_context_manager(
+            generation_config=config, continuous_batching_config=settings
+        ) as manager:
+            start = time.perf_counter()
+            ids = [manager.add_request(prompt, max_new_tokens=tokens, streaming=True) for prompt in prompts]
+            stamps: dict[str, list[float]] = {name: [] for name in ids}
+            while any(len(times) < tokens for times in stamps.values()):
+                result = manager.get_result(timeout=600)
+                assert result is not None
+                assert result.error is None, result.error
+                times = stamps[result.request_id]
+                times.extend([time.perf_counter()] * (len(result.generated_tokens) - len(times)))
+        return timing("transformers continuous", prompts, start, [stamps[name] for name in ids])
+
+    return run
+
+
+@contextmanager
+def medha_server(checkpoint: Path, threads: int) -> Iterator[str]:
+    """`medha up` on the checkpoint; gives its URL."""
+    port = free_port()
+    manifest = checkpoint.parent / "serve.yaml"
+    document = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": "benchmark"},
+        "spec": {
+            "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 65536},
+            "kvCache": {"size": "2Gi"},
+            "router": {"port": port},
+            "threads": threads,
+        },
+    }
+    manifest.write_text(yaml.safe_dump(document), encoding="utf-8")
+    command = [sys.executable, "-m", "medha_cli.main", "up", str(manifest)]
+    with served(command, f"http://127.0.0.1:{port}", "/ready") as url:
+        yield url
+
+
+@contextmanager
+def vllm_server(command: str, checkpoint: Path, threads: int) -> Iterator[str]:
+    """vLLM's CPU build, tuned against convoys as its best setting is (a threshold on long prefills)."""
+    port = free_port()
+    arguments = [
+        *shlex.split(command), "serve", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1",
+        "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "65536",
+        "--no-enable-prefix-caching", "--max-num-batched-tokens", "2048",
+    ]  # fmt: skip
+    bound = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with served(arguments, f"http://127.0.0.1:{port}", "/health", env={**os.environ, **bound}) as url:
+        yield url
+
+
+@contextmanager
+def served(command: list[str], url: str, ready_path: str, env: dict[str, str] | None = None) -> Iterator[str]:
+    """Run a server until the block ends; fail with its output if it does not come up."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+        try:
+            end = time.monotonic() + 300
+            while True:
+                try:
+                    if httpx.get(url + ready_path, timeout=5).status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    raise click.ClickException(f"{command[0]} did not start:\n{log.read()[-3000:]}")
+                time.sleep(0.2)
+            yield url
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# --- what is asked -----------------------------------------------------------------------------------
+
+
+def faster(timings: list[Timing], key: str, *, more: bool) -> Timing:
+    values = sorted(timings, key=lambda timing: getattr(timing, key))
+    return values[-1] if more else values[0]
+
+
+def median_timing(timings: list[Timing]) -> Timing:
+    """The round whose tokens per second are the median of its engine's rounds."""
+    ordered = sorted(timings, key=lambda timing: timing.tokens_per_second)
+    return ordered[len(ordered) // 2]
+
+
+def metric_sum(url: str, name: str) -> float:
+    text = httpx.get(url + "/metrics", timeout=30).text
+    rows = [row.rsplit(" ", 1) for row in text.splitlines() if row.startswith((name + " ", name + "{"))]
+    return sum(float(value) for _, value in rows)
+
+
+@click.command(help=__doc__)
+@click.option("--quick", is_flag=True, help="Under a minute: 1 and 8 streams, prompts up to 2K, one round.")
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path), help="Write the timings and claims there."
+)
+@click.option(
+    "--threads", default=os.cpu_count() or 1, show_default=True, help="CPU threads of every engine."
+)
+@click.option(
+    "--rounds", default=3, show_default=True, help="Rounds of each measurement; medians are reported."
+)
+@click.option("--prompt-tokens", default=256, show_default=True)
+@click.option("--output-tokens", default=64, show_default=True)
+@click.option("--peer", type=click.Choice(["vllm"]), multiple=True, help="Measure this peer as well.")
+@click.option("--vllm-command", default="vllm", show_default=True, help="How vLLM's CPU build is called.")
+@click.option("--seed", default=0, show_default=True)
+def main(
+    quick: bool, json_file: Path | None, threads: int, rounds: int, prompt_tokens: int, output_tokens: int,
+    peer: tuple[str, ...], vllm_command: str, seed: int,
+) -> None:  # fmt: skip
+    console = Console()
+    torch.set_num_threads(threads)
+    streams = [1, 8] if quick else [1, 8, 32]
+    lengths = [1024, 2048] if quick else [1024, 4096, 8192, 16384, 32768]
+    if quick:
+        rounds, output_tokens = 1, 32
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-serve-")))
+        checkpoint = folder / MODEL
+        init_checkpoint(checkpoint, "small", seed=seed)
+        url = stack.enter_context(medha_server(checkpoint, threads))
+        engines: dict[str, Engine] = {
+            "medha": http_engine("medha", url),
+            "transformers generate": generate_engine(checkpoint),
+            "transformers continuous": continuous_engine(checkpoint),
+        }
+        if "vllm" in peer:
+            engines["vllm"] = http_engine(
+                "vllm", stack.enter_context(vllm_server(vllm_command, checkpoint, threads))
+            )
+        for engine in engines.values():
+            engine(random_prompts(1, 64, seed), 4)  # warm-up
+
+        results: list[Timing] = []
+        claims: list[dict[str, object]] = []
+
+        def measure(
+            count: int, tokens: int, outputs: int, names: list[str], repeats: int
+        ) -> dict[str, Timing]:
+            found: dict[str, list[Timing]] = {name: [] for name in names}
+            for repeat in range(repeats):
+                prompts = random_prompts(count, tokens, seed + repeat)
+                for name in names:
+                    found[name].append(engines[name](prompts, outputs))
+            medians = {name: median_timing(timings) for name, timings in found.items()}
+            results.extend(medians.values())
+            return medians
+
+        before = time.perf_counter(), metric_sum(url, "medha_step_seconds_sum")
+        medha_seconds = 0.0
+        for count in track(streams, description="concurrent streams", console=console):
+            medians = measure(count, prompt_tokens, output_tokens, list(engines), rounds)
+            ours = medians["medha"]
+            medha_seconds += rounds * ours.streams * ours.output_tokens / ours.tokens_per_second
+            others = [timing for name, timing in medians.items() if name.startswith("transformers")]
+            for key, more in (("ttft_seconds", False), ("tpot_seconds", False), ("tokens_per_second", True)):
+                best = faster(others, key, more=more)
+                claims.append(
+                    {
+                        "name": f"{key.removesuffix('_seconds')} at {count} streams, ratio",
+                        "value": getattr(ours, key) / getattr(best, key),
+                        "unit": "ratio",
+                        "goal": 1.0,
+                        "better": "more" if more else "less",
+                        "peer": best.engine,
+                    }
+                )
+        steps = metric_sum(url, "medha_step_seconds_sum") - before[1]
+        names = ["medha", "transformers generate", *(["vllm"] if "vllm" in engines else [])]
+        for length in track(lengths, description="prompt length", console=console):
+            medians = measure(1, length, 2, names, 1)
+            best = faster(
+                [timing for name, timing in medians.items() if name != "medha"], "ttft_seconds", more=False
+            )
+            claims.append(
+                {
+                    "name": f"ttft of one prompt of {length} tokens, ratio",
+                    "value": medians["medha"].ttft_seconds / best.ttft_seconds,
+                    "unit": "ratio",
+                    "goal": 1.0,
+                    "better": "less",
+                    "peer": best.engine,
+                }
+            )
+    report(console, results, claims, steps / medha_seconds)
+    if json_file is not None:
+        document = {
+            "command": " ".join(sys.argv),
+            "torch": torch.__version__,
+            "threads": threads,
+            "step_share_of_wall_time": steps / medha_seconds,
+            "timings": [asdict(result) for result in results],
+            "claims": claims,
+        }
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def report(console: Console, results: list[Timing], claims: list[dict[str, Any]], step_share: float) -> None:
+    table = Table("engine", "streams", "prompt", "TTFT s", "TPOT ms", "tokens/s", title="medians")
+    for result in results:
+        table.add_row(
+            result.engine, str(result.streams), str(result.prompt_tokens), f"{result.ttft_seconds:.3f}",
+            f"{result.tpot_seconds * 1000:.1f}", f"{result.tokens_per_second:.1f}",
+        )  # fmt: skip
+    console.print(table)
+    ratios = Table("claim", "ratio", "better", "peer", title="Medha / the faster peer")
+    for claim in claims:
+        ratios.add_row(claim["name"], f"{claim['value']:.2f}", claim["better"], claim["peer"])
+    console.print(ratios)
+    console.print(f"Ranks were inside a step for {step_share:.0%} of Medha's wall time.")
+
+
+if __name__ == "__main__":
+    main()

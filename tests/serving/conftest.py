@@ -1,0 +1,160 @@
+"""A whole Medha on one machine: `medha up` in a process group of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from medha_worker.checkpoint import init_checkpoint
+
+START_SECONDS = 90
+MODEL = "tiny"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Served:
+    """A running `medha up`; `lines` is everything that it has printed."""
+
+    process: subprocess.Popen[str]
+    url: str
+    checkpoint: Path
+    lines: list[str] = field(default_factory=list)
+
+    def get(self, path: str) -> tuple[int, str]:
+        response = httpx.get(self.url + path, timeout=30)
+        return response.status_code, response.text
+
+    def metric(self, name: str) -> float:
+        """The sum of all samples of one name on the router's /metrics."""
+        found = re.findall(
+            rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE
+        )
+        assert found, f"no sample of {name}"
+        return sum(map(float, found))
+
+    def parts(self) -> list[psutil.Process]:
+        """The processes below the supervisor."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def resident_bytes(self) -> int:
+        return sum(part.memory_info().rss for part in self.parts())
+
+    def wait_idle(self, timeout_seconds: float = 30) -> None:
+        """Until no request is known and no KV is held; fails the test if that does not come."""
+        end = time.monotonic() + timeout_seconds
+        while time.monotonic() < end:
+            if not (self.metric("medha_requests_running") or self.metric("medha_requests_waiting")) and (
+                self.metric("medha_kv_tokens_free") == self.metric("medha_kv_tokens_total")
+            ):
+                return
+            time.sleep(0.1)
+        pytest.fail("requests or KV blocks are still held:\n" + self.get("/metrics")[1])
+
+    def interrupt(self) -> int:
+        self.process.send_signal(signal.SIGINT)
+        return self.process.wait(timeout=60)
+
+
+def write_manifest(path: Path, checkpoint: Path, port: int, **spec: object) -> Path:
+    document = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": "served"},
+        "spec": {
+            "model": {"name": MODEL, "source": {"path": str(checkpoint)}},
+            "router": {"port": port},
+            "threads": 1,
+            **spec,
+        },
+    }
+    path.write_text(yaml.safe_dump(document), encoding="utf-8")
+    return path
+
+
+def start(manifest: Path, port: int, checkpoint: Path, *options: str) -> Served:
+    """Start `medha up` and wait until it serves."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
+    served = Served(process, f"http://127.0.0.1:{port}", checkpoint)
+
+    def collect() -> None:
+        assert process.stdout is not None
+        served.lines.extend(process.stdout)
+
+    threading.Thread(target=collect, daemon=True).start()
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            if served.get("/ready")[0] == 200:
+                return served
+        except httpx.TransportError:
+            pass  # the router does not listen yet
+        time.sleep(0.1)
+    stop(served)
+    pytest.fail("medha up did not become ready:\n" + "".join(served.lines))
+
+
+def stop(served: Served) -> None:
+    """End a `medha up` that a test may have left running, and all below it."""
+    if served.process.poll() is None:
+        parts = served.parts()
+        served.process.kill()
+        for part in parts:
+            part.wait(timeout=10)
+    served.process.wait(timeout=10)
+    if served.process.stdout is not None:
+        served.process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that may be served up to one million tokens."""
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, "tiny", seed=0)
+    config = json.loads((directory / "config.json").read_text())
+    config["max_position_embeddings"] = 2**20
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all tests that leave it as they found it."""
+    port = free_port()
+    manifest = write_manifest(
+        tmp_path_factory.mktemp("served") / "tiny.yaml",
+        checkpoint,
+        port,
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 2**20},
+        kvCache={"size": "1200Mi"},
+    )
+    running = start(manifest, port, checkpoint)
+    yield running
+    stop(running)

@@ -1,0 +1,272 @@
+"""Real requests through every room: the `openai` client against `medha up`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .conftest import MODEL, Served
+
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "box",
+    "with",
+    "liquor",
+    "jugs",
+]
+
+
+def text_of(words: int, seed: int) -> str:
+    return " ".join(random.Random(seed).choices(WORDS, k=words))
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def reference_text(served: Served, prompt: str, tokens: int) -> str:
+    """Greedy continuation by transformers, in fp32."""
+    tokenizer = AutoTokenizer.from_pretrained(served.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(served.checkpoint, dtype=torch.float32)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_chat_streams_its_text_its_end_and_its_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Say something."}],
+        max_tokens=24,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 24
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    whole = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Say something."}],
+        max_tokens=24,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    assert whole.choices[0].message.content == text
+    assert text
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_logprobs_are_those_of_the_tokens_drawn(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"ignore_eos": True},
+    )
+    assert answer.choices[0].logprobs is not None
+    content = answer.choices[0].logprobs.content
+    assert content is not None
+    assert len(content) == 5
+    for token in content:
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == token.top_logprobs[0].logprob <= 0  # greedy draws the most probable
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+
+
+def test_greedy_text_equals_transformers(served: Served, client: openai.OpenAI) -> None:
+    prompt = text_of(60, seed=1)
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=64, temperature=0, extra_body={"ignore_eos": False}
+    )
+    assert answer.choices[0].text == reference_text(served, prompt, 64)
+
+
+def test_sixteen_at_once_give_the_same_text_as_one_by_one(served: Served) -> None:
+    prompts = [text_of(words, seed=words) for words in range(4, 900, 56)]
+    assert len(prompts) == 16
+
+    async def run() -> tuple[list[str], list[str]]:
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def one(prompt: str) -> str:
+                answer = await client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=32, temperature=0, extra_body={"ignore_eos": True}
+                )
+                return answer.choices[0].text
+
+            alone = [await one(prompt) for prompt in prompts]
+            together = await asyncio.gather(*map(one, prompts))
+            return alone, together
+
+    alone, together = asyncio.run(run())
+    assert together == alone
+
+
+def test_a_seed_gives_the_same_samples_again_and_n_gives_different_ones(client: openai.OpenAI) -> None:
+    def draw() -> list[str]:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=text_of(40, seed=5),
+            max_tokens=24,
+            n=4,
+            seed=1234,
+            temperature=1.0,
+            extra_body={"ignore_eos": True},
+        )
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 4 * 24
+        return [choice.text for choice in sorted(answer.choices, key=lambda choice: choice.index)]
+
+    first = draw()
+    assert draw() == first
+    assert len(set(first)) == 4
+
+
+def test_a_prompt_beyond_the_models_length_gets_openais_error(served: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="word " * (2**20 + 10), max_tokens=1)
+    assert caught.value.code == "context_length_exceeded"
+    assert str(2**20) in caught.value.message
+
+
+def test_64_chats_that_name_no_max_tokens_run_at_once(served: Served) -> None:
+    """Each reserves its class's default output, not the million tokens that the model could write."""
+    most = 0
+
+    async def run() -> None:
+        nonlocal most
+        async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
+            body = {
+                "model": MODEL,
+                "messages": [{"role": "user", "content": "go on"}],
+                "stream": True,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
+            started = asyncio.Semaphore(0)
+            release = asyncio.Event()
+
+            async def one() -> None:
+                async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                    assert response.status_code == 200
+                    tokens = 0
+                    async for line in response.aiter_lines():
+                        tokens += line.startswith("data: {")
+                        if tokens == 3:
+                            started.release()
+                        if release.is_set():
+                            return
+
+            tasks = [asyncio.create_task(one()) for _ in range(64)]
+            for _ in range(64):
+                await asyncio.wait_for(started.acquire(), timeout=100)
+            most = int(served.metric("medha_requests_running"))
+            release.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert most == 64
+    served.wait_idle()
+
+
+def test_200_requests_with_cancels_and_disconnects_leave_nothing_behind(served: Served) -> None:
+    rng = random.Random(7)
+
+    async def run(count: int) -> None:
+        async with httpx.AsyncClient(base_url=served.url, timeout=120) as http:
+            limit = asyncio.Semaphore(24)
+
+            async def one(index: int) -> None:
+                body = {
+                    "model": MODEL,
+                    "prompt": text_of(rng.choice([3, 30, 300, 1500]), seed=index),
+                    "max_tokens": rng.choice([1, 8, 60]),
+                    "stream": rng.random() < 0.7,
+                    "n": rng.choice([1, 1, 1, 3]),
+                    "ignore_eos": True,
+                }
+                patience = rng.choice([0.01, 0.1, 0.5, 60])
+                async with limit:
+                    try:
+                        async with asyncio.timeout(patience):
+                            if body["stream"]:
+                                async with http.stream("POST", "/v1/completions", json=body) as response:
+                                    async for _ in response.aiter_lines():
+                                        pass
+                            else:
+                                await http.post("/v1/completions", json=body)
+                    except TimeoutError:
+                        pass  # the client has gone away: that is the point
+
+            await asyncio.gather(*(one(index) for index in range(count)))
+
+    asyncio.run(run(100))  # warms every buffer
+    served.wait_idle()
+    before = served.resident_bytes()
+    asyncio.run(run(200))
+    served.wait_idle()
+    grown = served.resident_bytes() - before
+    assert grown < 64 * 2**20, f"{grown / 2**20:.0f} MiB more than before"
+
+
+def test_stop_strings_end_the_text_before_them(served: Served, client: openai.OpenAI) -> None:
+    prompt = text_of(30, seed=11)
+    whole = (
+        client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+        )
+        .choices[0]
+        .text
+    )
+    stop = whole[12:15]
+    cut = client.completions.create(
+        model=MODEL, prompt=prompt, max_tokens=40, temperature=0, stop=[stop], extra_body={"ignore_eos": True}
+    ).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    served.wait_idle()
+
+
+def test_tokenize_and_detokenize_are_inverse(served: Served) -> None:
+    text = "The quick brown fox; ünïcödé 🦊"
+    ids = httpx.post(served.url + "/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]
+    back = httpx.post(served.url + "/detokenize", json={"model": MODEL, "tokens": ids}).json()
+    assert text in json.dumps(back, ensure_ascii=False)
+
+
+def test_metrics_name_the_gauges_that_gateways_read(served: Served) -> None:
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        assert served.metric(name) >= 0
