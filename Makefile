@@ -1,0 +1,74 @@
+# The developer's interface: `make help` lists it. Every target can be repeated and leaves nothing running.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+
+# The first interpreter that really runs, is new enough and can make environments; `make PYTHON=... venv` overrides it.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	"$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { command -v "$$python"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CHECKPOINT := .medha/tiny
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+.PHONY: venv
+venv: $(STAMP) ## create .venv with every pinned package
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv was found: install one (Debian: python3-venv), or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
+	@if ! $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith("2."))' 2>/dev/null; then \
+		echo "Installing torch: where only its GPU build is at hand this downloads about 3 GB and takes minutes."; \
+		echo "A CPU build (2.13.0+cpu, 200 MB) is preferred by itself where pip is offered one, e.g. by PIP_FIND_LINKS=folder."; \
+	fi
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt hatchling
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
+		--editable '.[operator,router,worker,sim,dev]'
+	@touch $@
+
+.PHONY: run
+run: $(STAMP) $(CHECKPOINT)/config.json ## serve a small random model on http://127.0.0.1:8000
+	@exec $(BIN)/medha up examples/tiny.yaml
+
+$(CHECKPOINT)/config.json: | $(STAMP)
+	$(BIN)/medha model init $(CHECKPOINT) --preset tiny --seed 0
+
+.PHONY: test
+test: lint types imports tests ## every check that CI makes
+
+.PHONY: check
+check: lint types imports ## the checks that take seconds: style, types, layers
+
+.PHONY: lint types imports tests
+lint: $(STAMP)
+	@.ci/row lint bash -c '$(BIN)/ruff check . && $(BIN)/ruff format --check .'
+types: $(STAMP)
+	@.ci/row types $(BIN)/mypy
+imports: $(STAMP)
+	@.ci/row imports $(BIN)/lint-imports
+tests: $(STAMP)
+	@.ci/row tests $(BIN)/python -m pytest
+
+.PHONY: test-long
+test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
+	@$(BIN)/python benchmarks/long.py
+
+.PHONY: format
+format: $(STAMP) ## let ruff write the code's form
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+.PHONY: gen
+gen: $(STAMP) ## write the generated pages anew: docs/cli.md and docs/metrics.md
+	$(BIN)/python -m medha_cli.reference docs
+
+.PHONY: clean
+clean: ## remove .venv, caches and the checkpoint of `make run`
+	rm -rf $(VENV) .medha .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
