@@ -1,0 +1,578 @@
+"""RouterCore: which replica serves which sequence, and when. Decisions only; `medha_router.link` does the I/O.
+
+Late binding: a sequence waits here, not in a replica, until a ready replica of its model has room. The core
+keeps what every open sequence has emitted, so that it can be resumed by a new epoch or by another replica with
+the same seed: the client sees one stream. A sequence never gets lost: it ends with a `Deliver` that has a finish
+reason, with one `Fail`, or because its client has gone.
+
+Time comes in as `now` (seconds of the driver's monotonic clock); the same events give the same commands.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Literal
+
+from medha.messages import (
+    Announce,
+    Cancel,
+    Emit,
+    Failed,
+    FetchBundle,
+    FinishReason,
+    Refused,
+    Sampling,
+    Submit,
+    Tick,
+    TokenLogprob,
+)
+
+# --- events ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewSequence:
+    """One sequence to generate; the driver holds the token ids of `prompt`."""
+
+    id: str
+    prompt: str
+    prompt_length: int
+    seed: int
+    sampling: Sampling = field(default_factory=Sampling)
+    sample_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    """The sequences of one client request (`n` samples of each of its prompts)."""
+
+    model: str
+    digest: str  # of the bundle that the prompts were tokenised with
+    sequences: tuple[NewSequence, ...]
+    service_class: str = "default"
+    deadline_after_seconds: float | None = None
+    tpot_target_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Nobody wants the rest of this sequence: its client has gone, or a stop string was found."""
+
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message of a replica."""
+
+    replica: str
+    message: Announce | Refused | Emit | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class BundleKnown:
+    """The bundle of this digest is loaded: its replicas can be used."""
+
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    """A replica cannot be reached any more."""
+
+    replica: str
+
+
+RouterEvent = Arrive | Abandon | Received | BundleKnown | LinkLost | Tick
+
+# --- commands ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrompt:
+    """Send the ids of the driver's prompt `source`, then `emitted`, to a replica under the name `prompt`."""
+
+    replica: str
+    prompt: str
+    source: str
+    emitted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    replica: str
+    message: Submit | Cancel | FetchBundle
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Output tokens for the client, each exactly once and in order."""
+
+    id: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+FailureKind = Literal["invalid", "too_long", "model_not_found", "overloaded", "unavailable", "internal"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A sequence ends with an error; nothing follows."""
+
+    id: str
+    kind: FailureKind
+    detail: str
+    retry_after_seconds: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A replica is not used; for the log."""
+
+    replica: str
+    reason: str
+
+
+RouterCommand = SendPrompt | Send | Deliver | Fail | Reject
+
+# --- state -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingLimits:
+    max_waiting: int = 4096
+    """Sequences that wait here; more are answered `overloaded`."""
+    waiting_share: float = 1.0
+    """Share of each replica's waiting limit that this router fills; 1 / routers when there are several."""
+    silence_seconds: float = 10.0
+    """A replica that announced nothing for so long is taken for dead. Replicas announce every second."""
+    unserved_seconds: float = 60.0
+    """How long a sequence that was taken waits for a replica to come back, before it ends `unavailable`."""
+    fetch_seconds: float = 10.0
+    """After which a bundle that was asked for is asked for again."""
+    max_attempts: int = 4
+    """Attempts of one sequence that may be lost with their replicas, before it is taken for the cause and ends."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    new: NewSequence
+    request: Arrive
+    arrived_at: float
+    order: tuple[float, int]  # queue key: deadline, then arrival
+    emitted: list[int] = field(default_factory=list)
+    attempts: int = 0
+    losses: int = 0  # attempts that ended because the replica did
+    replica: str | None = None
+    wire_id: str = ""  # differs from attempt to attempt, so that a late message of an old one is recognised
+
+    @property
+    def tokens(self) -> int:
+        return self.new.prompt_length + len(self.emitted)
+
+
+@dataclass(slots=True)
+class _Replica:
+    card: Announce
+    heard_at: float
+    open: dict[str, _Sequence] = field(default_factory=dict)  # by wire id
+    forwarded: int = 0  # since the card was written
+    forwarded_tokens: int = 0
+    full: bool = False  # it refused one since
+
+    @property
+    def serves(self) -> bool:
+        return self.card.ready and not self.card.draining
+
+
+class RouterCore:
+    """The router's decisions. `handle` takes one event and returns what to do, in order."""
+
+    def __init__(self, limits: RoutingLimits | None = None) -> None:
+        self._limits = limits or RoutingLimits()
+        self._replicas: dict[str, _Replica] = {}
+        self._sequences: dict[str, _Sequence] = {}
+        self._by_wire_id: dict[str, _Sequence] = {}
+        self._queue: list[tuple[tuple[float, int], _Sequence]] = []
+        self._bundles: set[str] = set()
+        self._asked_at: dict[str, float] = {}  # digest -> when it was last asked for
+        self._unserved_since: dict[tuple[str, str], float] = {}
+        self._models_seen: set[str] = set()
+        self._rejected: dict[str, str] = {}  # replica -> reason, so that each is told once
+        self._arrivals = 0
+
+    def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
+        match event:
+            case Arrive():
+                return self._arrive(event, now)
+            case Abandon(id=sequence_id):
+                return self._abandon(sequence_id)
+            case Received():
+                return self._received(event, now)
+            case BundleKnown(digest=digest):
+                self._bundles.add(digest)
+                self._asked_at.pop(digest, None)
+                return self._dispatch(now)
+            case LinkLost(replica=replica):
+                return self._lose(replica) + self._dispatch(now)
+            case Tick():
+                return self._tick(now)
+
+    # What the HTTP side may ask -------------------------------------------------------------------
+
+    def cards(self, model: str | None = None) -> list[Announce]:
+        """The replicas that are heard, whose bundle is known; of `model`, if one is named."""
+        return [
+            replica.card
+            for replica in self._replicas.values()
+            if replica.card.digest in self._bundles and model in (None, replica.card.model)
+        ]
+
+    def knows_model(self, model: str) -> bool:
+        """Whether a replica of `model` was ever heard: if so, its absence is an outage and not a wrong name."""
+        return model in self._models_seen
+
+    @property
+    def models_seen(self) -> frozenset[str]:
+        return frozenset(self._models_seen)
+
+    @property
+    def ready(self) -> bool:
+        return any(self._usable(replica) for replica in self._replicas.values())
+
+    @property
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def open(self) -> int:
+        return len(self._sequences)
+
+    # Client side ----------------------------------------------------------------------------------
+
+    def _arrive(self, request: Arrive, now: float) -> list[RouterCommand]:
+        ids = [new.id for new in request.sequences]
+        assert not any(sequence_id in self._sequences for sequence_id in ids), (
+            "ids are the driver's to keep apart"
+        )
+        problem = self._cannot_serve(request)
+        if problem is not None:
+            kind, detail = problem
+            return [Fail(sequence_id, kind, detail, self._retry_after(request)) for sequence_id in ids]
+        target = request.deadline_after_seconds or self._ttft_floor(request)
+        for new in request.sequences:
+            self._arrivals += 1
+            sequence = _Sequence(new, request, now, (now + target, self._arrivals))
+            self._sequences[new.id] = sequence
+            self._enqueue(sequence)
+        commands = self._dispatch(now)
+        if len(self._queue) > self._limits.max_waiting:
+            for sequence_id in ids:
+                sequence = self._sequences[sequence_id]
+                if sequence.replica is None:
+                    detail = f"{self._limits.max_waiting} requests are waiting already; try again later"
+                    commands.append(self._fail(sequence, "overloaded", detail))
+        return commands
+
+    def _cannot_serve(self, request: Arrive) -> tuple[FailureKind, str] | None:
+        serving = self._serving(request)
+        if serving:
+            longest = max(replica.card.longest_request_tokens for replica in serving)
+            asked = max(new.prompt_length for new in request.sequences) + 1
+            if asked <= longest:
+                return None
+            return (
+                "too_long",
+                f"the KV cache holds {longest} tokens; prompt and first output token are {asked}",
+            )
+        if self._models_seen and request.model not in self._models_seen:
+            return "model_not_found", f"The model `{request.model}` does not exist."
+        return "unavailable", f"no ready replica serves the model `{request.model}` now; try again later"
+
+    def _abandon(self, sequence_id: str) -> list[RouterCommand]:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return []
+        replica, wire_id = sequence.replica, sequence.wire_id
+        self._forget(sequence)
+        return [Send(replica, Cancel(wire_id))] if replica is not None else []
+
+    # Replica side ---------------------------------------------------------------------------------
+
+    def _received(self, event: Received, now: float) -> list[RouterCommand]:
+        match event.message:
+            case Announce() as card:
+                assert event.replica == card.replica
+                return self._announce(card, now)
+            case Emit() as emit:
+                return self._emit(event.replica, emit)
+            case Refused() as refused:
+                return self._refused(event.replica, refused, now)
+            case Failed() as failed:
+                return self._failed(event.replica, failed, now)
+
+    def _announce(self, card: Announce, now: float) -> list[RouterCommand]:
+        reason = self._unacceptable(card)
+        if reason is not None:
+            if self._rejected.get(card.replica) == reason:
+                return []
+            self._rejected[card.replica] = reason
+            return [*self._lose(card.replica), Reject(card.replica, reason)]
+        self._rejected.pop(card.replica, None)
+        self._models_seen.add(card.model)
+
+        commands: list[RouterCommand] = []
+        known = self._replicas.get(card.replica)
+        if known is not None and _identity(known.card) != _identity(card):
+            commands += self._lose(card.replica)  # a new epoch knows none of the old one's sequences
+            known = None
+        if known is None:
+            self._replicas[card.replica] = _Replica(card, now)
+        else:
+            known.card, known.heard_at = card, now
+            known.forwarded = known.forwarded_tokens = 0
+            known.full = False
+        if card.digest not in self._bundles:
+            asked_at = self._asked_at.get(card.digest)
+            if asked_at is None or now - asked_at >= self._limits.fetch_seconds:
+                self._asked_at[card.digest] = now
+                commands.append(Send(card.replica, FetchBundle(card.digest)))
+        return commands + self._dispatch(now)
+
+    def _unacceptable(self, card: Announce) -> str | None:
+        for other in self._replicas.values():
+            mixes = other.card.model == card.model and other.card.digest != card.digest
+            if mixes and other.card.replica != card.replica:
+                return (
+                    f"its bundle {card.digest[:12]} of model {card.model!r} differs from {other.card.digest[:12]} "
+                    f"of replica {other.card.replica!r}; give both the same checkpoint, or different model names"
+                )
+        return None
+
+    def _emit(self, replica: str, emit: Emit) -> list[RouterCommand]:
+        sequence = self._assigned(replica, emit.id)
+        if sequence is None:
+            # An attempt that was given up: its replica was silent, or the router has restarted.
+            return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
+        sequence.emitted.extend(emit.tokens)
+        if emit.finish_reason is not None:
+            self._forget(sequence)
+        return [Deliver(sequence.new.id, emit.tokens, emit.finish_reason, emit.logprobs)]
+
+    def _refused(self, replica: str, refused: Refused, now: float) -> list[RouterCommand]:
+        sequence = self._assigned(replica, refused.id)
+        if sequence is None:
+            return []
+        match refused.reason:
+            case "capacity" | "draining" | "not_ready":
+                self._replicas[replica].full = True  # until its next announcement
+                self._unassign(sequence)
+                self._enqueue(sequence)
+                return self._dispatch(now)
+            case "too_long":
+                return [self._fail(sequence, "too_long", refused.detail or "the request is too long")]
+            case _:
+                return [self._fail(sequence, "invalid", refused.detail or f"refused: {refused.reason}")]
+
+    def _failed(self, replica: str, failed: Failed, now: float) -> list[RouterCommand]:
+        sequence = self._assigned(replica, failed.id)
+        if sequence is None:
+            return []
+        if failed.reason == "rank_lost":
+            return self._resume(sequence) + self._dispatch(now)
+        return [self._fail(sequence, "internal", failed.detail or f"the replica failed: {failed.reason}")]
+
+    def _lose(self, replica: str) -> list[RouterCommand]:
+        lost = self._replicas.pop(replica, None)
+        if lost is None:
+            return []
+        return [command for sequence in list(lost.open.values()) for command in self._resume(sequence)]
+
+    def _tick(self, now: float) -> list[RouterCommand]:
+        commands: list[RouterCommand] = []
+        for name, replica in list(self._replicas.items()):
+            if now - replica.heard_at > self._limits.silence_seconds:
+                commands.append(Reject(name, f"silent for {now - replica.heard_at:.1f} s"))
+                commands += self._lose(name)
+        commands += self._dispatch(now)
+        for _, sequence in list(self._queue):
+            key = (sequence.request.model, sequence.request.digest)
+            serving = self._serving(sequence.request)
+            if serving:
+                self._unserved_since.pop(key, None)
+                longest = max(replica.card.longest_request_tokens for replica in serving)
+                if sequence.tokens >= longest:  # its larger replica has gone
+                    detail = f"no replica is left that holds more than {longest} tokens"
+                    commands.append(self._fail(sequence, "too_long", detail))
+            elif now - self._unserved_since.setdefault(key, now) >= self._limits.unserved_seconds:
+                detail = (
+                    f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
+                )
+                commands.append(self._fail(sequence, "unavailable", detail))
+        queued = {(sequence.request.model, sequence.request.digest) for _, sequence in self._queue}
+        for key in self._unserved_since.keys() - queued:
+            del self._unserved_since[key]
+        return commands
+
+    # Late binding ---------------------------------------------------------------------------------
+
+    def _dispatch(self, now: float) -> list[RouterCommand]:
+        """Forward queued sequences, the most urgent first, while replicas have room."""
+        commands: list[RouterCommand] = []
+        names: dict[str, tuple[str, str]] = {}  # prompt sent in this pass -> (replica, its name there)
+        kept: list[tuple[tuple[float, int], _Sequence]] = []
+        with_room = [replica for replica in self._replicas.values() if self._has_room(replica)]
+        position = 0
+        while position < len(self._queue) and with_room:
+            entry = self._queue[position]
+            sequence = entry[1]
+            position += 1
+            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt))
+            if chosen is None:
+                kept.append(entry)
+                continue
+            commands += self._forward(sequence, chosen, names, now)
+            if not self._has_room(chosen):
+                with_room.remove(chosen)
+        self._queue[:position] = kept
+        return commands
+
+    def _choose(
+        self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None
+    ) -> _Replica | None:
+        """The replica for `sequence`: where its prompt just went, else the least prefill work ahead of it."""
+        needed = sequence.tokens + 1
+        fitting = [
+            replica
+            for replica in replicas
+            if replica.card.model == sequence.request.model
+            and replica.card.digest == sequence.request.digest
+            and replica.card.longest_request_tokens >= needed
+        ]
+
+        def preference(replica: _Replica) -> tuple[bool, bool, float, int, int, str]:
+            card = replica.card
+            return (
+                sent is None or bool(sequence.emitted) or sent[0] != card.replica,  # samples share prompt KV
+                card.kv_tokens_free - replica.forwarded_tokens < needed,
+                card.pending_prefill_seconds,
+                replica.forwarded_tokens,  # tells idle replicas apart between two announcements
+                card.running + card.waiting,
+                card.replica,
+            )
+
+        return min(fitting, key=preference, default=None)
+
+    def _forward(
+        self, sequence: _Sequence, replica: _Replica, names: dict[str, tuple[str, str]], now: float
+    ) -> list[RouterCommand]:
+        new, request, name = sequence.new, sequence.request, replica.card.replica
+        wire_id = new.id if sequence.attempts == 0 else f"{new.id}~{sequence.attempts}"
+        sequence.attempts += 1
+        sequence.replica, sequence.wire_id = name, wire_id
+        self._by_wire_id[wire_id] = sequence
+        replica.open[wire_id] = sequence
+        replica.forwarded += 1
+        replica.forwarded_tokens += sequence.tokens
+
+        commands: list[RouterCommand] = []
+        shared = names.get(new.prompt)
+        if shared is not None and shared[0] == name and not sequence.emitted:
+            prompt = shared[1]
+        else:
+            # The name is as unique as the wire id: the replica may have forgotten an earlier one already.
+            prompt = f"{wire_id}/prompt"
+            commands.append(SendPrompt(name, prompt, new.prompt, tuple(sequence.emitted)))
+            if not sequence.emitted:
+                names[new.prompt] = (name, prompt)
+        submit = Submit(
+            id=wire_id,
+            prompt=prompt,
+            tokens=sequence.tokens,
+            prompt_length=new.prompt_length,
+            seed=new.seed,
+            sample_index=new.sample_index,
+            age_seconds=max(0.0, now - sequence.arrived_at),
+            deadline_after_seconds=request.deadline_after_seconds,
+            tpot_target_seconds=request.tpot_target_seconds,
+            service_class=request.service_class,
+            sampling=new.sampling,
+        )
+        commands.append(Send(name, submit))
+        return commands
+
+    def _has_room(self, replica: _Replica) -> bool:
+        # A replica without a queue (limit 0) still takes one at a time.
+        limit = max(1, int(replica.card.waiting_limit * self._limits.waiting_share))
+        return self._usable(replica) and not replica.full and replica.card.waiting + replica.forwarded < limit
+
+    def _usable(self, replica: _Replica) -> bool:
+        return replica.serves and replica.card.digest in self._bundles
+
+    def _serving(self, request: Arrive) -> list[_Replica]:
+        return [
+            replica
+            for replica in self._replicas.values()
+            if self._usable(replica)
+            and replica.card.model == request.model
+            and replica.card.digest == request.digest
+        ]
+
+    # Bookkeeping ----------------------------------------------------------------------------------
+
+    def _assigned(self, replica: str, wire_id: str) -> _Sequence | None:
+        sequence = self._by_wire_id.get(wire_id)
+        return sequence if sequence is not None and sequence.replica == replica else None
+
+    def _resume(self, sequence: _Sequence) -> list[RouterCommand]:
+        """Queue a sequence again whose replica lost it; it goes on after the tokens it has emitted."""
+        self._unassign(sequence)
+        sequence.losses += 1
+        if sequence.losses >= self._limits.max_attempts:
+            detail = f"{sequence.losses} attempts were lost with their replicas; it is not tried again"
+            return [self._fail(sequence, "internal", detail)]
+        self._enqueue(sequence)
+        return []
+
+    def _enqueue(self, sequence: _Sequence) -> None:
+        insort(self._queue, (sequence.order, sequence), key=lambda entry: entry[0])
+
+    def _unassign(self, sequence: _Sequence) -> None:
+        if sequence.replica is None:
+            return
+        del self._by_wire_id[sequence.wire_id]
+        if sequence.replica in self._replicas:
+            del self._replicas[sequence.replica].open[sequence.wire_id]
+        sequence.replica = None
+
+    def _forget(self, sequence: _Sequence) -> None:
+        if sequence.replica is None:
+            self._queue = [entry for entry in self._queue if entry[1] is not sequence]
+        self._unassign(sequence)
+        del self._sequences[sequence.new.id]
+
+    def _fail(self, sequence: _Sequence, kind: FailureKind, detail: str) -> Fail:
+        self._forget(sequence)
+        retry_after = self._retry_after(sequence.request) if kind in ("overloaded", "unavailable") else None
+        return Fail(sequence.new.id, kind, detail, retry_after)
+
+    def _ttft_floor(self, request: Arrive) -> float:
+        for card in self.cards(request.model):
+            for terms in card.service_classes:
+                if terms.name == request.service_class:
+                    return terms.ttft_floor_seconds
+        return 0.0
+
+    def _retry_after(self, request: Arrive) -> int:
+        """Seconds after which the least loaded replica has worked off what is ahead; from 1 to 60."""
+        pending = [card.pending_prefill_seconds for card in self.cards(request.model)]
+        return min(60, max(1, ceil(min(pending, default=1.0))))
+
+
+def _identity(card: Announce) -> tuple[str, str, int]:
+    return card.model, card.digest, card.epoch

@@ -1,0 +1,416 @@
+"""RouterCore: late binding, failover, limits; and that no order of events loses or doubles a sequence."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.messages import (
+    Announce,
+    Cancel,
+    Emit,
+    Failed,
+    FetchBundle,
+    Refused,
+    Sampling,
+    ServiceClassTerms,
+    Submit,
+    Tick,
+)
+from medha.routing import (
+    Abandon,
+    Arrive,
+    BundleKnown,
+    Deliver,
+    Fail,
+    LinkLost,
+    NewSequence,
+    Received,
+    Reject,
+    RouterCommand,
+    RouterCore,
+    RouterEvent,
+    RoutingLimits,
+    Send,
+    SendPrompt,
+)
+
+CARD = Announce(
+    replica="r0",
+    model="m",
+    digest="d",
+    epoch=1,
+    ready=True,
+    draining=False,
+    max_model_len=1000,
+    vocab_size=100,
+    kv_tokens_total=1000,
+    kv_tokens_free=1000,
+    running=0,
+    waiting=0,
+    pending_prefill_seconds=0.0,
+    longest_request_tokens=900,
+    waiting_limit=2,
+    service_classes=(ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096),),
+)
+
+
+def arrive(*ids: str, prompt: str = "p", length: int = 10, **fields: object) -> Arrive:
+    sequences = tuple(
+        NewSequence(name, prompt, length, seed=7, sampling=Sampling(max_tokens=5), sample_index=index)
+        for index, name in enumerate(ids)
+    )
+    return replace(Arrive("m", "d", sequences), **fields)  # type: ignore[arg-type]
+
+
+def announce(core: RouterCore, now: float = 0.0, **fields: object) -> list[RouterCommand]:
+    card = replace(CARD, **fields)  # type: ignore[arg-type]
+    return core.handle(Received(card.replica, card), now)
+
+
+def serving(limits: RoutingLimits | None = None, *replicas: str) -> RouterCore:
+    core = RouterCore(limits)
+    core.handle(BundleKnown("d"), 0.0)
+    for replica in replicas or ("r0",):
+        announce(core, replica=replica)
+    return core
+
+
+def submits(commands: list[RouterCommand]) -> list[tuple[str, Submit]]:
+    return [(c.replica, c.message) for c in commands if isinstance(c, Send) and isinstance(c.message, Submit)]
+
+
+def test_a_request_goes_at_once_to_a_ready_replica_with_its_prompt_ahead() -> None:
+    commands = serving().handle(arrive("a", tpot_target_seconds=0.02), 5.0)
+    prompt, send = commands
+    assert prompt == SendPrompt("r0", "a/prompt", "p", ())
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Submit)
+    submit = send.message
+    assert (submit.id, submit.prompt, submit.tokens, submit.prompt_length) == ("a", "a/prompt", 10, 10)
+    assert (submit.seed, submit.tpot_target_seconds, submit.age_seconds) == (7, 0.02, 0.0)
+
+
+def test_samples_of_one_prompt_share_one_name_so_that_the_replica_can_fork_kv() -> None:
+    core = serving(None, "r0", "r1")
+    commands = core.handle(arrive("a-0", "a-1"), 0.0)
+    assert [type(c) for c in commands] == [SendPrompt, Send, Send]
+    assert {replica for replica, _ in submits(commands)} == {commands[0].replica}  # type: ignore[union-attr]
+    assert {submit.prompt for _, submit in submits(commands)} == {"a-0/prompt"}
+
+
+def test_a_full_replica_gets_nothing_until_its_next_announcement_shows_room() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    assert core.handle(arrive("c", prompt="q"), 1.0) == []
+    assert announce(core, 2.0, waiting=2) == []
+    sent = submits(announce(core, 4.0, waiting=1))
+    assert [(submit.id, submit.age_seconds) for _, submit in sent] == [("c", 3.0)]
+
+
+def test_the_least_pending_prefill_wins_among_replicas_with_free_kv() -> None:
+    core = serving(None, "r0", "r1", "r2")
+    announce(core, replica="r0", pending_prefill_seconds=3.0)
+    announce(core, replica="r1", pending_prefill_seconds=1.0)
+    announce(core, replica="r2", pending_prefill_seconds=0.0, kv_tokens_free=5)
+    assert [replica for replica, _ in submits(core.handle(arrive("a"), 0.0))] == ["r1"]
+
+
+def test_a_burst_between_two_announcements_is_spread_over_idle_replicas() -> None:
+    core = serving(None, "r0", "r1")
+    chosen = [submits(core.handle(arrive(name, prompt=name), 0.0))[0][0] for name in "abcd"]
+    assert sorted(chosen) == ["r0", "r0", "r1", "r1"]
+
+
+def test_the_tighter_deadline_leaves_the_queue_first() -> None:
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("book", deadline_after_seconds=60.0), 0.0)
+    core.handle(arrive("chat", prompt="q", deadline_after_seconds=1.0), 0.5)
+    assert [submit.id for _, submit in submits(announce(core, 1.0, waiting=0))] == ["chat", "book"]
+
+
+@pytest.mark.parametrize("reason", ["capacity", "draining", "not_ready"])
+def test_a_refusal_that_may_pass_elsewhere_is_requeued_with_the_original_age(reason: str) -> None:
+    core = serving(None, "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 10.0))
+    ((second, submit),) = submits(core.handle(Received(first, Refused("a", reason)), 12.5))  # type: ignore[arg-type]
+    assert {first, second} == {"r0", "r1"}
+    assert (submit.id, submit.age_seconds) == ("a~1", 2.5)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"), [("too_long", "too_long"), ("invalid", "invalid"), ("unknown_class", "invalid")]
+)
+def test_a_refusal_for_the_requests_own_fault_ends_it(reason: str, kind: str) -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    assert core.handle(Received("r0", Refused("a", reason, "why")), 0.0) == [Fail("a", kind, "why")]  # type: ignore[arg-type]
+    assert core.open == 0
+
+
+def test_a_new_epoch_gets_open_sequences_again_with_what_they_emitted_and_the_same_seed() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    core.handle(Received("r0", Emit("a", (4, 5))), 1.0)
+    commands = announce(core, 2.0, epoch=2)
+    assert commands[0] == SendPrompt("r0", "a~1/prompt", "p", (4, 5))
+    ((_, submit),) = submits(commands)
+    assert (submit.tokens, submit.prompt_length, submit.seed, submit.age_seconds) == (12, 10, 7, 2.0)
+    assert core.handle(Received("r0", Emit("a~1", (6,), "stop")), 3.0) == [Deliver("a", (6,), "stop")]
+
+
+def test_a_late_token_of_a_given_up_attempt_is_dropped_and_that_attempt_cancelled() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    announce(core, 2.0, epoch=2)
+    assert core.handle(Received("r0", Emit("a", (9,))), 2.1) == [Send("r0", Cancel("a"))]
+
+
+def test_a_silent_replica_is_given_up_and_its_sequences_go_to_another() -> None:
+    core = serving(RoutingLimits(silence_seconds=5.0), "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    other = "r1" if first == "r0" else "r0"
+    announce(core, 4.0, replica=other)
+    commands = core.handle(Tick(), 6.0)
+    assert isinstance(commands[0], Reject)
+    assert [replica for replica, _ in submits(commands)] == [other]
+
+
+def test_a_lost_link_frees_its_sequences_for_another_replica() -> None:
+    core = serving(None, "r0", "r1")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    ((second, _),) = submits(core.handle(LinkLost(first), 1.0))
+    assert first != second
+
+
+def test_a_sequence_that_is_lost_too_often_ends_instead_of_killing_every_replica() -> None:
+    core = serving(RoutingLimits(max_attempts=2))
+    core.handle(arrive("a"), 0.0)
+    announce(core, 1.0, epoch=2)
+    (command,) = announce(core, 2.0, epoch=3)
+    assert isinstance(command, Fail)
+    assert command.kind == "internal"
+
+
+def test_more_waiting_than_the_limit_is_overloaded_and_names_when_to_come_back() -> None:
+    core = serving(RoutingLimits(max_waiting=1))
+    announce(core, waiting=2, pending_prefill_seconds=7.2)
+    assert core.handle(arrive("a"), 0.0) == []
+    (refusal,) = core.handle(arrive("b", prompt="q"), 0.0)
+    assert isinstance(refusal, Fail)
+    assert (refusal.id, refusal.kind, refusal.retry_after_seconds) == ("b", "overloaded", 8)
+
+
+def test_unknown_models_and_outages_are_told_apart() -> None:
+    core = RouterCore()
+    assert [c.kind for c in core.handle(arrive("a"), 0.0) if isinstance(c, Fail)] == ["unavailable"]
+    core = serving()
+    (unknown,) = core.handle(arrive("a", model="other"), 0.0)
+    assert isinstance(unknown, Fail)
+    assert unknown.kind == "model_not_found"
+    announce(core, ready=False)
+    (outage,) = core.handle(arrive("a"), 0.0)
+    assert isinstance(outage, Fail)
+    assert outage.kind == "unavailable"
+
+
+def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> None:
+    core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=5.0))
+    core.handle(arrive("a"), 0.0)
+    core.handle(Tick(), 6.0)
+    assert core.waiting == 1
+    assert core.handle(Tick(), 65.9) == []
+    (failure,) = core.handle(Tick(), 66.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "unavailable"
+
+
+def test_a_prompt_that_no_pool_can_hold_is_too_long_at_once() -> None:
+    (failure,) = serving().handle(arrive("a", length=900), 0.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "too_long"
+
+
+def test_an_abandoned_sequence_is_cancelled_where_it_runs_and_leaves_the_queue_where_it_waits() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    core.handle(arrive("c", prompt="q"), 0.0)
+    assert core.handle(Abandon("a"), 1.0) == [Send("r0", Cancel("a"))]
+    assert core.handle(Abandon("c"), 1.0) == []
+    assert core.handle(Abandon("c"), 1.0) == []
+    assert (core.waiting, core.open) == (0, 1)
+
+
+def test_an_unknown_bundle_is_fetched_once_and_its_replica_serves_after_it_is_known() -> None:
+    core = RouterCore(RoutingLimits(fetch_seconds=10.0))
+    assert announce(core) == [Send("r0", FetchBundle("d"))]
+    assert announce(core, 1.0) == []
+    assert announce(core, 10.0) == [Send("r0", FetchBundle("d"))]
+    assert not core.ready
+    core.handle(BundleKnown("d"), 11.0)
+    assert core.ready
+
+
+def test_replicas_of_one_model_with_different_bundles_are_never_mixed() -> None:
+    core = serving()
+    core.handle(BundleKnown("e"), 0.0)
+    (rejection,) = announce(core, replica="r1", digest="e")
+    assert isinstance(rejection, Reject)
+    assert "differs" in rejection.reason
+    assert announce(core, replica="r1", digest="e") == []  # said once
+    assert [card.replica for card in core.cards("m")] == ["r0"]
+
+
+def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
+    core = serving()
+    core.handle(arrive("a", "b"), 0.0)
+    ((_, again),) = submits(core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) + announce(core, 1.1))
+    assert again.id == "a~1"
+    (end,) = core.handle(Received("r0", Failed("b", "out_of_memory", "too big a chunk")), 1.0)
+    assert end == Fail("b", "internal", "too big a chunk")
+
+
+@dataclass
+class FakeReplica:
+    """Emits the token at position i as the number i, so that the client can tell order, loss and doubles."""
+
+    name: str
+    epoch: int = 1
+    ready: bool = True
+    running: dict[str, list[int]] = field(default_factory=dict)  # wire id -> [output so far, length]
+
+    def card(self) -> Announce:
+        return replace(CARD, replica=self.name, epoch=self.epoch, ready=self.ready, waiting=len(self.running))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_and_in_order(
+    data: st.DataObject,
+) -> None:
+    core = RouterCore(
+        RoutingLimits(max_waiting=4, silence_seconds=5.0, unserved_seconds=20.0, max_attempts=3)
+    )
+    replicas = {name: FakeReplica(name) for name in ("r0", "r1")}
+    received: dict[str, list[int]] = {}
+    ended: dict[str, str] = {}
+    gone: set[str] = set()
+    stale: list[tuple[str, Emit]] = []
+    now = 0.0
+
+    def run(event: RouterEvent) -> None:
+        prompts: dict[tuple[str, str], int] = {}
+        for command in core.handle(event, now):
+            match command:
+                case SendPrompt():
+                    assert len(command.emitted) == len(received.get(command.source, []))
+                    prompts[command.replica, command.prompt] = 10 + len(command.emitted)
+                case Send(replica=name, message=Submit() as submit):
+                    assert prompts[name, submit.prompt] == submit.tokens, (
+                        "the prompt goes ahead of the sequence"
+                    )
+                    assert submit.id not in replicas[name].running
+                    replicas[name].running[submit.id] = [submit.tokens - submit.prompt_length, 3]
+                case Send(replica=name, message=Cancel(id=wire_id)):
+                    replicas[name].running.pop(wire_id, None)
+                case Deliver():
+                    assert command.id not in ended
+                    assert command.id not in gone
+                    received[command.id].extend(command.tokens)
+                    if command.finish_reason is not None:
+                        ended[command.id] = "finished"
+                case Fail():
+                    assert command.id not in ended
+                    assert command.id not in gone
+                    ended[command.id] = "failed"
+
+    def emit(replica: FakeReplica, wire_id: str, count: int) -> None:
+        done, length = replica.running[wire_id]
+        tokens = tuple(range(done, min(done + count, length)))
+        finished = done + len(tokens) == length
+        replica.running[wire_id][0] += len(tokens)
+        if finished:
+            del replica.running[wire_id]
+        run(Received(replica.name, Emit(wire_id, tokens, "length" if finished else None)))
+
+    run(BundleKnown("d"))
+    for step in range(data.draw(st.integers(1, 40))):
+        now += data.draw(st.sampled_from([0.0, 0.3, 3.0]))
+        replica = replicas[data.draw(st.sampled_from(["r0", "r1"]))]
+        action = data.draw(
+            st.sampled_from(
+                [
+                    "announce",
+                    "arrive",
+                    "emit",
+                    "refuse",
+                    "fail",
+                    "restart",
+                    "abandon",
+                    "stale",
+                    "tick",
+                    "lost",
+                ]
+            )
+        )
+        running = sorted(replica.running)
+        match action:
+            case "announce":
+                replica.ready = data.draw(st.booleans()) or step % 2 == 0
+                run(Received(replica.name, replica.card()))
+            case "arrive":
+                name = f"s{step}"
+                received[name] = []
+                run(arrive(name, prompt=name))
+            case "emit" if running:
+                emit(replica, data.draw(st.sampled_from(running)), data.draw(st.integers(1, 3)))
+            case "refuse" if running:
+                wire_id = data.draw(st.sampled_from(running))
+                del replica.running[wire_id]
+                run(Received(replica.name, Refused(wire_id, "capacity")))
+            case "fail" if running:
+                wire_id = data.draw(st.sampled_from(running))
+                del replica.running[wire_id]
+                run(
+                    Received(
+                        replica.name, Failed(wire_id, data.draw(st.sampled_from(["rank_lost", "internal"])))
+                    )
+                )
+            case "restart":
+                stale += [(replica.name, Emit(wire_id, (99,))) for wire_id in running]
+                replica.running.clear()
+                replica.epoch += 1
+                run(Received(replica.name, replica.card()))
+            case "stale" if stale:
+                name, message = stale.pop()
+                if message.id not in replicas[name].running:
+                    run(Received(name, message))
+            case "abandon" if received:
+                name = data.draw(st.sampled_from(sorted(received)))
+                if name not in ended:
+                    gone.add(name)
+                    run(Abandon(name))
+            case "lost":
+                run(LinkLost(replica.name))
+            case _:
+                run(Tick())
+
+    for _ in range(200):  # the world calms down: replicas announce, and emit what they run
+        now += 1.0
+        run(Tick())
+        for replica in replicas.values():
+            replica.ready = True
+            run(Received(replica.name, replica.card()))
+            for wire_id in sorted(replica.running):
+                if wire_id in replica.running:
+                    emit(replica, wire_id, 3)
+        if core.open == 0 and not any(replica.running for replica in replicas.values()):
+            break
+    assert set(ended) | gone == set(received), "each sequence ends, unless its client has gone"
+    assert core.open == core.waiting == 0
+    for name, tokens in received.items():
+        assert tokens == list(range(len(tokens)))
+        if ended.get(name) == "finished":
+            assert tokens == [0, 1, 2]
