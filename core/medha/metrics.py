@@ -1,0 +1,161 @@
+"""The metric catalogue as data: what the router and the replica controller export, and what it means.
+
+Each process makes its `prometheus_client` collectors from its part of this catalogue, so that code, reference
+(`docs/metrics.md`, rendered by `reference_page`), dashboards and alerts name the same things. Our own names start
+with `medha_` and carry their unit; `vllm:` names are aliases for gateways, autoscalers and dashboards that read
+those. Counters are written without `_total`, which the exposition format adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["counter", "gauge", "histogram"]
+Unit = Literal[
+    "seconds", "tokens", "bytes", "ratio", "requests", "steps", "sequences", "messages", "replicas", ""
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric; `buckets` are the upper bounds of a histogram, in `unit`, without infinity."""
+
+    name: str
+    kind: Kind
+    unit: Unit
+    meaning: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert (self.kind == "histogram") == bool(self.buckets), f"{self.name}: buckets belong to histograms"
+        assert list(self.buckets) == sorted(set(self.buckets)), f"{self.name}: buckets must rise"
+
+
+PROMPT_LENGTH_BOUNDS = (128, 1024, 8192, 65_536, 524_288, 4_194_304)
+"""Upper bounds of the label `prompt_tokens`, tokens: a few series tell chats, pages, books and libraries apart."""
+
+
+def prompt_length_label(tokens: int) -> str:
+    """The value of the label `prompt_tokens` for a prompt: `le_128`, `le_1024`, ..., `more`."""
+    for bound in PROMPT_LENGTH_BOUNDS:
+        if tokens <= bound:
+            return f"le_{bound}"
+    return "more"
+
+
+# vLLM's bounds (its v1/metrics/buckets.py), kept so that its dashboards read ours.
+_TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0, 640.0, 2560.0,
+)  # fmt: skip
+_PER_TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_TIGHT_PER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, *_PER_TOKEN_SECONDS)
+_WORK_SECONDS = (
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0,
+)  # fmt: skip
+_SHARE_OF_TARGET = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
+_STEP_SECONDS = (
+    0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 10.0,
+)  # fmt: skip
+_SLACK_SECONDS = (-600.0, -60.0, -10.0, -2.0, -0.5, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0, 600.0)
+_POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+
+_BY_CLASS = ("model", "service_class")
+_BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
+
+ROUTER_METRICS = (
+    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by how: `stop`, `length`, `cancelled` (the client went away), or the code of the error that it got.", ("model", "endpoint", "outcome")),
+    Metric("medha_request_ttft_seconds", "histogram", "seconds", "Time to first token: from the last byte of the request's headers to its first output token.", _BY_CLASS, _TTFT_SECONDS),
+    Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, else the TTFT floor of its service class.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
+    Metric("medha_request_tpot_seconds", "histogram", "seconds", "Time per output token of a whole request: (last token - first token) / (output tokens - 1).", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
+    Metric("medha_inter_token_seconds", "histogram", "seconds", "Time between two messages with output tokens of one sequence.", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
+    Metric("medha_request_seconds", "histogram", "seconds", "Whole duration of a request that ended in tokens.", _BY_CLASS, _REQUEST_SECONDS),
+    Metric("medha_request_ttft_attainment", "counter", "requests", "Requests by whether their first token came within its target (`met`: `true` or `false`). Requests that failed before count as `false`, cancelled ones not at all.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_request_tpot_attainment", "counter", "requests", "Requests of two or more output tokens, by whether their TPOT stayed within its target.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_prompt_tokens", "counter", "tokens", "Prompt tokens of accepted requests; a prompt that is sampled n times counts once.", ("model",)),
+    Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without what ran past a stop string.", ("model",)),
+    Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
+    Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait here and those that replicas have."),
+    Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room."),
+    Metric("medha_router_replicas", "gauge", "replicas", "Replicas that are heard, by state: `ready`, `draining`, `starting`.", ("model", "state")),
+    Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again after a refusal, a lost rank or a lost replica."),
+    Metric("medha_router_tokenize_seconds", "histogram", "seconds", "Parsing, template and tokenising of a request, by where: `thread` or `process` (large bodies).", ("place",), _WORK_SECONDS),
+    Metric("medha_router_malformed_messages", "counter", "messages", "Messages from replicas that could not be read and were dropped."),
+    Metric("medha_replica_sequences_running", "gauge", "sequences", "Sequences that hold KV in a replica, as it announced.", ("model", "replica")),
+    Metric("medha_replica_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV in a replica, as it announced.", ("model", "replica")),
+    Metric("medha_replica_kv_used_ratio", "gauge", "ratio", "Reserved share of a replica's KV pool, 0 to 1, as it announced.", ("model", "replica")),
+    Metric("medha_replica_pending_prefill_seconds", "gauge", "seconds", "Prefill work ahead of a new request in a replica, as it announced.", ("model", "replica")),
+)  # fmt: skip
+"""What a router exports."""
+
+_VLLM = ("model_name", "engine")
+
+VLLM_ALIASES = (
+    Metric("vllm:num_requests_running", "gauge", "requests", "As `medha_replica_sequences_running`; `engine` is the replica's name.", _VLLM),
+    Metric("vllm:num_requests_waiting", "gauge", "requests", "As `medha_replica_sequences_waiting`, and on `engine=\"router\"` those that wait in the router.", _VLLM),
+    Metric("vllm:kv_cache_usage_perc", "gauge", "ratio", "As `medha_replica_kv_used_ratio`: 0 to 1 despite the name.", _VLLM),
+    Metric("vllm:time_to_first_token_seconds", "histogram", "seconds", "As `medha_request_ttft_seconds`.", _VLLM, _TTFT_SECONDS),
+    Metric("vllm:inter_token_latency_seconds", "histogram", "seconds", "As `medha_inter_token_seconds`.", _VLLM, _PER_TOKEN_SECONDS),
+    Metric("vllm:request_time_per_output_token_seconds", "histogram", "seconds", "As `medha_request_tpot_seconds`.", _VLLM, _PER_TOKEN_SECONDS),
+    Metric("vllm:e2e_request_latency_seconds", "histogram", "seconds", "As `medha_request_seconds`.", _VLLM, _REQUEST_SECONDS),
+    Metric("vllm:prompt_tokens", "counter", "tokens", "As `medha_prompt_tokens`.", _VLLM),
+    Metric("vllm:generation_tokens", "counter", "tokens", "As `medha_output_tokens`.", _VLLM),
+    Metric("vllm:request_success", "counter", "requests", "Sequences that ended in tokens, by `stop` or `length`.", (*_VLLM, "finished_reason")),
+)  # fmt: skip
+"""Names of vLLM (its v1/metrics/loggers.py) that a router exports too. Histograms and counters of the router
+carry `engine="router"`."""
+
+CONTROLLER_METRICS = (
+    Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `reserved` (not yet written), `used`.", ("lane", "state")),
+    Metric("medha_kv_used_ratio", "gauge", "ratio", "Reserved share of all KV pools, 0 to 1."),
+    Metric("medha_sequences_running", "gauge", "sequences", "Sequences that hold KV."),
+    Metric("medha_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV."),
+    Metric("medha_pending_prefill_seconds", "gauge", "seconds", "Predicted isolated prefill time of everything admitted or waiting."),
+    Metric("medha_steps", "counter", "steps", "Batches that left the last stage."),
+    Metric("medha_step_observed_seconds", "histogram", "seconds", "Duration of a step, from its dispatch to its `Done`.", (), _STEP_SECONDS),
+    Metric("medha_step_predicted_seconds", "histogram", "seconds", "Duration that the predictor expected of a step when it was packed.", (), _STEP_SECONDS),
+    Metric("medha_step_prediction_error_ratio", "histogram", "ratio", "Observed divided by predicted duration of a step.", (), (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)),
+    Metric("medha_step_tokens", "histogram", "tokens", "Tokens of a step, by phase: `prefill` or `decode`.", ("phase",), _POWERS_OF_TWO),
+    Metric("medha_step_sequences", "histogram", "sequences", "Sequences of a step, by phase.", ("phase",), _POWERS_OF_TWO[:13]),
+    Metric("medha_chunk_tokens", "histogram", "tokens", "Prefill tokens that one sequence got in a step.", (), _POWERS_OF_TWO),
+    Metric("medha_prefill_slack_seconds", "histogram", "seconds", "Slack of a prefill when a chunk of it was packed: deadline - now - remaining work. Below 0 it will be late.", ("service_class",), _SLACK_SECONDS),
+    Metric("medha_decode_tpot_misses", "counter", "steps", "Steps whose decodes alone exceeded the tightest TPOT target, and that kept `minPrefillShare` for prefill nevertheless."),
+    Metric("medha_sequences_finished", "counter", "sequences", "Sequences that ended, by reason: `stop`, `length`, `cancelled`, or the reason of a failure.", ("reason",)),
+    Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),
+    Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),
+    Metric("medha_epoch", "gauge", "", "Epoch of the replica: it rises when its ranks meet anew."),
+    Metric("medha_malformed_messages", "counter", "messages", "Messages from routers or ranks that could not be read and were dropped."),
+)  # fmt: skip
+"""What a replica's controller exports."""
+
+CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS)
+
+
+def reference_page() -> str:
+    """`docs/metrics.md`, from the catalogue."""
+    parts = [
+        "# Metrics",
+        "",
+        "Generated from `core/medha/metrics.py` (`reference_page`); a test compares the two. Counters are exposed",
+        "with `_total`, histograms with `_bucket`, `_sum` and `_count`. The label `prompt_tokens` names the",
+        f"length class of the prompt: {', '.join(f'`le_{bound}`' for bound in PROMPT_LENGTH_BOUNDS)} or `more`.",
+    ]
+    sections = (
+        ("Router", ROUTER_METRICS),
+        ("Router: names of vLLM", VLLM_ALIASES),
+        ("Replica controller", CONTROLLER_METRICS),
+    )
+    for title, metrics in sections:
+        parts += ["", f"## {title}", "", "| Name | Kind | Unit | Labels | Meaning |", "|---|---|---|---|---|"]
+        for metric in metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            parts.append(f"| `{metric.name}` | {metric.kind} | {metric.unit} | {labels} | {metric.meaning} |")
+    return "\n".join(parts) + "\n"
