@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from math import isfinite
 
 from medha.blocks import BlockLedger
 from medha.config import ReplicaConfig
@@ -143,7 +144,9 @@ class ReplicaController:
             case Cancel():
                 self._cancel(event.id)
             case StageFree():
-                self._stage_free = self._stage_free or event.stage == 0
+                # Done may overtake it on another link: only the newest step says that stage 0 is free.
+                if event.stage == 0 and event.step_id == self._next_step_id - 1:
+                    self._stage_free = True
             case Done():
                 commands += self._done(event)
             case Drain():
@@ -172,6 +175,8 @@ class ReplicaController:
         if request.length >= request.limit_tokens:  # resumed with nothing left to draw
             return [Emit(id=submit.id, tokens=(), finish_reason="length")]
         self._waiting[submit.id] = request
+        if submit.prompt in self._bookkeeping.forgets:  # not yet told: the ranks still have it
+            self._bookkeeping.forgets.remove(submit.prompt)
         self._prompt_users[submit.prompt] = self._prompt_users.get(submit.prompt, 0) + 1
         return []
 
@@ -186,6 +191,14 @@ class ReplicaController:
             return refused("invalid", f"request {submit.id} is already here")
         if not 1 <= submit.prompt_length <= submit.tokens:
             return refused("invalid", f"prompt_length {submit.prompt_length} of {submit.tokens} tokens")
+        seconds = (submit.age_seconds, submit.deadline_after_seconds or 0, submit.tpot_target_seconds or 0)
+        if not all(map(isfinite, seconds)):
+            return refused("invalid", f"age, deadline and TPOT target must be finite: {seconds} seconds")
+        known_tokens = self._prompt_tokens(submit.prompt)
+        if known_tokens not in (None, submit.tokens):
+            return refused(
+                "invalid", f"prompt {submit.prompt} has {known_tokens} tokens, not {submit.tokens}"
+            )
         if self._draining:
             return refused("draining", "the replica is stopping")
         if self._class_name(submit) not in config.service_classes:
@@ -199,6 +212,12 @@ class ReplicaController:
         if len(self._waiting) >= config.scheduling.max_waiting:
             return refused("capacity", f"{len(self._waiting)} requests already wait")
         return None
+
+    def _prompt_tokens(self, prompt: str) -> int | None:
+        """Token ids of a prompt that some request here names."""
+        if prompt not in self._prompt_users:
+            return None
+        return next(request.submit.tokens for request in self.requests() if request.submit.prompt == prompt)
 
     def _class_name(self, submit: Submit) -> str:
         return self.config.default_class if submit.service_class == "default" else submit.service_class
@@ -332,13 +351,14 @@ class ReplicaController:
         return [*ends, step]
 
     def _grow(self) -> tuple[list[Grow], list[Request]]:
-        """Let requests that reserved no output of their own grow on; name those for which no KV is left.
+        """Let requests that reserved no output of their own grow on; name one for which no KV is left.
 
-        Their blocks are released only after this step is built: ranks apply releases before grows and admits,
+        The others that find none wait for the blocks of that one, or of those in quarantine. Its blocks are released only after this step is built: ranks apply releases before grows and admits,
         so a release in between would give the ledgers different tables.
         """
         grows: list[Grow] = []
         exhausted: list[Request] = []
+        soon_free = any(request.ended for request in self._running.values())
         for request in self._running.values():
             if request.runnable_tokens == 0 or request.length <= self.ledger.reserved_tokens(request.id):
                 continue
@@ -347,8 +367,9 @@ class ReplicaController:
                     grows.append(Grow(id=request.id, reserved_tokens=wanted))
                     break
             else:
-                request.ended = True
-                exhausted.append(request)
+                if not soon_free:
+                    request.ended = soon_free = True
+                    exhausted.append(request)
         return grows, exhausted
 
     def _end_all(self, requests: Iterable[Request]) -> None:
@@ -366,8 +387,8 @@ class ReplicaController:
             if len(self._running) >= self.config.scheduling.max_running:
                 break
             sibling = self._sibling(request)
-            if sibling is not None and sibling.dispatched < sibling.submit.tokens:
-                continue  # the same prompt is being prefilled: wait and share it
+            if sibling is not None and sibling.computed < sibling.submit.tokens:
+                continue  # the same prompt is being prefilled, which may yet fail: wait and share it
             admit = self._fork(request, sibling) if sibling is not None else self._reserve(request)
             if admit is None:
                 if self._slack(request, now) < 0 and not self._is_held_back(request):
@@ -405,15 +426,21 @@ class ReplicaController:
         return replace(self._admit_message(request, reserved), fork_of=sibling.id, shared_tokens=shared)
 
     def _is_held_back(self, request: Request) -> bool:
-        """Longs are capped in number, and leave head-room in the KV pool to shorts; a first one always passes."""
-        if not request.is_long or not self._running:
+        """Longs are capped in number and in their share of the KV pool, so that shorts find room.
+
+        The first long always passes, however large: otherwise a stream of shorts could keep it out for ever.
+        """
+        if not request.is_long:
+            return False
+        longs = [other for other in self._running.values() if other.is_long]
+        if not longs:
             return False
         scheduling = self.config.scheduling
-        longs = sum(other.is_long for other in self._running.values())
-        if longs >= scheduling.max_running_long:
+        if len(longs) >= scheduling.max_running_long:
             return True
-        blocks = self.ledger.blocks_for(self._reservation_tokens(request.submit))
-        return self.ledger.free_blocks - blocks < scheduling.short_headroom * self.ledger.blocks
+        held = sum(self.ledger.reserved_tokens(other.id) for other in longs)
+        wanted = held + self._reservation_tokens(request.submit)
+        return wanted > (1 - scheduling.short_headroom) * self.config.kv_tokens
 
     def _admit_message(self, request: Request, reserved_tokens: int) -> Admit:
         submit = request.submit
@@ -430,7 +457,7 @@ class ReplicaController:
 
     def _pack(self, now: float) -> list[StepEntry]:
         """Entries of the next step: all runnable decodes, then prefill chunks in the order of the policy."""
-        runnable = [request for request in self._running.values() if request.runnable_tokens > 0]
+        runnable = [request for request in self._running.values() if self._is_runnable(request)]
         decodes = [
             DecodeCandidate(request.id, request.dispatched, request.targets.tpot_seconds)
             for request in runnable
@@ -450,6 +477,10 @@ class ReplicaController:
             return []
         self.last_packed = pack(decodes, prefills, self._limits(), self.predictor)
         return [self._entry(self._running[id_], count) for id_, count in self.last_packed.tokens.items()]
+
+    def _is_runnable(self, request: Request) -> bool:
+        """It has positions to compute, and KV for them."""
+        return request.runnable_tokens > 0 and request.length <= self.ledger.reserved_tokens(request.id)
 
     def _entry(self, request: Request, count: int) -> StepEntry:
         return StepEntry(

@@ -268,7 +268,7 @@ class Step:
     admits: tuple[Admit, ...] = ()
     predicted_seconds: float = 0.0
     state_hash: int | None = (
-        None  # of the ledger *before* this step is applied; None: not checked in this step
+        None  # of the ledger once releases, grows and admits are applied; None: unchecked
     )
 
 

@@ -1,0 +1,331 @@
+"""A deterministic replica without a model: it replays what the controller commands, and checks every promise.
+
+Test modules cannot import each other under pytest's importlib mode, so these helpers come as fixtures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import pytest
+from hypothesis import settings
+
+from medha.api import SchedulingSpec, ServiceClass
+from medha.blocks import BlockLedger
+from medha.config import ReplicaConfig
+from medha.engine import ReplicaController
+from medha.messages import (
+    Admit,
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Done,
+    Emit,
+    EntryFailed,
+    Failed,
+    Refused,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+)
+from medha.topology import Topology
+
+settings.register_profile("core", max_examples=60, deadline=None, derandomize=True, database=None)
+settings.load_profile("core")
+
+PROFILE = StepProfile(
+    step_seconds=0.001,
+    linear_seconds_per_token=0.0001,
+    attention_seconds_per_pair=1e-8,
+    sequence_seconds=0.0001,
+)
+
+
+def make_config(
+    *,
+    stages: int = 1,
+    kv_blocks: int = 64,
+    block_size_tokens: int = 4,
+    max_model_len: int = 1_000_000,
+    long_threshold_tokens: int = 1_000_000,
+    default_output_tokens: int = 16,
+    **scheduling: object,
+) -> ReplicaConfig:
+    service_class = ServiceClass(name="default", default_output_tokens=default_output_tokens)
+    return ReplicaConfig(
+        topology=Topology(stream=stages),
+        scheduling=SchedulingSpec.model_validate(scheduling),
+        service_classes={"default": service_class},
+        default_class="default",
+        max_model_len=max_model_len,
+        block_size_tokens=block_size_tokens,
+        kv_blocks=kv_blocks,
+        long_threshold_tokens=long_threshold_tokens,
+    )
+
+
+def make_submit(id_: str, tokens: int, max_tokens: int | None = None, **fields: object) -> Submit:
+    submit = Submit(id=id_, prompt=f"prompt of {id_}", tokens=tokens, prompt_length=tokens, seed=1)
+    return replace(submit, sampling=Sampling(max_tokens=max_tokens), **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class _Sequence:
+    """What a rank knows of a sequence."""
+
+    admit: Admit
+    next_position: int
+    length: int
+
+
+@dataclass
+class _Running:
+    """A step in the pipeline: it has left `stages_left` stages."""
+
+    step: Step
+    stages_left: int = 0
+
+
+@dataclass
+class FakeReplica:
+    """Feeds a controller and plays its ranks. `decide` says how each sample and each entry turns out."""
+
+    config: ReplicaConfig
+    random: Random = field(default_factory=lambda: Random(0))
+    stop_chance: float = 0.0
+    failure_chance: float = 0.0
+    step_seconds: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.controller = ReplicaController(self.config, PROFILE)
+        self.now = 0.0
+        self.log: list[tuple[float, ControllerEvent]] = []
+        self.commands: list[list[ControllerCommand]] = []
+        self.steps: list[Step] = []
+        self.emitted: dict[str, list[int]] = {}
+        self.endings: dict[str, list[str]] = {}  # every one should have one
+        self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
+        self._late_free: list[StageFree] = []
+        self._pipeline: list[_Running] = []
+        self._sequences: dict[str, _Sequence] = {}
+        self._submits: dict[str, Submit] = {}
+        self._prompts: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._content: dict[
+            tuple[int, int], tuple[str, int]
+        ] = {}  # (block, offset) -> whose KV of which position
+
+    # --- events -------------------------------------------------------------------------------------
+
+    def submit(self, submit: Submit) -> None:
+        self._submits[submit.id] = submit
+        self._prompts.add(submit.prompt)
+        self.handle(submit)
+
+    def cancel(self, id_: str) -> None:
+        if id_ in self.endings:
+            self.handle(Cancel(id_))  # crossed with the end on its way
+        else:
+            self._cancelled.add(id_)
+            self.endings[id_] = ["cancelled"]
+            self.handle(Cancel(id_))
+
+    def handle(self, event: ControllerEvent) -> list[ControllerCommand]:
+        self.log.append((self.now, event))
+        commands = self.controller.handle(event, self.now)
+        self.commands.append(commands)
+        for command in commands:
+            match command:
+                case Step():
+                    self._apply(command)
+                case Emit():
+                    self._take_emit(command)
+                case Refused():
+                    self._end(command.id, "refused " + command.reason)
+                    if not self.controller.knows_prompt(self._submits[command.id].prompt):
+                        self._prompts.discard(self._submits[command.id].prompt)
+                case Failed():
+                    self._end(command.id, "failed " + command.reason)
+        return commands
+
+    # --- the pipeline -------------------------------------------------------------------------------
+
+    def advance(self, *, late_stage_free: bool = False) -> bool:
+        """Let the oldest step that can move leave its stage; False if the pipeline is empty.
+
+        With `late_stage_free` the StageFree of stage 0 is held back, and arrives behind the step's Done.
+        """
+        occupied = {running.stages_left for running in self._pipeline}
+        for running in self._pipeline:
+            stage = running.stages_left
+            if stage + 1 == self.config.topology.stream:
+                self._pipeline.remove(running)
+                self.now += self.step_seconds
+                self.handle(self._done(running.step))
+                for event in self._late_free:
+                    self.handle(event)
+                self._late_free.clear()
+                return True
+            if stage + 1 not in occupied:
+                running.stages_left += 1
+                self.now += self.step_seconds
+                event = StageFree(running.step.step_id, stage)
+                if late_stage_free:
+                    self._late_free.append(event)
+                else:
+                    self.handle(event)
+                return True
+        return False
+
+    def run(self, steps: int = 100_000) -> FakeReplica:
+        """Until nothing moves any more."""
+        for _ in range(steps):
+            if not self.advance():
+                return self
+        raise AssertionError(f"still busy after {steps} moves")
+
+    def check_empty(self) -> None:
+        """Everything has ended exactly once, and nothing is left of it."""
+        assert self.controller.idle
+        assert self.controller.ledger.held_blocks == 0
+        assert self.ledger.held_blocks == 0
+        assert list(self.controller.requests()) == []
+        assert not self._sequences
+        assert not self._prompts
+        assert not self.controller._prompt_users
+        for id_ in self._submits:
+            assert len(self.endings.get(id_, [])) == 1, f"{id_} ended as {self.endings.get(id_)}"
+
+    # --- what a rank does ---------------------------------------------------------------------------
+
+    def _apply(self, step: Step) -> None:
+        assert step.step_id == len(self.steps)
+        assert step.entries or step.releases or step.forgets or step.admits or step.grows
+        self.steps.append(step)
+        busy = {entry.id for running in self._pipeline for entry in running.step.entries}
+        for id_ in step.releases:
+            assert id_ not in busy, f"{id_} is released while a step has it"
+            self.ledger.release(id_)
+            del self._sequences[id_]
+        for prompt in step.forgets:
+            assert prompt in self._prompts, f"{prompt} is forgotten twice"
+            self._prompts.remove(prompt)
+        for sequence in self._sequences.values():
+            assert sequence.admit.prompt in self._prompts, f"the prompt of {sequence.admit.id} is forgotten"
+        for grow in step.grows:
+            assert self.ledger.grow(grow.id, grow.reserved_tokens)
+        for admit in step.admits:
+            self._admit(admit)
+        if step.state_hash is not None:
+            assert step.state_hash == self.ledger.state_hash()
+        self._pipeline.append(_Running(step))
+        assert len(self._pipeline) <= self.config.topology.stream
+        assert len({entry.id for entry in step.entries}) == len(step.entries)
+        longs = 0
+        for entry in step.entries:
+            longs += self._compute(entry.id, entry.extents[0].start, entry.token_count, entry.samples, busy)
+        assert longs <= 1, "two long prefills in one step"
+        prefilled = sum(entry.token_count for entry in step.entries if entry.token_count > 1)
+        assert prefilled <= self.config.scheduling.max_chunk_tokens
+
+    def _admit(self, admit: Admit) -> None:
+        assert admit.prompt in self._prompts
+        if admit.fork_of is None:
+            assert self.ledger.reserve(admit.id, admit.reserved_tokens)
+        else:
+            copies = self.ledger.fork(admit.fork_of, admit.id, admit.shared_tokens, admit.reserved_tokens)
+            assert copies is not None
+            for copy in copies:
+                for offset in range(self.config.block_size_tokens):
+                    if (copy.source, offset) in self._content:
+                        self._content[copy.target, offset] = self._content[copy.source, offset]
+        self._sequences[admit.id] = _Sequence(admit, admit.shared_tokens, admit.tokens)
+
+    def _compute(self, id_: str, start: int, count: int, samples: bool, busy: set[str]) -> bool:
+        """Write KV of the positions, and check what is there for those before. True: a long prefill."""
+        sequence = self._sequences[id_]
+        assert start == sequence.next_position, f"{id_}: position {start}, expected {sequence.next_position}"
+        assert count > 0
+        end = start + count
+        assert end <= sequence.length, f"{id_}: position {end} is not known yet"
+        assert end <= self.ledger.reserved_tokens(id_), f"{id_}: position {end} is not in its blocks"
+        assert samples == (end == sequence.length)
+        if start >= sequence.admit.tokens:
+            assert id_ not in busy, f"{id_}: two decode tokens in flight"
+        table, size = self.ledger.table(id_), self.config.block_size_tokens
+        for position in range(start, end):
+            self._content[table[position // size], position % size] = self._key(sequence, position)
+        for position in range(end):
+            found = self._content[table[position // size], position % size]
+            assert found == self._key(sequence, position), f"{id_}: position {position} holds {found}"
+        sequence.next_position = end
+        return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
+
+    def _key(self, sequence: _Sequence, position: int) -> tuple[str, int]:
+        shared = position < sequence.admit.tokens
+        return (sequence.admit.prompt if shared else sequence.admit.id, position)
+
+    def _done(self, step: Step) -> Done:
+        samples, failures = [], []
+        for entry in step.entries:
+            if self.random.random() < self.failure_chance:
+                failures.append(EntryFailed(entry.id, "out_of_memory", "by chance"))
+            elif entry.samples:
+                stops = self.random.random() < self.stop_chance
+                sequence = self._sequences[entry.id]
+                sequence.length += 1
+                samples.append(Sample(entry.id, sequence.length, "stop" if stops else None))
+        return Done(step.step_id, tuple(samples), tuple(failures), compute_seconds=step.predicted_seconds)
+
+    # --- what a router sees -------------------------------------------------------------------------
+
+    def _take_emit(self, emit: Emit) -> None:
+        assert emit.id not in self._cancelled, f"{emit.id} was cancelled"
+        assert emit.id not in self.endings, f"{emit.id} had ended"
+        assert emit.tokens or emit.finish_reason
+        self.emitted.setdefault(emit.id, []).extend(emit.tokens)
+        if emit.finish_reason is not None:
+            self._end(emit.id, emit.finish_reason)
+            submit = self._submits[emit.id]
+            if not self.controller.knows_prompt(submit.prompt) and emit.id not in self._sequences:
+                self._prompts.discard(submit.prompt)  # resumed with nothing left to draw: ranks never had it
+
+    def _end(self, id_: str, reason: str) -> None:
+        self.endings.setdefault(id_, []).append(reason)
+
+
+ConfigFactory = Callable[..., ReplicaConfig]
+
+
+@pytest.fixture(scope="session")
+def config_of() -> ConfigFactory:
+    """Makes the settings of a small replica."""
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def submit_of() -> Callable[..., Submit]:
+    """Makes a request: id, tokens, max_tokens, and any field of Submit."""
+    return make_submit
+
+
+@pytest.fixture(scope="session")
+def replica_of() -> Callable[..., FakeReplica]:
+    """Makes a fake replica: keywords of its own, the rest are settings."""
+
+    def make(**keywords: object) -> FakeReplica:
+        own = {name: keywords.pop(name) for name in list(keywords) if name in FakeReplica.__annotations__}
+        return FakeReplica(make_config(**keywords), **own)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def profile() -> StepProfile:
+    """Constants of the predictor: 1 ms a step, 0.1 ms a token, 0.1 ms a sequence, 10 ns a pair."""
+    return PROFILE

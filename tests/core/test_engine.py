@@ -1,0 +1,501 @@
+"""The replica controller against a fake replica that replays and checks everything it commands."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.messages import (
+    Cancel,
+    Done,
+    Drain,
+    Emit,
+    EntryFailed,
+    Refused,
+    Sample,
+    StageFree,
+    Step,
+    StepProfile,
+)
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("submit"),
+            st.integers(1, 120),  # tokens
+            st.one_of(st.none(), st.integers(0, 30)),  # max_tokens
+            st.integers(1, 3),  # samples
+            st.booleans(),  # resumed
+        ),
+        st.tuples(st.just("cancel"), st.integers(0, 40)),
+        st.tuples(st.just("advance"), st.integers(1, 12)),
+        st.tuples(st.just("advance late"), st.integers(1, 4)),
+    ),
+    max_size=30,
+)
+SETTINGS = st.fixed_dictionaries(
+    {
+        "stages": st.integers(1, 4),
+        "kv_blocks": st.integers(8, 60),
+        "block_size_tokens": st.sampled_from([1, 3, 4, 16]),
+        "max_model_len": st.sampled_from([40, 150, 1000]),
+        "long_threshold_tokens": st.sampled_from([20, 60, 1000]),
+        "max_running_long": st.integers(1, 3),
+        "max_running": st.sampled_from([2, 5, 256]),
+        "max_waiting": st.sampled_from([3, 100]),
+        "min_chunk_tokens": st.sampled_from([1, 8]),
+        "max_chunk_tokens": st.sampled_from([8, 32, 100]),
+        "policy": st.sampled_from(["fcfs", "edf", "lrs", "srpt", "lars"]),
+        "stop_chance": st.sampled_from([0.0, 0.1]),
+        "failure_chance": st.sampled_from([0.0, 0.03]),
+        "step_seconds": st.sampled_from([0.01, 1.0]),
+        "default_output_tokens": st.integers(1, 20),
+    }
+)
+
+
+@settings(max_examples=400)
+@given(actions=ACTIONS, replica_settings=SETTINGS, seed=st.integers(0, 1000))
+def test_whatever_happens_the_promises_to_ranks_and_router_hold(
+    replica_of: Any, submit_of: Any, actions: list[Any], replica_settings: dict[str, Any], seed: int
+) -> None:
+    replica = replica_of(random=Random(seed), **replica_settings)
+    submitted: list[str] = []
+    for action in actions:
+        match action:
+            case ("submit", tokens, max_tokens, samples, resumed):
+                for index in range(samples):
+                    id_ = f"r{len(submitted)}"
+                    submitted.append(id_)
+                    replica.submit(
+                        submit_of(
+                            id_,
+                            tokens,
+                            max_tokens,
+                            prompt=f"prompt {len(submitted) - index}",
+                            prompt_length=max(1, tokens // 2) if resumed else tokens,
+                            sample_index=index,
+                        )
+                    )
+            case ("cancel", index):
+                if submitted:
+                    replica.cancel(submitted[index % len(submitted)])
+            case ("advance", count):
+                for _ in range(count):
+                    replica.advance()
+            case ("advance late", count):
+                for _ in range(count):
+                    replica.advance(late_stage_free=True)
+    replica.run()
+    replica.check_empty()
+
+
+# --- admission ---------------------------------------------------------------------------------------
+
+
+def test_64_chats_that_name_no_max_tokens_run_at_once_on_a_model_of_a_million_tokens(
+    replica_of: Any, submit_of: Any
+) -> None:
+    prompt = 100
+    replica = replica_of(
+        kv_blocks=64 * -(-(prompt + 4096) // 16),
+        block_size_tokens=16,
+        max_model_len=1_000_000,
+        default_output_tokens=4096,
+        max_chunk_tokens=8192,
+    )
+    for index in range(64):
+        replica.submit(submit_of(f"chat {index}", prompt))
+    replica.advance()
+    assert replica.controller.load().running == 64
+    assert replica.controller.load().waiting == 0
+
+
+def test_a_named_max_tokens_is_reserved_whole_except_for_the_last_token_drawn(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=4, block_size_tokens=4)
+    replica.submit(submit_of("fits", 10, 7))  # positions 0..15 are computed, token 16 is only drawn
+    assert replica.steps[0].admits[0].reserved_tokens == 16
+    replica.run().check_empty()
+    assert len(replica.emitted["fits"]) == 7
+    assert replica.endings["fits"] == ["length"]
+
+
+def test_a_request_without_max_tokens_grows_until_the_model_ends(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=100, default_output_tokens=2, max_model_len=60)
+    replica.submit(submit_of("a", 10))
+    replica.run().check_empty()
+    assert replica.endings["a"] == ["length"]
+    assert len(replica.emitted["a"]) == 50
+    assert any(step.grows for step in replica.steps)
+
+
+def test_a_request_without_max_tokens_grows_until_no_kv_is_left(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=10, block_size_tokens=4, default_output_tokens=2)
+    replica.submit(submit_of("a", 10))
+    replica.run().check_empty()
+    assert replica.endings["a"] == ["length"]
+    assert len(replica.emitted["a"]) == 31, "40 positions are computed, and one more token is drawn"
+
+
+def test_when_kv_ends_one_request_ends_and_the_others_grow_into_its_blocks(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=16, block_size_tokens=4, default_output_tokens=6)
+    for name in "abcd":
+        replica.submit(submit_of(name, 10))
+    replica.run().check_empty()
+    drawn = sorted(len(tokens) for tokens in replica.emitted.values())
+    assert drawn[0] < drawn[1], "one ends first, not all at once"
+    assert drawn[3] == 16 * 4 - 10 + 1, "the last one has the whole pool"
+    assert all(ending == ["length"] for ending in replica.endings.values())
+
+
+def test_requests_wait_for_kv_and_get_it_when_others_end(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=5, block_size_tokens=4)
+    for index in range(10):
+        replica.submit(submit_of(f"r{index}", 12, 6))  # 17 positions: the whole pool
+    assert replica.controller.load().running == 1
+    replica.run().check_empty()
+    assert all(len(tokens) == 6 for tokens in replica.emitted.values())
+
+
+def test_a_late_large_request_is_not_overtaken_by_a_stream_of_small_ones(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=20, block_size_tokens=4, step_seconds=0.1, policy="fcfs")
+    _stream_of_small_ones_around(replica, submit_of, submit_of("large", 60, 5))
+
+
+def test_a_late_long_request_is_not_kept_out_by_the_head_room_for_short_ones(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(
+        kv_blocks=20,
+        block_size_tokens=4,
+        step_seconds=0.1,
+        policy="fcfs",
+        long_threshold_tokens=50,
+        short_headroom=0.3,
+    )
+    _stream_of_small_ones_around(replica, submit_of, submit_of("large", 60, 5))
+
+
+def _stream_of_small_ones_around(replica: Any, submit_of: Any, large: Any) -> None:
+    replica.submit(submit_of("small", 4, 40))
+    replica.submit(large)
+    index = 0
+    while "large" not in replica.emitted:
+        assert index < 400, "the large request starves"
+        if index % 3 == 0:
+            replica.submit(submit_of(f"small {index}", 4, 40))
+        replica.advance()
+        index += 1
+    replica.run().check_empty()
+
+
+def test_short_requests_overtake_a_large_one_that_finds_no_room_and_is_not_late(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=20, block_size_tokens=4)
+    replica.submit(submit_of("running", 40, 4))
+    replica.submit(submit_of("large", 60, 4))
+    replica.submit(submit_of("small", 4, 4))
+    replica.advance()
+    assert [admit.id for step in replica.steps for admit in step.admits] == ["running", "small"]
+    replica.run().check_empty()
+
+
+@pytest.mark.parametrize(
+    ("limits", "admitted"),
+    [
+        ({"max_running_long": 2}, ["l0", "l1", "short"]),
+        ({"short_headroom": 0.5}, ["l0", "l1", "short"]),
+        ({"short_headroom": 0.1}, ["l0", "l1", "l2", "short"]),
+        ({"max_running": 2}, ["l0", "l1"]),
+    ],
+)
+def test_longs_are_capped_in_number_and_in_their_share_of_the_pool(
+    replica_of: Any, submit_of: Any, limits: dict[str, Any], admitted: list[str]
+) -> None:
+    replica = replica_of(
+        kv_blocks=100, block_size_tokens=4, long_threshold_tokens=50, policy="fcfs", **limits
+    )
+    replica.submit(submit_of("first", 4, 1))  # holds stage 0, so that the others are admitted together
+    for index in range(4):
+        replica.submit(submit_of(f"l{index}", 96, 5))
+    replica.submit(submit_of("short", 20, 5))
+    replica.advance()
+    assert [admit.id for step in replica.steps[1:2] for admit in step.admits] == admitted
+    replica.run().check_empty()
+
+
+# --- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "detail"),
+    [
+        ({"id_": "known"}, "invalid", "request known is already here"),
+        ({"prompt_length": 0}, "invalid", "prompt_length 0 of 10"),
+        ({"prompt_length": 11}, "invalid", "prompt_length 11 of 10"),
+        ({"prompt": "prompt of known"}, "invalid", "prompt prompt of known has 8 tokens, not 10"),
+        ({"age_seconds": float("nan")}, "invalid", "finite"),
+        ({"deadline_after_seconds": float("inf")}, "invalid", "finite"),
+        ({"tpot_target_seconds": float("nan")}, "invalid", "finite"),
+        ({"service_class": "gold"}, "unknown_class", "'gold'"),
+        ({"tokens": 100}, "too_long", "maxModelLen is 100"),
+        ({"tokens": 90}, "too_long", "the KV pool holds 80"),
+        ({"max_tokens": 72}, "too_long", "the KV pool holds 80"),
+    ],
+)
+def test_an_impossible_request_is_refused_with_its_reason(
+    replica_of: Any, submit_of: Any, fields: dict[str, Any], reason: str, detail: str
+) -> None:
+    replica = replica_of(kv_blocks=20, block_size_tokens=4, max_model_len=100)
+    replica.submit(submit_of("known", 8))
+    arguments = {"id_": "new", "tokens": 10} | fields
+    (refused,) = replica.controller.handle(submit_of(**arguments), 0.0)
+    assert isinstance(refused, Refused)
+    assert refused.reason == reason
+    assert detail in refused.detail
+    replica.run().check_empty()
+
+
+def test_a_request_of_the_largest_size_that_is_not_refused_runs(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=20, block_size_tokens=4, max_model_len=100)
+    replica.submit(submit_of("output", 10, 71))
+    replica.submit(submit_of("prompt", 80))
+    replica.run().check_empty()
+    assert len(replica.emitted["output"]) == 71
+    assert len(replica.emitted["prompt"]) == 1
+
+
+def test_more_waiting_requests_than_the_limit_are_refused_with_capacity(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(max_waiting=2)
+    for index in range(4):  # the first one starts at once
+        replica.submit(submit_of(f"r{index}", 8, 2))
+    assert replica.endings == {"r3": ["refused capacity"]}
+    replica.run().check_empty()
+
+
+def test_a_draining_replica_refuses_new_requests_and_ends_those_it_has(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=8, block_size_tokens=4)
+    replica.submit(submit_of("running", 20, 5))
+    replica.submit(submit_of("waiting", 20, 5))
+    replica.handle(Drain())
+    assert replica.controller.draining
+    replica.submit(submit_of("new", 20, 5))
+    replica.run().check_empty()
+    assert replica.endings == {"new": ["refused draining"], "running": ["length"], "waiting": ["length"]}
+
+
+# --- prompts that are shared --------------------------------------------------------------------------
+
+
+def test_samples_of_one_prompt_share_its_blocks_and_compute_one_token_again(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=40, block_size_tokens=4)
+    for index in range(3):
+        replica.submit(submit_of(f"s{index}", 22, 3, prompt="p", sample_index=index))
+    replica.advance()
+    first, second = replica.steps[:2]
+    assert [admit.fork_of for admit in first.admits] == [None]
+    assert [(admit.fork_of, admit.shared_tokens) for admit in second.admits] == [("s0", 21), ("s0", 21)]
+    assert {entry.id: entry.token_count for entry in second.entries} == {"s0": 1, "s1": 1, "s2": 1}
+    assert replica.ledger.held_blocks == 6 + 1 + 1, "5 blocks are shared; each has its own last one"
+    replica.run().check_empty()
+    assert [prompt for step in replica.steps for prompt in step.forgets] == ["p"]
+
+
+def test_a_sample_does_not_share_a_prefill_that_fails(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(stages=2, kv_blocks=40, max_chunk_tokens=32)
+    replica.submit(submit_of("a", 20, 3, prompt="p"))
+    replica.submit(submit_of("b", 20, 3, prompt="p"))
+    controller = replica.controller
+    assert controller.handle(StageFree(0, 0), 0.1) == []
+    (failed, step) = controller.handle(Done(0, failures=(EntryFailed("a", "out_of_memory"),)), 0.2)
+    assert failed.id == "a"
+    assert isinstance(step, Step)
+    assert step.releases == ("a",)
+    assert [admit.fork_of for admit in step.admits] == [None], "its KV is not there: it prefills by itself"
+
+
+def test_a_prompt_named_again_before_the_ranks_were_told_to_forget_it_is_kept(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=8, block_size_tokens=4)
+    replica.submit(submit_of("busy", 20, 2))
+    replica.submit(submit_of("a", 10, 2, prompt="p"))
+    replica.cancel("a")
+    replica.submit(submit_of("b", 10, 2, prompt="p"))
+    replica.run().check_empty()
+    assert [prompt for step in replica.steps for prompt in step.forgets].count("p") == 1
+
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+def test_a_request_cancelled_in_flight_keeps_its_blocks_until_its_step_is_done(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(stages=2, max_chunk_tokens=32, kv_blocks=64)
+    replica.submit(submit_of("a", 100, 4))
+    replica.advance()  # the second chunk enters stage 0
+    assert len(replica.steps) == 2
+    replica.cancel("a")
+    held = replica.controller.ledger.held_blocks
+    assert held > 0
+    replica.advance()
+    assert replica.controller.ledger.held_blocks == held, "the second chunk is still in flight"
+    replica.run().check_empty()
+    assert replica.emitted == {}
+    assert [step.releases for step in replica.steps] == [(), (), ("a",)]
+
+
+def test_a_token_drawn_after_the_cancel_is_dropped(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    replica.submit(submit_of("a", 10, 4))
+    replica.cancel("a")
+    commands = replica.controller.handle(Done(0, (Sample("a", 5),)), 0.0)
+    assert [type(command) for command in commands] == [Step]
+
+
+def test_a_failure_after_the_cancel_is_not_told(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    replica.submit(submit_of("a", 10, 4))
+    replica.cancel("a")
+    commands = replica.controller.handle(Done(0, failures=(EntryFailed("a", "internal"),)), 0.0)
+    assert [type(command) for command in commands] == [Step]
+
+
+def test_a_cancel_of_an_unknown_request_changes_nothing(replica_of: Any) -> None:
+    replica = replica_of()
+    assert replica.handle(Cancel("nobody")) == []
+    replica.check_empty()
+
+
+def test_a_waiting_request_that_is_cancelled_is_gone_and_its_prompt_forgotten(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=8, block_size_tokens=4)
+    replica.submit(submit_of("a", 20, 2))
+    replica.submit(submit_of("b", 20, 2))
+    replica.cancel("b")
+    assert replica.controller.load().waiting == 0
+    replica.run().check_empty()
+    assert "prompt of b" in [prompt for step in replica.steps for prompt in step.forgets]
+
+
+def test_a_resumed_request_computes_its_output_again_but_draws_only_what_is_left(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of()
+    replica.submit(submit_of("a", 15, 8, prompt_length=10))
+    replica.run().check_empty()
+    assert replica.steps[0].entries[0].token_count == 15
+    assert len(replica.emitted["a"]) == 3
+
+
+@pytest.mark.parametrize(("tokens", "max_tokens"), [(18, 8), (100, None), (10, 0)])
+def test_a_request_with_nothing_left_to_draw_ends_at_once(
+    replica_of: Any, submit_of: Any, tokens: int, max_tokens: int | None
+) -> None:
+    replica = replica_of(max_model_len=100)
+    replica.submit(submit_of("a", tokens, max_tokens, prompt_length=10))
+    assert replica.commands == [[Emit("a", (), "length")]]
+    replica.check_empty()
+
+
+def test_the_reason_of_the_last_stage_is_passed_on_with_its_logprobs(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(stop_chance=1.0)
+    replica.submit(submit_of("a", 10, 5))
+    replica.run().check_empty()
+    assert replica.endings["a"] == ["stop"]
+    assert len(replica.emitted["a"]) == 1
+
+
+# --- the pipeline -------------------------------------------------------------------------------------
+
+
+def test_the_next_chunk_enters_stage_0_as_soon_as_the_last_one_has_left_it(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(stages=3, kv_blocks=100, max_chunk_tokens=32)
+    replica.submit(submit_of("a", 200, 2))
+    for event in (StageFree(0, 0), StageFree(1, 0)):
+        assert [type(command) for command in replica.controller.handle(event, 0.0)] == [Step]
+    assert replica.controller.handle(StageFree(0, 1), 0.0) == [], "stage 1 of step 0 says nothing of stage 0"
+    assert replica.controller.handle(StageFree(2, 0), 0.0) == [], "three steps are in flight"
+
+
+def test_a_stage_free_that_its_done_has_overtaken_does_not_free_stage_0_again(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(stages=2, kv_blocks=100, max_chunk_tokens=32)
+    replica.submit(submit_of("a", 200, 2))
+    controller = replica.controller
+    assert [type(command) for command in controller.handle(Done(0), 0.0)] == [Step]
+    assert controller.handle(StageFree(0, 0), 0.0) == [], "step 1 is in stage 0"
+    assert [type(command) for command in controller.handle(StageFree(1, 0), 0.0)] == [Step]
+
+
+def test_every_32nd_step_carries_a_hash_of_the_ledger(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    replica.submit(submit_of("a", 10, 70))
+    replica.run().check_empty()
+    assert [step.step_id for step in replica.steps if step.state_hash is not None] == [0, 32, 64]
+
+
+# --- order --------------------------------------------------------------------------------------------
+
+
+def test_lars_serves_shorts_that_arrive_behind_a_long_before_its_rest(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """A long of 10 s with 16 s, and at t=5 two shorts of 0.5 s with 1 s: FCFS would make them wait 5 s."""
+    order = _order_of_first_tokens(replica_of, submit_of, "lars")
+    assert order == ["s0", "s1", "long"]
+    assert _order_of_first_tokens(replica_of, submit_of, "fcfs") == ["long", "s0", "s1"]
+
+
+def _order_of_first_tokens(replica_of: Any, submit_of: Any, policy: str) -> list[str]:
+    # 1 ms a token: 10,000 tokens take 10 s; attention is free
+    replica = replica_of(
+        kv_blocks=2000,
+        block_size_tokens=16,
+        policy=policy,
+        max_chunk_tokens=100,
+        step_seconds=0.1,
+        min_chunk_tokens=100,
+    )
+    replica.controller.predictor.profile = StepProfile(0.0, 1e-3, 0.0, 0.0)
+    replica.submit(submit_of("long", 10_000, 1, deadline_after_seconds=16.0))
+    while replica.now < 5:
+        replica.advance()
+    for name in ("s0", "s1"):
+        replica.submit(submit_of(name, 500, 1, deadline_after_seconds=1.0))
+    replica.run().check_empty()
+    return list(replica.emitted)
+
+
+def test_load_counts_what_waits_and_runs(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=8, block_size_tokens=4)
+    replica.submit(submit_of("a", 20, 2))
+    replica.submit(submit_of("b", 20, 2))
+    load = replica.controller.load()
+    assert (load.running, load.waiting, load.kv_blocks_held, load.kv_tokens_free) == (1, 1, 6, 8)
+    # b waits with all of its prefill; a has all of it in flight
+    assert load.pending_prefill_seconds == pytest.approx(0.001 + 0.002 + 0.0001 + 210e-8)
+    replica.run().check_empty()
+    assert replica.controller.load().pending_prefill_seconds == 0
