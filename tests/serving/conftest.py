@@ -64,9 +64,13 @@ class Served:
         """Until no request is known and no KV is held; fails the test if that does not come."""
         end = time.monotonic() + timeout_seconds
         while time.monotonic() < end:
-            if not (self.metric("medha_requests_running") or self.metric("medha_requests_waiting")) and (
-                self.metric("medha_kv_tokens_free") == self.metric("medha_kv_tokens_total")
-            ):
+            held = (
+                "medha_replica_sequences_running",
+                "medha_replica_sequences_waiting",
+                "medha_replica_kv_used_ratio",
+                "medha_router_sequences_open",
+            )
+            if not any(map(self.metric, held)):
                 return
             time.sleep(0.1)
         pytest.fail("requests or KV blocks are still held:\n" + self.get("/metrics")[1])

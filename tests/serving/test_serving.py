@@ -193,7 +193,7 @@ def test_64_chats_that_name_no_max_tokens_run_at_once(served: Served) -> None:
             tasks = [asyncio.create_task(one()) for _ in range(64)]
             for _ in range(64):
                 await asyncio.wait_for(started.acquire(), timeout=100)
-            most = int(served.metric("medha_requests_running"))
+            most = int(served.metric("medha_replica_sequences_running"))
             release.set()
             await asyncio.gather(*tasks)
 

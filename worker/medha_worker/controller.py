@@ -57,6 +57,7 @@ from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
+POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
 
 _log = logging.getLogger("medha.controller")
@@ -120,7 +121,7 @@ class Controller:
         self._report_ready(ranks)
         drain_until: float | None = None
         while drain_until is None or (not self._core.idle and time.monotonic() < drain_until):
-            self._poller.poll(self._poll_milliseconds())
+            self._poller.poll(POLL_MILLISECONDS)
             for event in self._events():
                 self._step(event)
             if self._stopping and drain_until is None:
@@ -146,12 +147,13 @@ class Controller:
     def _step(self, event: ControllerEvent) -> None:
         now = time.monotonic()
         commands = self._core.handle(event, now)
+        handle_seconds = time.monotonic() - now
         self._record_event(event, now)
         for command in commands:
             self._carry_out(command)
         if isinstance(event, Submit) and not self._core.knows_prompt(event.prompt):
             self._prompts.forgotten(event.prompt)
-        self._observer.observe(event, commands, self._core, now)
+        self._observer.observe(event, commands, self._core, now, handle_seconds)
 
     # --- start --------------------------------------------------------------------------------------
 
@@ -179,7 +181,7 @@ class Controller:
         self._core = ReplicaController(config, ready.profile)
         self._prompts = PromptStore(config.max_model_len)
         registry = CollectorRegistry()
-        self._observer = Observer(registry, model=self._settings.spec.model.name)
+        self._observer = Observer(registry, malformed=self._malformed)
         if self._settings.metrics_port is not None:
             serve_metrics(registry, self._settings.metrics_host, self._settings.metrics_port)
         if self._settings.record_file is not None:
@@ -232,8 +234,9 @@ class Controller:
                 case other:
                     _log.warning("unexpected %s from the router", type(other).__name__)
 
-    def _poll_milliseconds(self) -> int:
-        return round(min(HEARTBEAT_SECONDS, 0.25) * 1000)
+    def _malformed(self) -> int:
+        links = (self._rank_control, self._router_control, self._router_tokens)
+        return sum(link.malformed for link in links)
 
     # --- commands -----------------------------------------------------------------------------------
 
@@ -279,6 +282,7 @@ class Controller:
         if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
             return
         self._announced, self._announced_at = load, now
+        self._observer.state(self._core)
         config = self._config
         self._router_control.send(
             Announce(

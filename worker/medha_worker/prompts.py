@@ -60,6 +60,8 @@ class PromptStore:
         released = list(prompt.held.values())
         prompt.held.clear()
         prompt.awaited -= len(released)
+        if prompt.awaited <= 0 and not released:
+            del self._prompts[tokens.prompt]  # all its requests were cancelled meanwhile
         return released
 
     def hold(self, submit: Submit) -> bool:
@@ -77,7 +79,7 @@ class PromptStore:
         """Give up a request that is held here; its ids go with the prompt's last request."""
         for prompt in self._prompts.values():
             if prompt.held.pop(request_id, None) is not None:
-                prompt.awaited -= 1
+                prompt.awaited -= 1  # below zero if no piece has come: the first one adds all its requests
                 return
 
     def length(self, name: str) -> int:

@@ -1,0 +1,137 @@
+"""Turns what the controller takes and decides into the metrics of the catalogue.
+
+The controller itself counts nothing: the observer stands beside it and looks at each event, at the commands that
+it led to, and at the state behind. The simulator can be drawn on the same panels in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from medha.engine import ReplicaController
+from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Refused, Step
+from medha.metrics import CONTROLLER_METRICS, Metric
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    step: Step
+    at: float
+    prefill: dict[str, int]  # tokens by sequence
+
+
+class Observer:
+    """Metrics of one replica controller, in a registry that is passed in."""
+
+    def __init__(self, registry: CollectorRegistry, malformed: Callable[[], int]) -> None:
+        collectors = {metric.name: _collector(metric, registry) for metric in CONTROLLER_METRICS}
+        self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
+        self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
+        self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
+        self._malformed = malformed
+        self._malformed_before = 0
+        self._launched: dict[int, _Launched] = {}
+
+    def observe(
+        self,
+        event: ControllerEvent,
+        commands: Sequence[ControllerCommand],
+        core: ReplicaController,
+        now: float,
+        handle_seconds: float,
+    ) -> None:
+        """Count one event and the commands that it led to."""
+        self._histograms["medha_controller_handle_seconds"].observe(handle_seconds)
+        match event:
+            case Done():
+                self._done(event, now)
+            case Cancel():
+                self._finished("cancelled")
+        for command in commands:
+            match command:
+                case Step():
+                    self._launch(command, core, now)
+                case Emit(finish_reason=reason) if reason is not None:
+                    self._finished(reason)
+                case Failed(reason=reason):
+                    self._finished(reason)
+                case Refused(reason=reason):
+                    self._counters["medha_sequences_refused"].labels(reason=reason).inc()
+
+    def _launch(self, step: Step, core: ReplicaController, now: float) -> None:
+        requests = {request.id: request for request in core.requests()}
+        prefill: dict[str, int] = {}
+        decodes = 0
+        for entry in step.entries:
+            request = requests[entry.id]
+            if request.is_decoding:
+                decodes += 1
+                continue
+            prefill[entry.id] = entry.token_count
+            self._histograms["medha_chunk_tokens"].observe(entry.token_count)
+            self._histograms["medha_prefill_slack_seconds"].labels(
+                service_class=request.submit.service_class
+            ).observe(core.slack_seconds(request, now))
+        if step.entries:
+            for phase, tokens, sequences in (
+                ("prefill", sum(prefill.values()), len(prefill)),
+                ("decode", decodes, decodes),
+            ):
+                if sequences:
+                    self._histograms["medha_step_tokens"].labels(phase=phase).observe(tokens)
+                    self._histograms["medha_step_sequences"].labels(phase=phase).observe(sequences)
+            if core.last_packed.decode_overrun:
+                self._counters["medha_decode_tpot_misses"].inc()
+        self._launched[step.step_id] = _Launched(step, now, prefill)
+
+    def _done(self, done: Done, now: float) -> None:
+        launched = self._launched.pop(done.step_id)
+        self._counters["medha_steps"].inc()
+        if not launched.step.entries:
+            return  # bookkeeping only: nothing was computed, nothing predicted
+        observed, predicted = now - launched.at, launched.step.predicted_seconds
+        self._histograms["medha_step_observed_seconds"].observe(observed)
+        self._histograms["medha_step_predicted_seconds"].observe(predicted)
+        if predicted > 0:
+            self._histograms["medha_step_prediction_error_ratio"].observe(observed / predicted)
+
+    def _finished(self, reason: str) -> None:
+        self._counters["medha_sequences_finished"].labels(reason=reason).inc()
+
+    def state(self, core: ReplicaController) -> None:
+        """Set the gauges; it looks at every request, so drivers call it when they announce their load."""
+        load = core.load()
+        ledger = core.ledger
+        used = min(
+            ledger.held_blocks, sum(ledger.blocks_for(request.computed) for request in core.requests())
+        )
+        for state, blocks in (
+            ("free", ledger.free_blocks),
+            ("used", used),
+            ("reserved", ledger.held_blocks - used),
+        ):
+            self._gauges["medha_kv_blocks"].labels(lane="0", state=state).set(blocks)
+        self._gauges["medha_kv_used_ratio"].set(ledger.held_blocks / max(ledger.blocks, 1))
+        self._gauges["medha_sequences_running"].set(load.running)
+        self._gauges["medha_sequences_waiting"].set(load.waiting)
+        self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
+        self._gauges["medha_epoch"].set(core.epoch)
+        malformed = self._malformed()
+        self._counters["medha_malformed_messages"].inc(malformed - self._malformed_before)
+        self._malformed_before = malformed
+
+
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Answer `GET /metrics` from a thread of its own."""
+    start_http_server(port, addr=host, registry=registry)
+
+
+def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if metric.kind == "counter":
+        return Counter(metric.name, metric.meaning, metric.labels, registry=registry)
+    if metric.kind == "gauge":
+        return Gauge(metric.name, metric.meaning, metric.labels, registry=registry)
+    return Histogram(metric.name, metric.meaning, metric.labels, buckets=metric.buckets, registry=registry)
