@@ -106,7 +106,7 @@ class BlockLedger:
         so the child gets its own, and the copy to make is returned. None: nothing fits, nothing changed.
         """
         assert child not in self._tables, f"{child} already holds KV"
-        assert shared_tokens <= tokens
+        assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
         whole, partial_tokens = divmod(shared_tokens, self.block_size_tokens)
         wanted = self.blocks_for(tokens) - whole
         if wanted > self._free:
@@ -134,7 +134,7 @@ class BlockLedger:
         """A 53-bit digest of every table (fits a JSON number); equal on all replicas of this ledger."""
         digest = blake2b(digest_size=8)
         for sequence in sorted(self._tables):
-            digest.update(sequence.encode())
+            digest.update(b"%d:%s" % (len(sequence), sequence.encode()))
             for first, length in _runs(self._tables[sequence]):
                 digest.update(b"%d+%d;" % (first, length))
         return int.from_bytes(digest.digest(), "big") >> 11

@@ -108,10 +108,10 @@ class _Chunks:
         before = self.works.pop(prefill.id, None)
         held = before.count if before else 0
         most = min(prefill.remaining, self.tokens_left + held)
-        least = min(self.limits.min_chunk_tokens, most)
+        least = min(self.limits.min_chunk_tokens, prefill.remaining)
         size = self._largest(prefill, most, budget_seconds)
         if size < least:
-            size = least if at_least_one else 0
+            size = min(least, most) if at_least_one else 0
         size = max(size, held)
         if size == 0:
             return False

@@ -1,0 +1,213 @@
+"""What goes into a step, and why it is as large as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.messages import StepProfile
+from medha.packer import DecodeCandidate, Limits, PrefillCandidate, pack
+from medha.predictor import Predictor, Work
+
+# One token takes 1 ms and nothing else takes time, so budgets are token counts.
+TOKEN_IS_A_MILLISECOND = Predictor(StepProfile(0.0, 0.001, 0.0, 0.0))
+LIMITS = Limits(
+    stages=1,
+    max_chunk_tokens=1000,
+    min_chunk_tokens=10,
+    max_step_seconds=0.1001,
+    min_prefill_share=0.1,
+    space_sharing_cap=0.4,
+)
+
+
+def decode(name: str, tpot_seconds: float = 0.0501) -> DecodeCandidate:
+    return DecodeCandidate(name, context=100, tpot_seconds=tpot_seconds)
+
+
+def prefill(
+    name: str, remaining: int, *, is_long: bool = False, rho: float = 1.0, context: int = 0
+) -> PrefillCandidate:
+    return PrefillCandidate(name, context, remaining, is_long, rho)
+
+
+def tokens(
+    decodes: list[DecodeCandidate], prefills: list[PrefillCandidate], limits: Limits = LIMITS
+) -> dict[str, int]:
+    return pack(decodes, prefills, limits, TOKEN_IS_A_MILLISECOND).tokens
+
+
+def test_nothing_to_do_is_an_empty_step() -> None:
+    packed = pack([], [], LIMITS, TOKEN_IS_A_MILLISECOND)
+    assert packed.tokens == {}
+    assert packed.predicted_seconds == 0
+
+
+def test_without_decodes_a_step_is_bounded_by_max_step_seconds() -> None:
+    assert tokens([], [prefill("a", 500)]) == {"a": 100}
+
+
+def test_the_budget_is_the_tightest_tpot_target_of_the_decodes() -> None:
+    decodes = [decode("d1", 0.0801), decode("d2", 0.0301)]
+    assert tokens(decodes, [prefill("a", 500)]) == {"d1": 1, "d2": 1, "a": 28}
+
+
+def test_each_of_several_stages_has_its_part_of_the_budget() -> None:
+    limits = replace(LIMITS, stages=2)
+    assert tokens([decode("d")], [prefill("a", 500)], limits) == {"d": 1, "a": 24}
+    assert tokens([], [prefill("a", 500)], limits) == {"a": 50}
+
+
+def test_decodes_always_run_all_of_them() -> None:
+    decodes = [decode(f"d{index}", 0.01) for index in range(50)]
+    packed = pack(decodes, [], LIMITS, TOKEN_IS_A_MILLISECOND)
+    assert packed.tokens == {f"d{index}": 1 for index in range(50)}
+    assert packed.decode_overrun
+
+
+def test_when_decodes_alone_exceed_their_target_the_most_urgent_prefill_gets_its_share() -> None:
+    decodes = [decode(f"d{index}", 0.01) for index in range(180)]
+    packed = pack(decodes, [prefill("a", 500), prefill("b", 500)], LIMITS, TOKEN_IS_A_MILLISECOND)
+    assert packed.decode_overrun
+    assert packed.tokens["a"] == pytest.approx(180 / 0.9 * 0.1, abs=1)
+    assert "b" not in packed.tokens
+
+
+def test_when_that_share_is_too_small_the_most_urgent_prefill_gets_the_smallest_chunk() -> None:
+    decodes = [decode(f"d{index}", 0.01) for index in range(20)]
+    packed = tokens(decodes, [prefill("a", 500), prefill("b", 500)])
+    assert packed["a"] == 10
+    assert "b" not in packed
+
+
+def test_decodes_that_meet_their_target_are_no_overrun() -> None:
+    assert not pack([decode("d")], [], LIMITS, TOKEN_IS_A_MILLISECOND).decode_overrun
+
+
+def test_prefills_fill_the_step_in_the_order_given() -> None:
+    assert tokens([], [prefill("a", 30), prefill("b", 40), prefill("c", 50)]) == {"a": 30, "b": 40, "c": 30}
+
+
+def test_a_prefill_that_does_not_fit_is_set_aside_and_a_tail_behind_it_still_runs() -> None:
+    assert tokens([], [prefill("a", 95), prefill("b", 50), prefill("tail", 4)]) == {"a": 95, "tail": 4}
+
+
+def test_no_chunk_is_smaller_than_the_smallest_efficient_one_except_a_tail() -> None:
+    limits = replace(LIMITS, max_chunk_tokens=65)
+    assert tokens([], [prefill("a", 60), prefill("b", 50)], limits) == {"a": 60}, "5 of 50 would be left"
+    assert tokens([], [prefill("a", 60), prefill("b", 5)], limits) == {"a": 60, "b": 5}
+
+
+def test_max_chunk_tokens_bounds_all_prefills_together() -> None:
+    limits = replace(LIMITS, max_chunk_tokens=50)
+    assert tokens([decode("d", 1.0)], [prefill("a", 30), prefill("b", 30)], limits) == {
+        "d": 1,
+        "a": 30,
+        "b": 20,
+    }
+
+
+def test_the_whole_batch_is_predicted_so_a_constant_is_paid_once() -> None:
+    """0.4 s a step and 0.1 s a token: of 1 s, a takes 3 tokens and b the other 3, not (1 - 0.7 - 0.4) / 0.1."""
+    predictor = Predictor(StepProfile(0.4, 0.1, 0.0, 0.0))
+    limits = replace(LIMITS, max_step_seconds=1.001, min_chunk_tokens=1)
+    packed = pack([], [prefill("a", 3), prefill("b", 9)], limits, predictor)
+    assert packed.tokens == {"a": 3, "b": 3}
+    assert packed.predicted_seconds == pytest.approx(1.0)
+
+
+def test_a_long_yields_space_only_while_another_prefill_is_runnable() -> None:
+    assert tokens([], [prefill("long", 500, is_long=True)]) == {"long": 100}
+    shared = tokens([], [prefill("long", 500, is_long=True), prefill("short", 500)])
+    assert shared == {"long": 60, "short": 40}
+
+
+def test_what_the_others_leave_is_given_back_to_the_long() -> None:
+    assert tokens([], [prefill("long", 500, is_long=True), prefill("short", 15)]) == {"short": 15, "long": 85}
+
+
+@pytest.mark.parametrize(("rho", "share"), [(-3.0, 100), (0.0, 100), (0.25, 75), (9.0, 60)])
+def test_a_long_yields_by_its_relative_slack_up_to_the_cap(rho: float, share: int) -> None:
+    packed = tokens([], [prefill("long", 500, is_long=True, rho=rho), prefill("short", 500)])
+    assert packed == {"long": share} | ({"short": 100 - share} if share < 100 else {})
+
+
+def test_a_lone_long_prefill_takes_the_same_chunks_as_a_short_one() -> None:
+    predictor = Predictor(StepProfile(0.001, 1e-4, 1e-7, 1e-4))
+    chunks: dict[bool, list[int]] = {}
+    for is_long in (False, True):
+        context, remaining, chunks[is_long] = 0, 5000, []
+        while remaining:
+            candidate = prefill("a", remaining, is_long=is_long, context=context)
+            size = pack([decode("d")], [candidate], LIMITS, predictor).tokens["a"]
+            chunks[is_long].append(size)
+            context, remaining = context + size, remaining - size
+    assert chunks[True] == chunks[False]
+    assert len(chunks[True]) > 5
+
+
+def test_at_most_one_long_runs_in_a_step_and_the_next_one_waits() -> None:
+    longs = [prefill("l1", 500, is_long=True), prefill("l2", 500, is_long=True)]
+    assert tokens([], longs) == {"l1": 100}
+    assert tokens([], [*longs, prefill("short", 20)]) == {"short": 20, "l1": 80}
+
+
+def test_a_long_that_found_no_room_at_first_gets_what_is_left() -> None:
+    """It is not the most urgent, and its part of the budget is used up when its turn comes."""
+    packed = tokens([], [prefill("short", 70), prefill("long", 500, is_long=True)])
+    assert packed == {"short": 70, "long": 30}
+
+
+CANDIDATES = st.lists(
+    st.tuples(st.integers(0, 5000), st.integers(1, 3000), st.booleans(), st.floats(-5, 5)), max_size=6
+)
+
+
+@given(
+    contexts=st.lists(st.integers(1, 5000), max_size=20),
+    candidates=CANDIDATES,
+    tpot_seconds=st.floats(0.001, 0.2),
+    stages=st.integers(1, 4),
+    max_chunk_tokens=st.integers(1, 600),
+    min_chunk_tokens=st.integers(1, 600),
+    min_prefill_share=st.floats(0, 0.9),
+)
+def test_every_step_is_within_its_bounds(
+    contexts: list[int],
+    candidates: list[tuple[int, int, bool, float]],
+    tpot_seconds: float,
+    stages: int,
+    max_chunk_tokens: int,
+    min_chunk_tokens: int,
+    min_prefill_share: float,
+) -> None:
+    predictor = Predictor(StepProfile(0.001, 5e-5, 1e-8, 1e-4))
+    limits = Limits(stages, max_chunk_tokens, min_chunk_tokens, 0.1, min_prefill_share, 0.4)
+    decodes = [DecodeCandidate(f"d{index}", context, tpot_seconds) for index, context in enumerate(contexts)]
+    prefills = [
+        PrefillCandidate(f"p{index}", context, remaining, is_long, rho)
+        for index, (context, remaining, is_long, rho) in enumerate(candidates)
+    ]
+    packed = pack(decodes, prefills, limits, predictor)
+
+    assert list(packed.tokens)[: len(decodes)] == [candidate.id for candidate in decodes]
+    chosen = {candidate.id: candidate for candidate in prefills if candidate.id in packed.tokens}
+    sizes = {name: packed.tokens[name] for name in chosen}
+    assert sum(sizes.values()) <= max_chunk_tokens
+    assert sum(candidate.is_long for candidate in chosen.values()) <= 1
+    for name, size in sizes.items():
+        remaining = chosen[name].remaining
+        assert 1 <= size <= remaining
+        by_minimum = name == "p0" and size == min(min_chunk_tokens, remaining, max_chunk_tokens)
+        assert size >= min(min_chunk_tokens, remaining) or by_minimum
+    if prefills:
+        assert "p0" in sizes, "the most urgent one always moves"
+        by_minimum = sizes["p0"] == min(min_chunk_tokens, prefills[0].remaining, max_chunk_tokens)
+        within = packed.predicted_seconds <= packed.budget_seconds * (1 + 1e-9)
+        assert within or (by_minimum and len(sizes) == 1)
+    works = [Work(candidate.context, 1) for candidate in decodes]
+    works += [Work(candidate.context, sizes[name]) for name, candidate in chosen.items()]
+    assert packed.predicted_seconds == pytest.approx(predictor.step_seconds(works) if works else 0.0)
