@@ -158,21 +158,23 @@ class Controller:
     # --- start --------------------------------------------------------------------------------------
 
     def _await_ranks(self) -> list[RankReady]:
+        """Until every rank has said on *both* links that it is ready: a ROUTER cannot send to who never spoke."""
         spec = self._settings.spec
         expected = spec.parallelism.tensor * spec.parallelism.stream * spec.parallelism.kv
         ready: dict[int, RankReady] = {}
-        while len(ready) < expected:
-            if self._stopping:
-                raise PartFailed("asked to stop before the ranks were ready")
-            received = self._rank_control.receive(timeout_seconds=0.25)
-            if received is None:
-                continue
-            match received.message:
-                case RankReady() as message:
-                    ready[message.rank] = message
-                    _log.info("rank %d is ready (%d of %d)", message.rank, len(ready), expected)
-                case RankFault() as fault:
-                    raise PartFailed(f"rank {fault.rank}: {fault.detail}")
+        for link in (self._rank_control, self._rank_tokens):
+            introduced: set[int] = set()
+            while len(introduced) < expected:
+                if self._stopping:
+                    raise PartFailed("asked to stop before the ranks were ready")
+                received = link.receive(timeout_seconds=POLL_MILLISECONDS / 1000)
+                match received and received.message:
+                    case RankReady() as message:
+                        introduced.add(message.rank)
+                        ready[message.rank] = message
+                        _log.info("rank %d is ready (%d of %d)", message.rank, len(introduced), expected)
+                    case RankFault() as fault:
+                        raise PartFailed(f"rank {fault.rank}: {fault.detail}")
         return [ready[rank] for rank in sorted(ready)]
 
     def _start(self, config: ReplicaConfig, ready: RankReady) -> None:
@@ -281,29 +283,31 @@ class Controller:
         load = self._core.load()
         if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
             return
+        first = self._announced is None
         self._announced, self._announced_at = load, now
         self._observer.state(self._core)
         config = self._config
-        self._router_control.send(
-            Announce(
-                replica=self._settings.replica,
-                model=self._settings.spec.model.name,
-                digest=self._bundle.digest,
-                epoch=self._core.epoch,
-                ready=True,
-                draining=self._core.draining,
-                max_model_len=config.max_model_len,
-                vocab_size=self._vocab_size,
-                kv_tokens_total=config.kv_tokens,
-                kv_tokens_free=load.kv_tokens_free,
-                running=load.running,
-                waiting=load.waiting,
-                pending_prefill_seconds=load.pending_prefill_seconds,
-                longest_request_tokens=min(config.max_model_len, config.kv_tokens),
-                waiting_limit=config.scheduling.max_waiting,
-                service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
-            )
+        announce = Announce(
+            replica=self._settings.replica,
+            model=self._settings.spec.model.name,
+            digest=self._bundle.digest,
+            epoch=self._core.epoch,
+            ready=True,
+            draining=self._core.draining,
+            max_model_len=config.max_model_len,
+            vocab_size=self._vocab_size,
+            kv_tokens_total=config.kv_tokens,
+            kv_tokens_free=load.kv_tokens_free,
+            running=load.running,
+            waiting=load.waiting,
+            pending_prefill_seconds=load.pending_prefill_seconds,
+            longest_request_tokens=min(config.max_model_len, config.kv_tokens),
+            waiting_limit=config.scheduling.max_waiting,
+            service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
         )
+        self._router_control.send(announce)
+        if first:  # the router's ROUTER socket must hear us there, too, before it can send us token ids
+            self._router_tokens.send(announce)
 
     def _record_event(self, event: ControllerEvent, now: float) -> None:
         if self._record is not None:

@@ -1,0 +1,255 @@
+"""The controller's process between a router and a rank that the test plays, over real ZeroMQ."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from medha.api import MedhaReplicaSpec, ModelSource, ModelSpec
+from medha.config import derive
+from medha.engine import ReplicaController
+from medha.messages import (
+    Announce,
+    BundlePart,
+    Cancel,
+    Done,
+    Emit,
+    FetchBundle,
+    RankFault,
+    RankReady,
+    Refused,
+    Sample,
+    Sampling,
+    Shutdown,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+    Tokens,
+)
+from medha.wire import decode, tokens_from_frame, tokens_to_frame
+from medha_worker.controller import ControllerSettings
+from medha_worker.link import Link, Received
+
+READY = RankReady(
+    rank=0,
+    block_size_tokens=16,
+    kv_blocks=64,
+    weights_bytes=1,
+    activation_bytes=1,
+    kv_bytes=1,
+    profile=StepProfile(1e-3, 1e-6, 1e-9, 1e-5),
+    device="cpu",
+    max_model_len=512,
+    vocab_size=100,
+    linear_flops_per_token=1e6,
+    attention_flops_per_pair=1e3,
+)
+IDS = np.arange(20, dtype=np.int32)
+SPEC = MedhaReplicaSpec(model=ModelSpec(name="m", source=ModelSource(path="unused")))
+
+
+class Stage:
+    """A controller process, and the two peers that the test plays."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "tokenizer.json").write_text("{}")
+        endpoints = {
+            name: f"ipc://{folder}/{name}"
+            for name in ("router_control", "router_tokens", "rank_control", "rank_tokens")
+        }
+        self.record = folder / "record.jsonl"
+        self.ready_file = folder / "ready.json"
+        settings = ControllerSettings(
+            replica="r0",
+            spec=SPEC,
+            model_directory=folder,
+            ready_file=self.ready_file,
+            record_file=self.record,
+            **endpoints,
+        )
+        (folder / "settings.json").write_text(settings.model_dump_json(by_alias=True))
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.router = Link.bind(self.context, endpoints["router_control"])
+        self.router_tokens = Link.bind(self.context, endpoints["router_tokens"])
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "medha_worker.controller", "--settings", str(folder / "settings.json")],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.rank = Link.connect(self.context, endpoints["rank_control"], b"rank-0")
+        self.rank_tokens = Link.connect(self.context, endpoints["rank_tokens"], b"rank-0")
+
+    def ready(self) -> None:
+        self.rank.send(READY)
+        self.rank_tokens.send(READY)
+        for link in (self.router, self.router_tokens):
+            assert isinstance(self._next(link, Announce).message, Announce)
+
+    def from_controller(self, kind: type) -> object:
+        """The next message of a kind that the router gets."""
+        return self._next(self.router, kind).message
+
+    def step(self) -> Step:
+        received = self._next(self.rank, Step).message
+        assert isinstance(received, Step)
+        return received
+
+    def finish(self, step: Step, *samples: Sample) -> None:
+        self.rank.send(StageFree(step.step_id, 0))
+        self.rank.send(Done(step.step_id, samples, compute_seconds=0.001))
+
+    def submit(self, name: str, prompt: str = "p", **fields: object) -> None:
+        message = Submit(id=name, prompt=prompt, tokens=20, prompt_length=20, seed=1, **fields)  # type: ignore[arg-type]
+        self.router.send(message, peer=b"r0")
+
+    def send_tokens(self, prompt: str = "p", sequences: int = 1) -> None:
+        piece = Tokens(prompt, 0, len(IDS), sequences)
+        self.router_tokens.send(piece, tokens_to_frame(IDS), peer=b"r0")
+
+    def _next(self, link: Link, kind: type) -> Received:
+        while (received := link.receive(timeout_seconds=20)) is not None:
+            if isinstance(received.message, kind):
+                return received
+        raise AssertionError(f"no {kind.__name__}; the controller says: {self.kill()}")
+
+    def kill(self) -> str:
+        self.process.kill()
+        return self.process.communicate()[1]
+
+    def close(self) -> None:
+        self.kill()
+        for link in (self.router, self.router_tokens, self.rank, self.rank_tokens):
+            link.socket.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    stage.close()
+
+
+def test_a_request_reaches_the_ranks_with_its_ids_first_and_its_tokens_come_back(stage: Stage) -> None:
+    stage.ready()
+    stage.submit("a", sampling=Sampling(max_tokens=2))  # ahead of its ids: it must wait for them
+    stage.send_tokens()
+    step = stage.step()
+    assert [admit.id for admit in step.admits] == ["a"]
+    received = stage.rank_tokens.receive(timeout_seconds=5)
+    assert received is not None
+    assert received.message == Tokens("p", 0, 20)
+    assert received.payload is not None
+    assert tokens_from_frame(received.payload).tolist() == IDS.tolist()
+    stage.finish(step, Sample("a", 7))
+    assert stage.from_controller(Emit) == Emit("a", (7,))
+    stage.finish(stage.step(), Sample("a", 8, finish_reason="length"))
+    assert stage.from_controller(Emit) == Emit("a", (8,), finish_reason="length")
+    bookkeeping = stage.step()
+    assert (bookkeeping.releases, bookkeeping.forgets) == (("a",), ("p",))
+
+
+def test_a_cancel_frees_what_the_request_held(stage: Stage) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a")
+    step = stage.step()
+    stage.router.send(Cancel("a"), peer=b"r0")
+    stage.finish(step, Sample("a", 7))
+    bookkeeping = stage.step()
+    assert (bookkeeping.releases, bookkeeping.forgets) == (("a",), ("p",))
+    stage.finish(bookkeeping)
+    while (announce := stage.from_controller(Announce)) is not None:
+        assert isinstance(announce, Announce)
+        if announce.kv_tokens_free == announce.kv_tokens_total and announce.running == 0:
+            break
+
+
+def test_the_bundle_is_sent_to_who_asks_by_its_digest(stage: Stage) -> None:
+    stage.rank.send(READY)
+    stage.rank_tokens.send(READY)
+    announce = stage.from_controller(Announce)
+    assert isinstance(announce, Announce)
+    stage.router.send(FetchBundle(announce.digest), peer=b"r0")
+    part = stage.from_controller(BundlePart)
+    assert part == BundlePart(announce.digest, "tokenizer.json", 0)
+
+
+def test_sigterm_drains_then_ends_the_ranks_and_the_process(stage: Stage) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a", sampling=Sampling(max_tokens=1))
+    step = stage.step()
+    stage.process.send_signal(signal.SIGTERM)
+    while True:
+        announce = stage.from_controller(Announce)
+        assert isinstance(announce, Announce)
+        if announce.draining:
+            break
+    stage.send_tokens("q")
+    stage.submit("late", prompt="q")
+    assert stage.from_controller(Refused) == Refused("late", "draining", "the replica is stopping")
+    stage.finish(step, Sample("a", 7, finish_reason="length"))
+    assert stage.from_controller(Emit) == Emit("a", (7,), finish_reason="length")
+    stage.finish(stage.step())
+    assert isinstance(stage._next(stage.rank, Shutdown).message, Shutdown)
+    assert stage.process.wait(timeout=10) == 0
+
+
+def test_a_rank_that_fails_ends_the_controller_with_its_reason(stage: Stage) -> None:
+    stage.rank.send(RankFault(0, "weights are missing"))
+    assert stage.process.wait(timeout=20) == 1
+    assert stage.process.stderr is not None
+    assert "weights are missing" in stage.process.stderr.read()
+
+
+def test_malformed_frames_are_dropped_and_the_controller_serves_on(stage: Stage) -> None:
+    stage.ready()
+    for frames in ([b"r0", b"garbage"], [b"r0", b'{"v":1,"type":"Submit","body":{}}'], [b"r0"]):
+        stage.router.socket.send_multipart(frames)
+        stage.router_tokens.socket.send_multipart(frames)
+    stage.send_tokens()
+    stage.submit("a")
+    assert [admit.id for admit in stage.step().admits] == ["a"]
+
+
+def test_the_record_replays_to_the_same_steps(stage: Stage) -> None:
+    stage.ready()
+    assert json.loads(stage.ready_file.read_text())[0]["kv_blocks"] == 64
+    steps = []
+    stage.send_tokens(sequences=2)
+    stage.submit("a", sampling=Sampling(max_tokens=3))
+    stage.submit("b", sample_index=1, sampling=Sampling(max_tokens=3))
+    for _ in range(12):
+        received = stage.rank.receive(timeout_seconds=1)
+        if received is None:
+            break
+        assert isinstance(received.message, Step)
+        steps.append(received.message)
+        samples = [Sample(entry.id, 5) for entry in received.message.entries if entry.samples]
+        stage.finish(received.message, *samples)
+    assert len(steps) >= 4
+    stage.process.send_signal(signal.SIGTERM)
+    stage.process.wait(timeout=10)
+
+    lines = stage.record.read_text().splitlines()
+    ready, _ = decode([lines[1].encode()])
+    assert isinstance(ready, RankReady)
+    core = ReplicaController(derive(SPEC, ready), ready.profile)
+    replayed = []
+    for line in lines[2:]:
+        entry = json.loads(line)
+        if entry["event"]["type"] == "Drain":
+            continue
+        event, _ = decode([json.dumps(entry["event"]).encode()])
+        replayed += [one for one in core.handle(event, entry["now"]) if isinstance(one, Step)]  # type: ignore[arg-type]
+    assert replayed == steps
