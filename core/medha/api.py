@@ -23,13 +23,15 @@ _UNITS_BYTES = {
     "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
 }  # fmt: skip
 
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", examples=["2Gi"])]
+Quantity = Annotated[
+    str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24, examples=["2Gi"])
+]
 """Bytes as Kubernetes writes them."""
 
 
 def quantity_bytes(quantity: str) -> int:
     """Bytes of a Kubernetes quantity such as `512Mi`."""
-    number = quantity.rstrip("kMGTi")
+    number = quantity.rstrip("kKMGTi")
     return int(float(number) * _UNITS_BYTES[quantity[len(number) :]])
 
 
@@ -146,6 +148,15 @@ class ServiceClass(Model):
     default_output_tokens: int = Field(default=4096, ge=1, json_schema_extra=_live())
     """Output tokens that KV is reserved for when a request names no `max_tokens`."""
 
+    @model_validator(mode="after")
+    def _target_not_below_floor(self) -> ServiceClass:
+        if self.tpot_target_seconds < self.tpot_floor_seconds:
+            raise ValueError(
+                f"tpotTargetSeconds {self.tpot_target_seconds} is below tpotFloorSeconds "
+                f"{self.tpot_floor_seconds} and would be clamped to it; raise the one or lower the other"
+            )
+        return self
+
 
 class RouterSpec(Model):
     """The HTTP door that `medha up` starts."""
@@ -186,6 +197,10 @@ class MedhaReplicaSpec(Model):
         twice = {name for name in names if names.count(name) > 1}
         if twice:
             raise ValueError(f"serviceClasses names {sorted(twice)} twice; give each class its own name")
+        if "default" in names[1:]:
+            raise ValueError(
+                "serviceClasses has `default` behind the first, which is the default; move it up"
+            )
         return self
 
 

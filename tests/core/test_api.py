@@ -1,0 +1,227 @@
+"""The manifest: what it accepts, and what it says of a wrong one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from medha.api import MedhaReplica, parse_replica, quantity_bytes
+from medha.config import derive
+from medha.errors import ConfigInvalid
+from medha.messages import RankReady, StepProfile
+from medha.topology import Topology
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    model = {"name": "m", "source": {"path": "checkpoint"}}
+    return {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": "m"},
+        "spec": {"model": model, **spec},
+    }
+
+
+def ready(**fields: Any) -> RankReady:
+    facts: dict[str, Any] = {
+        "rank": 0,
+        "block_size_tokens": 16,
+        "kv_blocks": 100,
+        "weights_bytes": 1,
+        "activation_bytes": 1,
+        "kv_bytes": 1,
+        "profile": StepProfile(1, 1, 1, 1),
+        "device": "cpu",
+        "max_model_len": 512,
+        "vocab_size": 10,
+        "linear_flops_per_token": 3000.0,
+        "attention_flops_per_pair": 2.0,
+    }
+    return RankReady(**(facts | fields))
+
+
+def test_a_minimal_manifest_has_the_defaults_of_the_design() -> None:
+    spec = parse_replica(manifest()).spec
+    assert (spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv) == (1, 1, 1)
+    assert spec.scheduling.policy == "lars"
+    assert spec.scheduling.lars_denominator == "work"
+    assert [service_class.name for service_class in spec.service_classes] == ["default"]
+    assert spec.service_classes[0].default_output_tokens == 4096
+
+
+def test_fields_are_camel_case_in_and_out() -> None:
+    document = manifest(
+        kvCache={"size": "2Gi", "blockSizeTokens": 32},
+        scheduling={"maxChunkTokens": 512, "shortHeadroom": 0.1},
+        serviceClasses=[{"name": "chat", "ttftFloorSeconds": 1.5}],
+    )
+    replica = parse_replica(document)
+    assert replica.spec.kv_cache.block_size_tokens == 32
+    assert replica.spec.scheduling.max_chunk_tokens == 512
+    assert replica.spec.service_classes[0].ttft_floor_seconds == 1.5
+    written = replica.model_dump(mode="json", by_alias=True)
+    assert written["spec"]["kvCache"]["blockSizeTokens"] == 32
+    assert parse_replica(written) == replica
+
+
+def test_a_manifest_cannot_be_changed_once_it_is_read() -> None:
+    replica = parse_replica(manifest())
+    with pytest.raises(ValueError, match="frozen"):
+        replica.spec.parallelism.tensor = 2  # type: ignore[misc]
+
+
+def test_metadata_of_kubernetes_is_ignored_where_it_means_nothing_here() -> None:
+    document = manifest()
+    document["metadata"] |= {"labels": {"a": "b"}, "resourceVersion": "12"}
+    assert parse_replica(document).metadata.name == "m"
+
+
+BAD = [
+    # the spec's fields, and everything that the message must name: field, value or limit, mend
+    ({"parallelism": {"tensor": 0}}, ["spec.parallelism.tensor", "greater than or equal to 1", "found 0"]),
+    ({"parallelism": {"tensor": 2.5}}, ["spec.parallelism.tensor", "valid integer", "found 2.5"]),
+    ({"parallelism": {"tesnor": 2}}, ["spec.parallelism.tesnor", "remove it or correct its spelling"]),
+    ({"paralellism": {}}, ["spec.paralellism", "remove it or correct its spelling"]),
+    ({"parallelism": []}, ["spec.parallelism", "valid dictionary", "found []"]),
+    ({"kvCache": {"size": "2GB"}}, ["spec.kvCache.size", "pattern", "found '2GB'"]),
+    ({"kvCache": {"size": "-1Gi"}}, ["spec.kvCache.size", "pattern", "found '-1Gi'"]),
+    ({"kvCache": {"size": "9" * 400}}, ["spec.kvCache.size", "at most 24 characters", "99999"]),
+    ({"kvCache": {"size": 2147483648}}, ["spec.kvCache.size", "valid string", "found 2147483648"]),
+    ({"kvCache": {"memoryFraction": 0}}, ["spec.kvCache.memoryFraction", "greater than 0", "found 0"]),
+    ({"kvCache": {"memoryFraction": 1.5}}, ["spec.kvCache.memoryFraction", "0.98", "found 1.5"]),
+    ({"scheduling": {"policy": "lifo"}}, ["spec.scheduling.policy", "'lars'", "found 'lifo'"]),
+    ({"scheduling": {"maxStepSeconds": float("nan")}}, ["spec.scheduling.maxStepSeconds", "found nan"]),
+    ({"scheduling": {"minChunkTokens": 0}}, ["spec.scheduling.minChunkTokens", "found 0"]),
+    ({"serviceClasses": []}, ["serviceClasses is empty", "name at least one class or leave the field out"]),
+    (
+        {"serviceClasses": [{"name": "a"}, {"name": "a"}]},
+        ["serviceClasses names ['a'] twice", "give each class its own name"],
+    ),
+    ({"serviceClasses": [{"name": "a"}, {"name": "default"}]}, ["`default` behind the first", "move it up"]),
+    ({"serviceClasses": [{"name": "A b"}]}, ["spec.serviceClasses.0.name", "pattern", "found 'A b'"]),
+    (
+        {"serviceClasses": [{"name": "a", "tpotTargetSeconds": 0.005}]},
+        ["spec.serviceClasses.0", "tpotTargetSeconds 0.005", "tpotFloorSeconds 0.01", "lower the other"],
+    ),
+    ({"router": {"port": 70000}}, ["spec.router.port", "65535", "found 70000"]),
+    ({"lifecycle": {"drainSeconds": -1}}, ["spec.lifecycle.drainSeconds", "found -1"]),
+    ({"model": None}, ["spec.model", "valid dictionary", "found None"]),
+    ({"model": {"name": "m"}}, ["spec.model.source: is missing; add it"]),
+    ({"model": {"name": "m", "source": {}}}, ["spec.model.source", "names no source; set `path`"]),
+    ({"model": {"name": "m", "source": {"path": ""}}}, ["spec.model.source.path", "at least 1 character"]),
+    (
+        {"model": {"name": "m", "source": {"path": "x"}, "maxModelLen": 4}},
+        ["spec.model.maxModelLen", "greater than or equal to 16", "found 4"],
+    ),
+    (
+        {"model": {"name": "m", "source": {"path": "x"}, "dtype": "int8"}},
+        ["spec.model.dtype", "'bfloat16'", "found 'int8'"],
+    ),
+    ({"threads": 0}, ["spec.threads", "greater than or equal to 1", "found 0"]),
+]
+
+
+@pytest.mark.parametrize(("spec", "told"), BAD, ids=[f"{index}" for index in range(len(BAD))])
+def test_a_wrong_field_is_refused_with_its_name_its_value_and_the_mend(
+    spec: dict[str, Any], told: list[str]
+) -> None:
+    with pytest.raises(ConfigInvalid) as error:
+        parse_replica(manifest(**spec))
+    for part in told:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "told"),
+    [
+        (None, ["expected one MedhaReplica mapping, found NoneType"]),
+        ([manifest()], ["expected one MedhaReplica mapping, found list"]),
+        ({}, [f"{name}: is missing; add it" for name in ("apiVersion", "kind", "metadata", "spec")]),
+        (manifest() | {"kind": "Pod"}, ["kind: Input should be 'MedhaReplica' (found 'Pod')"]),
+        (
+            manifest() | {"apiVersion": "v1"},
+            ["apiVersion: Input should be 'medha.dev/v1alpha1' (found 'v1')"],
+        ),
+        (manifest() | {"metadata": {"name": "Under_score"}}, ["metadata.name", "found 'Under_score'"]),
+    ],
+)
+def test_a_document_of_another_kind_is_refused(document: object, told: list[str]) -> None:
+    with pytest.raises(ConfigInvalid) as error:
+        parse_replica(document)
+    for part in told:
+        assert part in str(error.value)
+
+
+def test_every_wrong_field_is_told_at_once() -> None:
+    with pytest.raises(ConfigInvalid) as error:
+        parse_replica(manifest(parallelism={"tensor": 0, "kv": 0}, router={"port": -1}))
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [
+        ("0", 0),
+        ("1024", 1024),
+        ("1k", 1000),
+        ("1Ki", 1024),
+        ("512Mi", 512 * 2**20),
+        ("1.5Gi", 3 * 2**29),
+        ("2G", 2 * 10**9),
+        ("3T", 3 * 10**12),
+        ("1Ti", 2**40),
+        ("0.5M", 500_000),
+        ("9" * 24, 10**24),
+    ],
+)
+def test_quantities_are_kubernetes_own(quantity: str, expected: int) -> None:
+    assert quantity_bytes(quantity) == pytest.approx(expected)
+
+
+def _fields_without_apply(schema: dict[str, Any], model: str) -> list[str]:
+    properties = schema["$defs"][model]["properties"]
+    return [name for name, entry in properties.items() if "x-apply" not in entry]
+
+
+@pytest.mark.parametrize(
+    "model", ["ModelSpec", "ParallelismSpec", "KvCacheSpec", "SchedulingSpec", "LifecycleSpec"]
+)
+def test_every_setting_says_whether_a_change_needs_a_restart(model: str) -> None:
+    assert _fields_without_apply(MedhaReplica.model_json_schema(), model) == []
+
+
+# --- settings of a running replica ----------------------------------------------------------------------
+
+
+def test_a_replicas_settings_come_from_its_manifest_and_its_ranks() -> None:
+    spec = parse_replica(
+        manifest(
+            parallelism={"tensor": 2, "stream": 3},
+            serviceClasses=[{"name": "chat"}, {"name": "batch"}],
+        )
+    ).spec
+    config = derive(spec, ready())
+    assert config.topology == Topology(tensor=2, stream=3, kv=1)
+    assert config.kv_tokens == 1600
+    assert config.max_model_len == 512
+    assert config.default_class == "chat"
+    assert sorted(config.service_classes) == ["batch", "chat"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "attention_flops", "expected"), [(None, 2.0, 1500), (77, 2.0, 77), (None, 1e9, 1)]
+)
+def test_a_request_is_long_where_attention_passes_linear_work_unless_configured(
+    configured: int | None, attention_flops: float, expected: int
+) -> None:
+    spec = parse_replica(manifest(scheduling={"longThresholdTokens": configured})).spec
+    assert derive(spec, ready(attention_flops_per_pair=attention_flops)).long_threshold_tokens == expected
+
+
+def test_a_largest_chunk_below_the_smallest_is_refused() -> None:
+    spec = parse_replica(manifest(scheduling={"maxChunkTokens": 16, "minChunkTokens": 32})).spec
+    with pytest.raises(
+        ConfigInvalid, match=r"maxChunkTokens is 16, below minChunkTokens \(32\); raise the one"
+    ):
+        derive(spec, ready())
