@@ -57,7 +57,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
     if not isinstance(header, dict):
         raise WireInvalid(f"header is a JSON {type(header).__name__}, expected an object")
     version, kind = header.get("v"), header.get("type")
-    if version not in (VERSION, VERSION - 1):
+    if type(version) is not int or version not in (VERSION, VERSION - 1):
         raise WireInvalid(f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}")
     if not isinstance(kind, str) or kind not in _ADAPTERS:
         raise WireInvalid(f"unknown message type {kind!r}")
