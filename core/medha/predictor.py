@@ -15,7 +15,7 @@ from math import ceil
 from medha.messages import StepProfile
 
 _CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a change
-_CORRECTION_BOUNDS = (0.25, 4.0)  # beyond these the profile is wrong, and no factor mends it
+_CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,7 @@ class Predictor:
             return
         wanted = self.correction * observed_seconds / predicted_seconds
         low, high = _CORRECTION_BOUNDS
-        moved = self.correction + _CORRECTION_WEIGHT * (wanted - self.correction)
-        self.correction = min(high, max(low, moved))
+        self.correction += _CORRECTION_WEIGHT * (min(high, max(low, wanted)) - self.correction)
 
     def _terms(self, tokens: int, pairs: float, sequences: int) -> StepTerms:
         profile, factor = self.profile, self.correction

@@ -1,0 +1,30 @@
+"""Deadlines and TPOT targets."""
+
+from __future__ import annotations
+
+import pytest
+
+from medha.api import ServiceClass
+from medha.slo import Targets, targets
+
+CHAT = ServiceClass(
+    name="chat", ttft_floor_seconds=2, ttft_factor=3, tpot_target_seconds=0.05, tpot_floor_seconds=0.01
+)
+
+
+@pytest.mark.parametrize(
+    ("work_seconds", "deadline"), [(0.0, 2), (0.5, 2), (2 / 3, 2), (1.0, 3), (100.0, 300)]
+)
+def test_the_deadline_is_the_floor_or_a_multiple_of_the_work(work_seconds: float, deadline: float) -> None:
+    assert targets(CHAT, work_seconds) == Targets(pytest.approx(deadline), 0.05)
+
+
+def test_a_request_may_name_its_own_deadline() -> None:
+    assert targets(CHAT, 100.0, asked_ttft_seconds=0.7).ttft_seconds == 0.7
+
+
+@pytest.mark.parametrize(
+    ("asked", "applied"), [(None, 0.05), (0.2, 0.2), (0.01, 0.01), (0.001, 0.01), (-1.0, 0.01)]
+)
+def test_a_tpot_tighter_than_the_floor_is_clamped_to_it(asked: float | None, applied: float) -> None:
+    assert targets(CHAT, 1.0, asked_tpot_seconds=asked).tpot_seconds == applied
