@@ -133,6 +133,10 @@ class ReplicaController:
         """rho of a request that has not finished its prefill."""
         return request.prefill_state(self._remaining_seconds(request)).relative_slack(now)
 
+    def slack_seconds(self, request: Request, now: float) -> float:
+        """Deadline - now - remaining work, of a request that has not finished its prefill."""
+        return request.prefill_state(self._remaining_seconds(request)).slack(now)
+
     # --- the one entry ------------------------------------------------------------------------------
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
@@ -391,7 +395,7 @@ class ReplicaController:
                 continue  # the same prompt is being prefilled, which may yet fail: wait and share it
             admit = self._fork(request, sibling) if sibling is not None else self._reserve(request)
             if admit is None:
-                if self._slack(request, now) < 0 and not self._is_held_back(request):
+                if self.slack_seconds(request, now) < 0 and not self._is_held_back(request):
                     break
                 continue
             del self._waiting[request.id]
@@ -511,9 +515,6 @@ class ReplicaController:
             return (self._key(state, now), request.arrival, request.id)
 
         return sorted(requests, key=key)
-
-    def _slack(self, request: Request, now: float) -> float:
-        return request.prefill_state(self._remaining_seconds(request)).slack(now)
 
     def _remaining_seconds(self, request: Request) -> float:
         return self._prefill_seconds(request.dispatched, request.submit.tokens)
