@@ -369,7 +369,7 @@ class Drain:
     """Take no new request; end the running ones."""
 
 
-ControllerEvent = Submit | Cancel | RankReady | StageFree | Done | Drain
+ControllerEvent = Submit | Cancel | StageFree | Done | Drain
 ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (

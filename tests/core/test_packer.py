@@ -211,3 +211,12 @@ def test_every_step_is_within_its_bounds(
     works = [Work(candidate.context, 1) for candidate in decodes]
     works += [Work(candidate.context, sizes[name]) for name, candidate in chosen.items()]
     assert packed.predicted_seconds == pytest.approx(predictor.step_seconds(works) if works else 0.0)
+
+
+def test_a_long_that_found_no_room_does_not_join_one_that_did() -> None:
+    prefills = [
+        prefill("short", 55),
+        prefill("patient", 500, is_long=True, rho=9.0),  # of its 60 ms 5 are left
+        prefill("urgent", 500, is_long=True, rho=0.0),
+    ]
+    assert tokens([], prefills) == {"short": 55, "urgent": 45}
