@@ -249,6 +249,13 @@ class RouterCore:
     def waiting(self) -> int:
         return len(self._queue)
 
+    def waiting_by_model(self) -> dict[str, int]:
+        """Sequences that wait here, for each model that was ever heard."""
+        counts = dict.fromkeys(self._models_seen, 0)
+        for _, sequence in self._queue:
+            counts[sequence.request.model] += 1
+        return counts
+
     @property
     def open(self) -> int:
         return len(self._sequences)

@@ -1,0 +1,317 @@
+"""The OpenAI-compatible door."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime
+
+from fastapi import FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from medha.messages import ServiceClassTerms
+from medha_router.answers import Answers, usage
+from medha_router.api_error import ApiError
+from medha_router.generation import FALLBACK_TERMS, Generation, Piece
+from medha_router.http import (
+    DONE,
+    ClientGone,
+    EventStream,
+    RequestIds,
+    error_response,
+    event,
+    json_response,
+    read_body,
+    while_connected,
+)
+from medha_router.link import ReplicaLink
+from medha_router.observe import Observer
+from medha_router.prepare import Endpoint, Plan, Prepared
+from medha_router.settings import RouterSettings
+from medha_router.tokenizing import Tokenizing
+
+_EARLY_ERROR_SECONDS = 0.5
+"""A stream's status goes out after this time at the latest, so that refusals until then get their own status."""
+
+
+class Door:
+    """The endpoints, over the parts that they use."""
+
+    def __init__(
+        self, settings: RouterSettings, tokenizing: Tokenizing, link: ReplicaLink, observer: Observer
+    ) -> None:
+        self._settings = settings
+        self._tokenizing = tokenizing
+        self._link = link
+        self._observer = observer
+        self._started = int(datetime.now(UTC).timestamp())
+        self.draining = False
+        self.open_requests = 0
+
+    # Generation -----------------------------------------------------------------------------------
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._generate(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, "completions")
+
+    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
+        if self.draining:
+            raise ApiError(503, "this router is stopping", code="unavailable", retry_after_seconds=1)
+        self.open_requests += 1
+        handed_over = False  # to a stream, which outlives this call
+        try:
+            generation, answers, headers = await self._start(request, endpoint)
+            pieces = generation.pieces()
+            try:
+                if generation.plan.stream:
+                    first = await while_connected(request.receive, _soon(pieces))
+                    events = self._events(generation, answers, pieces, first)
+                    handed_over = True
+                    return EventStream(events, headers, lambda: self._end(generation))
+                whole = await while_connected(request.receive, _collect(pieces))
+                total = usage(generation.prompt_tokens, generation.output_tokens)
+                return json_response(answers.whole(whole, total), headers)
+            finally:
+                if not handed_over:
+                    generation.close()
+        except ApiError as error:
+            return error_response(error)
+        except ClientGone:
+            return Response(status_code=499)  # for nobody; nginx's number
+        finally:
+            if not handed_over:
+                self.open_requests -= 1
+
+    def _end(self, generation: Generation) -> None:
+        generation.close()
+        self.open_requests -= 1
+
+    async def _start(
+        self, request: Request, endpoint: Endpoint
+    ) -> tuple[Generation, Answers, dict[str, str]]:
+        arrived_at = asyncio.get_running_loop().time()
+        ttft_target = _milliseconds(request, "x-slo-ttft-ms")
+        tpot_asked = _milliseconds(request, "x-slo-tpot-ms")
+        try:
+            prepared = await self._prepare(request, endpoint)
+        except ApiError as error:
+            self._observer.request_ended("", endpoint, error.code or "error")
+            raise
+        plan = prepared.plan
+        assert plan is not None
+        terms = self._service_class(plan)
+        tpot_target = None if tpot_asked is None else max(tpot_asked, terms.tpot_floor_seconds)
+        prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
+        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        bundle = self._tokenizing.bundle(plan.digest)
+        generation = Generation(
+            request_id,
+            prepared,
+            terms,
+            ttft_target,
+            tpot_target,
+            self._link,
+            bundle,
+            self._observer,
+            arrived_at,
+        )
+        answers = Answers(request_id, int(datetime.now(UTC).timestamp()), plan, bundle)
+        headers = {
+            "x-medha-service-class": terms.name,
+            "x-medha-tpot-target-ms": f"{(tpot_target or terms.tpot_target_seconds) * 1000:g}",
+        }
+        if ttft_target is not None:
+            headers["x-medha-ttft-target-ms"] = f"{ttft_target * 1000:g}"
+        return generation, answers, headers
+
+    async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
+        body = await read_body(request, self._settings.max_body_bytes)
+        work = self._tokenizing.prepare(endpoint, body, self._link.catalog())
+        return await while_connected(request.receive, work)
+
+    def _service_class(self, plan: Plan) -> ServiceClassTerms:
+        """The class that `service_tier` names; `auto`, `default` and none are the first, unless so named."""
+        cards = self._link.core.cards(plan.model)
+        classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))
+        wanted = plan.service_tier or "auto"
+        for terms in classes:
+            if terms.name == wanted:
+                return terms
+        if wanted in ("auto", "default"):
+            return classes[0]
+        known = ", ".join(terms.name for terms in classes)
+        message = f"`service_tier` is {wanted[:80]!r}; this model has auto, default, {known}"
+        raise ApiError(400, message, "service_tier", "invalid_value")
+
+    async def _events(
+        self,
+        generation: Generation,
+        answers: Answers,
+        pieces: AsyncIterator[Piece],
+        first: asyncio.Task[Piece],
+    ) -> AsyncGenerator[bytes]:
+        opened: set[int] = set()
+        try:
+            async for piece in _resumed(first, pieces):
+                content = b""
+                if piece.index not in opened:
+                    opened.add(piece.index)
+                    opening = answers.opening(piece.index)
+                    content = event(opening) if opening is not None else b""
+                for chunk in answers.chunks(piece):
+                    if generation.plan.continuous_usage:
+                        chunk["usage"] = usage(generation.prompt_tokens, generation.output_tokens)
+                    content += event(chunk)
+                yield content
+            if generation.plan.include_usage:
+                total = usage(generation.prompt_tokens, generation.output_tokens)
+                yield event(answers.usage_chunk(total))
+        except ApiError as error:
+            yield event(error.body())
+        finally:
+            first.cancel()
+        yield DONE
+
+    # The rest -------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._answer(request, "tokenize")
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._answer(request, "detokenize")
+
+    async def _answer(self, request: Request, endpoint: Endpoint) -> Response:
+        try:
+            prepared = await self._prepare(request, endpoint)
+        except ClientGone:
+            return Response(status_code=499)
+        return Response(prepared.answer, media_type="application/json")
+
+    async def models(self) -> Response:
+        names = sorted(self._link.catalog().models)
+        return json_response({"object": "list", "data": [self._model(name) for name in names]})
+
+    async def model(self, model: str) -> Response:
+        self._link.catalog().terms(model)
+        return json_response(self._model(model))
+
+    def _model(self, name: str) -> dict[str, object]:
+        terms = self._link.catalog().models[name]
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "medha",
+            "max_model_len": terms.max_model_len,
+        }
+
+    async def health(self) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(self) -> Response:
+        if self.draining:
+            raise ApiError(503, "this router is stopping", code="unavailable")
+        if not self._link.core.ready:
+            raise ApiError(503, "no ready replica is known", code="unavailable")
+        return json_response({"status": "ready"})
+
+    async def metrics(self) -> Response:
+        core = self._link.core
+        self._observer.snapshot(
+            core.cards(),
+            requests_open=self.open_requests,
+            sequences_open=core.open,
+            sequences_waiting=core.waiting,
+            waiting_by_model=core.waiting_by_model(),
+        )
+        content = generate_latest(self._observer.registry)
+        return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def build_app(door: Door) -> ASGIApp:
+    """The ASGI application; every response carries `X-Request-Id`, every error is OpenAI's object."""
+    app = FastAPI(title="Medha", openapi_url=None)
+    app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
+    app.add_api_route("/v1/models", door.models)
+    app.add_api_route("/v1/models/{model:path}", door.model)
+    app.add_api_route("/tokenize", door.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", door.detokenize, methods=["POST"])
+    app.add_api_route("/health", door.health)
+    app.add_api_route("/ready", door.ready)
+    app.add_api_route("/metrics", door.metrics)
+
+    async def on_api_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error_response(error)
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {request.url.path}"
+        return error_response(ApiError(error.status_code, message, code="not_found"))
+
+    async def on_bug(_request: Request, _error: Exception) -> Response:
+        return error_response(ApiError(500, "internal error of the router", code="internal_error"))
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(Exception, on_bug)
+    return RequestIds(app)
+
+
+async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
+    """One whole piece per choice, in order of index."""
+    choices: dict[int, Piece] = {}
+    texts: dict[int, list[str]] = {}
+    async for piece in pieces:
+        whole = choices.setdefault(piece.index, Piece(piece.index))
+        texts.setdefault(piece.index, []).append(piece.text)
+        whole.tokens += piece.tokens
+        whole.finish_reason = piece.finish_reason
+    for index, whole in choices.items():
+        whole.text = "".join(texts[index])
+    return [choices[index] for index in sorted(choices)]
+
+
+async def _resumed(first: asyncio.Task[Piece], pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield await first
+    async for piece in pieces:
+        yield piece
+
+
+async def _soon(pieces: AsyncIterator[Piece]) -> asyncio.Task[Piece]:
+    """The first piece as a task, after a moment in which a refusal would have come.
+
+    Raises:
+        ApiError: it came.
+    """
+    first = asyncio.ensure_future(anext(pieces))
+    try:
+        await asyncio.wait((first,), timeout=_EARLY_ERROR_SECONDS)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    if first.done():
+        first.result()
+    return first
+
+
+def _milliseconds(request: Request, header: str) -> float | None:
+    """A target of the client's own, in seconds."""
+    given = request.headers.get(header)
+    if given is None:
+        return None
+    try:
+        value = float(given)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        message = f"the header {header} is {given[:80]!r}; give a positive number of milliseconds"
+        raise ApiError(400, message, header, "invalid_value")
+    return value / 1000

@@ -1,0 +1,133 @@
+"""A model's bundle: tokenizer, chat template and generation defaults, from the files that a replica sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from medha.bundle import bundle_digest
+from medha.errors import CheckpointInvalid, RequestInvalid
+from medha.wire import TokenIds
+from medha_router.chat_template import ChatTemplate
+from medha_router.detokenize import token_bytes
+
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What holds for a request that does not say: `generation_config.json`, as vLLM applies it, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+
+
+class Bundle:
+    """Text to token ids and back, for one model. Immutable, so threads may share it."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """
+        Raises:
+            CheckpointInvalid: `tokenizer.json` is missing, or a file cannot be read.
+        """
+        if "tokenizer.json" not in files:
+            raise CheckpointInvalid(
+                "the bundle has no tokenizer.json; convert the model's tokenizer to that format"
+            )
+        self.digest = bundle_digest(files)
+        try:
+            self._tokenizer = Tokenizer.from_buffer(files["tokenizer.json"])
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointInvalid(f"tokenizer.json: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _json_object(files, "tokenizer_config.json")
+        special_tokens = {**_json_object(files, "special_tokens_map.json"), **config}
+        source = _template_source(files, config)
+        self.chat_template = ChatTemplate(source, _texts(special_tokens)) if source is not None else None
+        self.defaults = _sampling_defaults(_json_object(files, "generation_config.json"))
+        self.token_bytes = token_bytes(self._tokenizer)
+        self.longest_token_bytes = max(map(len, self.token_bytes.values()))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
+        """Token ids of `text`, int32 [n]."""
+        # Of the library's calls, this is the one that lets other threads run meanwhile (`encode` does not).
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return np.asarray(encoding.ids, dtype=np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens included.
+
+        Raises:
+            RequestInvalid: an id is not of this vocabulary.
+        """
+        try:
+            return b"".join([self.token_bytes[number] for number in ids]).decode("utf-8", "replace")
+        except KeyError as error:
+            raise RequestInvalid(f"token id {error} is not in the vocabulary", param="tokens") from error
+
+    def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The prompt text of a conversation.
+
+        Raises:
+            RequestInvalid: the model has no chat template, or it does not accept these messages.
+        """
+        if self.chat_template is None:
+            raise RequestInvalid(
+                "this model has no chat template; use /v1/completions",
+                param="messages",
+                code="no_chat_template",
+            )
+        return self.chat_template.render(messages, **options)
+
+
+def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    try:
+        value = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise CheckpointInvalid(f"{name}: is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(f"{name}: is a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
+    """`chat_template.jinja` if there is one, else the (default) template of tokenizer_config.json."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by name; a config writes each as text or as an object with `content`."""
+    texts = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts
+
+
+def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:
+    given = {name: config[name] for name in _SAMPLING_DEFAULTS if config.get(name) is not None}
+    if config.get("max_new_tokens") is not None:
+        given["max_new_tokens"] = config["max_new_tokens"]
+    return SamplingDefaults(**given)

@@ -1,0 +1,108 @@
+"""Chat templates, rendered in the environment that Hugging Face templates are written for.
+
+The environment (sandbox, block trimming, loop controls, `tojson`, `raise_exception`, `strftime_now`, the
+`generation` tag) is the one that `transformers` documents; a test compares the text of both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from medha.errors import CheckpointInvalid, RequestInvalid
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; when serving it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it per instance
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)  # noqa: DTZ005 - templates mean the server's local date
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """
+        Raises:
+            CheckpointInvalid: the template has a syntax error.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointInvalid(
+                f"the chat template has an error in line {error.lineno}: {error}"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+        self._knows_developer = "developer" in source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        The role `developer` becomes `system` for templates that do not know it, as OpenAI treats the two alike.
+
+        Raises:
+            RequestInvalid: the template does not accept these messages.
+        """
+        if not self._knows_developer:
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
+        try:
+            return self._template.render(
+                **{
+                    **self._special_tokens,
+                    "tools": None,
+                    "documents": None,
+                    **(variables or {}),
+                    "messages": messages,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        # A template is a program that comes with the model: whatever it raises is about these messages.
+        except Exception as error:
+            text = f"the model's chat template does not accept these messages: {error}"
+            raise RequestInvalid(text, param="messages", code="invalid_messages") from error

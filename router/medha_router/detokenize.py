@@ -1,0 +1,123 @@
+"""Token ids to text, one token at a time and exactly: no broken characters, no text past a stop string.
+
+Tokens are mapped to bytes, and an incremental UTF-8 decoder holds back a character until its last byte. That is
+O(1) per token, where decoding a growing window of ids is not, and it needs no guess whether a U+FFFD is text.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from medha.errors import CheckpointInvalid
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: bytes that print keep their character, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet.update({chr(0x100 + rank): byte for rank, byte in enumerate(others)})
+    return alphabet
+
+
+def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
+    """The UTF-8 bytes that each token stands for inside a text.
+
+    Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2, Mistral) are known. The
+    latter's decoders strip the space in front of a whole text; what is generated continues a prompt and keeps it.
+
+    Raises:
+        CheckpointInvalid: the tokenizer decodes in another way.
+    """
+    decoder = json.loads(tokenizer.to_str())["decoder"]
+    steps = _decoder_steps(decoder)
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if "ByteLevel" in steps:
+        alphabet = _byte_level_alphabet()
+        table = {}
+        for token, number in vocabulary.items():
+            try:
+                table[number] = bytes([alphabet[character] for character in token])
+            except KeyError:  # an added token is literal text
+                table[number] = token.encode("utf-8")
+        return table
+    if steps & {"ByteFallback", "Metaspace", "Replace"}:
+        return {
+            number: _sentencepiece_bytes(token, "ByteFallback" in steps)
+            for token, number in vocabulary.items()
+        }
+    raise CheckpointInvalid(f"tokenizer.json: decoder {sorted(steps) or None} is not supported")
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    if decoder["type"] == "Sequence":
+        return {step["type"] for step in decoder["decoders"]}
+    return {str(decoder["type"])}
+
+
+def _sentencepiece_bytes(token: str, byte_fallback: bool) -> bytes:
+    if byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("\u2581", " ").encode("utf-8")
+
+
+class TextStream:
+    """Text of one sequence as its tokens come."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token: bytes) -> str:
+        """The characters that `token` completes; may be empty."""
+        return self._decoder.decode(token)
+
+    def end(self) -> str:
+        """U+FFFD if the sequence ended inside a character."""
+        return self._decoder.decode(b"", True)
+
+
+class StopStrings:
+    """Finds the stop string that is complete first, and holds back text that could begin one.
+
+    What comes out does not depend on how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Text that may be shown now, and whether a stop string ended the sequence."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            end, start = min(found)
+            self._held = ""
+            return text[: end if self._include else start], True
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def end(self) -> str:
+        """The text that was held back, when no more comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of `text` that is a proper beginning of a stop string."""
+        for length in range(min(len(text), self._longest - 1), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,221 @@
+"""One client request while it runs: sequences out, pieces of text back, times measured."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from medha.messages import ServiceClassTerms, TokenLogprob
+from medha.routing import Arrive, Deliver, Fail, NewSequence
+from medha_router.api_error import ApiError
+from medha_router.bundle import Bundle
+from medha_router.detokenize import StopStrings, TextStream
+from medha_router.link import ReplicaLink
+from medha_router.observe import Observer
+from medha_router.prepare import Plan, Prepared
+
+FALLBACK_TERMS = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096)
+"""Of a replica that announces no service class."""
+
+
+@dataclass(frozen=True)
+class ShownToken:
+    """A token of the output with its log-probability; `offset` counts characters of the output before it."""
+
+    token: int
+    logprob: TokenLogprob
+    offset: int
+
+
+@dataclass
+class Piece:
+    """New output of choice `index`; the one with a finish reason is its last."""
+
+    index: int
+    text: str = ""
+    tokens: list[ShownToken] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class ChoiceOutput:
+    """Text of one choice from its tokens, up to a stop string."""
+
+    def __init__(self, index: int, plan: Plan, bundle: Bundle) -> None:
+        self.index = index
+        self.output_tokens = 0
+        self.finished = False
+        self._plan = plan
+        self._bundle = bundle
+        self._stream = TextStream()
+        self._stops = StopStrings(plan.stop, include=plan.include_stop)
+        self._decoded_characters = 0
+        self._shown_characters = 0
+        self._pending: list[ShownToken] = []  # of text that is still held back
+
+    def feed(self, delivered: Deliver) -> Piece | None:
+        """What can be shown now; None if everything is held back."""
+        piece = Piece(self.index)
+        for position, token in enumerate(delivered.tokens):
+            self.output_tokens += 1
+            ends_here = delivered.finish_reason == "stop" and position == len(delivered.tokens) - 1
+            if ends_here:
+                break  # a stop token is counted, not shown
+            if delivered.logprobs:
+                self._pending.append(
+                    ShownToken(token, delivered.logprobs[position], self._decoded_characters)
+                )
+            hidden = self._plan.skip_special_tokens and token in self._bundle.special_ids
+            text = "" if hidden else self._stream.feed(self._bundle.token_bytes.get(token, b""))
+            if self._show(piece, text):
+                return self._finish(piece, "stop")
+        if delivered.finish_reason is not None:
+            if self._show(piece, self._stream.end()):
+                return self._finish(piece, "stop")
+            piece.text += self._stops.end()
+            return self._finish(piece, delivered.finish_reason)
+        if not piece.text:
+            return None
+        self._shown_characters += len(piece.text)
+        piece.tokens = [shown for shown in self._pending if shown.offset < self._shown_characters]
+        self._pending = self._pending[len(piece.tokens) :]
+        return piece
+
+    def _show(self, piece: Piece, text: str) -> bool:
+        """Add what may be shown of `text`; whether a stop string ended the choice."""
+        self._decoded_characters += len(text)
+        if self.output_tokens <= self._plan.sampling.min_tokens:
+            piece.text += text  # as in vLLM, stop strings count after `min_tokens`
+            return False
+        shown, stopped = self._stops.feed(text)
+        piece.text += shown
+        return stopped
+
+    def _finish(self, piece: Piece, reason: str) -> Piece:
+        self.finished = True
+        self._shown_characters += len(piece.text)
+        by_stop_string = reason == "stop" and self._shown_characters < self._decoded_characters
+        piece.tokens = [
+            shown for shown in self._pending if not by_stop_string or shown.offset < self._shown_characters
+        ]
+        self._pending = []
+        piece.finish_reason = reason
+        return piece
+
+
+class Generation:
+    """The sequences of one client request. Iterate over `pieces`, then `close`; both exactly once."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prepared: Prepared,
+        terms: ServiceClassTerms,
+        ttft_target_seconds: float | None,
+        tpot_target_seconds: float | None,
+        link: ReplicaLink,
+        bundle: Bundle,
+        observer: Observer,
+        arrived_at: float,
+    ) -> None:
+        """`arrived_at` is of the loop's clock; targets are the client's own, None if it named none."""
+        plan = prepared.plan
+        assert plan is not None
+        self.plan = plan
+        self.terms = terms
+        self.prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
+        self._longest_prompt = max(len(prompt) for prompt in prepared.prompts)
+        self._ttft_target = ttft_target_seconds or terms.ttft_floor_seconds
+        self._tpot_target = tpot_target_seconds or terms.tpot_target_seconds
+        self._link = link
+        self._observer = observer
+        self._arrived_at = arrived_at
+        self._first_token_at: float | None = None
+        self._outcome: str | None = None
+
+        seed = plan.seed % 2**63 if plan.seed is not None else secrets.randbits(63)
+        sequences = []
+        prompts = {}
+        self._choices: dict[str, ChoiceOutput] = {}
+        self._last_token_at: dict[str, float] = {}
+        for prompt_index, ids in enumerate(prepared.prompts):
+            prompt = f"{request_id}/{prompt_index}"
+            prompts[prompt] = ids
+            for sample in range(plan.samples):
+                index = prompt_index * plan.samples + sample
+                name = f"{request_id}-{index}"
+                sequences.append(NewSequence(name, prompt, len(ids), seed, plan.sampling, sample))
+                self._choices[name] = ChoiceOutput(index, plan, bundle)
+        self._arrive = Arrive(
+            plan.model, plan.digest, tuple(sequences), terms.name, ttft_target_seconds, tpot_target_seconds
+        )
+        observer.accepted(plan.model, self.prompt_tokens)
+        self._outcomes = link.submit(self._arrive, prompts)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(choice.output_tokens for choice in self._choices.values())
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """
+        Raises:
+            ApiError: the request failed; nothing follows.
+        """
+        open_choices = len(self._choices)
+        reason = ""
+        while open_choices:
+            outcome = await self._outcomes.get()
+            if isinstance(outcome, Fail):
+                error = ApiError.from_fail(outcome)
+                self._outcome = error.code or "internal_error"
+                raise error
+            choice = self._choices[outcome.id]
+            if choice.finished:
+                continue
+            if outcome.tokens:
+                self._observe_tokens(outcome.id)
+            before = choice.output_tokens
+            piece = choice.feed(outcome)
+            self._observer.output(self.plan.model, choice.output_tokens - before)
+            if piece is None:
+                continue
+            if piece.finish_reason is not None:
+                open_choices -= 1
+                reason = piece.finish_reason
+                if outcome.finish_reason is None:
+                    self._link.abandon(outcome.id)  # a stop string: the replica does not know
+                self._observer.sequence_finished(self.plan.model, reason)
+            yield piece
+        self._outcome = reason
+        self._observe_request()
+
+    def _observe_tokens(self, sequence_id: str) -> None:
+        now = asyncio.get_running_loop().time()
+        model, service_class = self.plan.model, self.terms.name
+        if self._first_token_at is None:
+            self._first_token_at = now
+            seconds = now - self._arrived_at
+            self._observer.first_token(model, service_class, self._longest_prompt, seconds, self._ttft_target)
+        last = self._last_token_at.get(sequence_id)
+        if last is not None:
+            self._observer.between_tokens(model, service_class, now - last)
+        self._last_token_at[sequence_id] = now
+
+    def _observe_request(self) -> None:
+        now = asyncio.get_running_loop().time()
+        model, service_class = self.plan.model, self.terms.name
+        self._observer.request_finished(model, service_class, now - self._arrived_at)
+        longest = max(choice.output_tokens for choice in self._choices.values())
+        if longest > 1 and self._first_token_at is not None:
+            per_token = (max(self._last_token_at.values()) - self._first_token_at) / (longest - 1)
+            self._observer.per_token(model, service_class, self._longest_prompt, per_token, self._tpot_target)
+
+    def close(self) -> None:
+        """Free everything; cancels what still runs."""
+        self._link.release(self._arrive)
+        if self._outcome is None:
+            self._outcome = "cancelled"
+        elif self._outcome not in ("stop", "length") and self._first_token_at is None:
+            self._observer.ttft_attained(self.plan.model, self.terms.name, self._longest_prompt, False)
+        self._observer.request_ended(self.plan.model, self.plan.endpoint, self._outcome)

@@ -1,0 +1,155 @@
+"""What HTTP needs and FastAPI does not bring: bounded bodies, disconnects, request ids, event streams."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from pydantic_core import to_json
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from medha_router.api_error import ApiError
+
+_KEEP_ALIVE_SECONDS = 15.0
+_T = TypeVar("_T")
+
+
+class ClientGone(Exception):
+    """The client closed its connection; nobody reads an answer."""
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """
+    Raises:
+        ApiError: 413 if the body is larger, whether or not it says so.
+    """
+    declared = request.headers.get("content-length", "0")
+    too_large = declared.isdigit() and int(declared) > limit_bytes
+    chunks: list[bytes] = []
+    size = 0
+    if not too_large:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit_bytes:
+                too_large = True
+                break
+            chunks.append(chunk)
+    if too_large:
+        raise ApiError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
+    return b"".join(chunks)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled if the client goes away.
+
+    Raises:
+        ClientGone: it went away.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for unfinished in (task, watch):
+            unfinished.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events; a comment keeps proxies patient while a long prompt is computed.
+
+    The generator is always closed, also when the client goes away.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[bytes], headers: Mapping[str, str], end: Callable[[], None]
+    ) -> None:
+        """`end` is called once, when the stream is over."""
+        super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            async with aclosing(self._events):
+                await while_connected(receive, self._send_all(send))
+        except ClientGone:
+            pass
+        finally:
+            self._end()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        step: asyncio.Future[bytes] | None = None
+        try:
+            while True:
+                step = asyncio.ensure_future(anext(self._events))
+                while not (await asyncio.wait((step,), timeout=_KEEP_ALIVE_SECONDS))[0]:
+                    await send({"type": "http.response.body", "body": b": waiting\n\n", "more_body": True})
+                try:
+                    content = step.result()
+                except StopAsyncIteration:
+                    break
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        finally:
+            if step is not None and not step.done():
+                step.cancel()
+                await asyncio.gather(step, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_response(error: ApiError) -> Response:
+    headers = error.headers()
+    if error.status == 413:
+        headers["Connection"] = "close"  # the rest of the body is not read
+    return Response(to_json(error.body()), error.status, headers, "application/json")
+
+
+def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(value), headers=headers, media_type="application/json")
+
+
+class RequestIds:
+    """Puts `X-Request-Id` on every response: the client's own if it is sane, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
+        sane = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+        request_id = given if sane else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,276 @@
+"""The link to replicas: two ZeroMQ ROUTER sockets around a RouterCore.
+
+Replica controllers connect a DEALER to each of the two: *control* for all messages, *tokens* for token ids, so
+that a 40 MB prompt never stands in front of a `Cancel`. A controller sends its `Announce` on **both** sockets;
+that is how the router learns which peer of the token socket belongs to which replica, and a replica whose token
+socket has not been heard is not used. Nothing here blocks: sends go to ZeroMQ's queues, which are unbounded
+because what they hold is bounded by the open requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from medha.bundle import MAX_BUNDLE_BYTES, bundle_digest
+from medha.errors import CheckpointInvalid, WireInvalid
+from medha.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
+from medha.routing import (
+    Abandon,
+    Arrive,
+    BundleKnown,
+    Deliver,
+    Fail,
+    LinkLost,
+    Received,
+    Reject,
+    RouterCore,
+    RouterEvent,
+    RoutingLimits,
+    Send,
+    SendPrompt,
+)
+from medha.wire import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
+from medha_router.observe import Observer
+from medha_router.prepare import Catalog, ModelTerms
+from medha_router.settings import RouterSettings
+from medha_router.tokenizing import Tokenizing
+
+log = logging.getLogger("medha.router")
+
+_TICK_SECONDS = 0.25
+
+Outcome = Deliver | Fail
+"""What comes back for a sequence."""
+
+
+class ReplicaLink:
+    """Carries out what RouterCore decides."""
+
+    def __init__(self, settings: RouterSettings, tokenizing: Tokenizing, observer: Observer) -> None:
+        self.core = RouterCore(
+            RoutingLimits(
+                max_waiting=settings.max_waiting,
+                silence_seconds=settings.silence_seconds,
+                unserved_seconds=settings.unserved_seconds,
+            )
+        )
+        self._tokenizing = tokenizing
+        self._observer = observer
+        self._context = zmq.asyncio.Context()
+        self._control = self._bind(settings.control_endpoint)
+        self._tokens = self._bind(settings.tokens_endpoint)
+        self._control_peer: dict[str, bytes] = {}  # replica -> ZeroMQ identity
+        self._replica_of: dict[bytes, str] = {}  # control identity -> replica
+        self._tokens_peer: dict[str, bytes] = {}
+        self._early: dict[str, Announce] = {}  # cards of replicas whose token socket is still unheard
+        self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are on their way
+        self._prompts: dict[str, TokenIds] = {}
+        self._outcomes: dict[str, asyncio.Queue[Outcome]] = {}  # by sequence
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def _bind(self, endpoint: str) -> zmq.asyncio.Socket:
+        socket = self._context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable peer is an error, not silence
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer may come back under its old identity
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUNDLE_BYTES)
+        socket.bind(endpoint)
+        return socket
+
+    @property
+    def control_endpoint(self) -> str:
+        return self._control.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    @property
+    def tokens_endpoint(self) -> str:
+        return self._tokens.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def start(self) -> None:
+        for loop in (self._receive_control(), self._receive_tokens(), self._tick()):
+            self._spawn(asyncio.create_task(loop))
+
+    def _spawn(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        # A moment for the last Cancels to leave; peers that are gone must not hold the router up.
+        for socket in (self._control, self._tokens):
+            socket.close(linger=200)
+        self._context.term()
+
+    # For the HTTP side ----------------------------------------------------------------------------
+
+    def catalog(self) -> Catalog:
+        models: dict[str, ModelTerms] = {}
+        for card in self.core.cards():
+            if not card.ready or card.draining:
+                continue
+            known = models.get(card.model)
+            longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
+            models[card.model] = ModelTerms(card.digest, card.max_model_len, longest, card.vocab_size)
+        return Catalog(models, tuple(self.core.models_seen - models.keys()))
+
+    def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> asyncio.Queue[Outcome]:
+        """Start sequences; what comes back of all of them arrives in the queue. End with `release`."""
+        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self._prompts.update(prompts)
+        for new in arrive.sequences:
+            self._outcomes[new.id] = outcomes
+        self._handle(arrive)
+        return outcomes
+
+    def abandon(self, sequence_id: str) -> None:
+        """Nobody wants more of this sequence; nothing more comes of it."""
+        self._outcomes.pop(sequence_id, None)
+        self._handle(Abandon(sequence_id))
+
+    def release(self, arrive: Arrive) -> None:
+        """The client request is over, however it ended."""
+        for new in arrive.sequences:
+            if new.id in self._outcomes:
+                self.abandon(new.id)
+        for prompt in {new.prompt for new in arrive.sequences}:
+            self._prompts.pop(prompt, None)
+
+    # Events in, commands out ----------------------------------------------------------------------
+
+    def _handle(self, event: RouterEvent) -> None:
+        loop = asyncio.get_running_loop()
+        for command in self.core.handle(event, loop.time()):
+            match command:
+                case Deliver() | Fail():
+                    ends = isinstance(command, Fail) or command.finish_reason is not None
+                    outcomes = (
+                        self._outcomes.pop(command.id, None) if ends else self._outcomes.get(command.id)
+                    )
+                    if outcomes is not None:
+                        outcomes.put_nowait(command)
+                case SendPrompt():
+                    self._send_prompt(command)
+                case Send(replica=replica, message=message):
+                    if isinstance(message, Submit) and "~" in message.id:
+                        self._observer.resubmitted()
+                    self._send(self._control, self._control_peer, replica, encode(message))
+                case Reject(replica=replica, reason=reason):
+                    log.warning("replica %s is not used: %s", replica, reason)
+
+    def _send_prompt(self, command: SendPrompt) -> None:
+        ids, emitted = self._prompts[command.source], command.emitted
+        total = len(ids) + len(emitted)
+        for offset in range(0, len(ids), TOKENS_PER_FRAME):
+            part = ids[offset : offset + TOKENS_PER_FRAME]
+            frames = encode(Tokens(command.prompt, offset, total), tokens_to_frame(part))
+            self._send(self._tokens, self._tokens_peer, command.replica, frames)
+        if emitted:
+            raw = b"".join(number.to_bytes(4, "little") for number in emitted)
+            frames = encode(Tokens(command.prompt, len(ids), total), raw)
+            self._send(self._tokens, self._tokens_peer, command.replica, frames)
+
+    def _send(
+        self,
+        socket: zmq.asyncio.Socket,
+        peers: dict[str, bytes],
+        replica: str,
+        frames: Sequence[bytes | memoryview],
+    ) -> None:
+        # Without a high-water mark pyzmq sends within this call, so the order of calls is the order of messages.
+        sent: asyncio.Future[Any] = asyncio.ensure_future(
+            socket.send_multipart([peers[replica], *frames], copy=False)
+        )
+        sent.add_done_callback(lambda future: self._sent(future, replica))
+
+    def _sent(self, future: asyncio.Future[Any], replica: str) -> None:
+        if not future.cancelled() and future.exception() is not None:
+            log.warning("replica %s cannot be reached: %s", replica, future.exception())
+            self._handle(LinkLost(replica))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._handle(Tick())
+
+    async def _receive_tokens(self) -> None:
+        """Only `Announce` comes here: it tells whose peer this is."""
+        while True:
+            identity, *frames = await self._tokens.recv_multipart()
+            message, _ = self._decode(frames)
+            if not isinstance(message, Announce):
+                self._drop("on the token socket only Announce is expected")
+                continue
+            self._tokens_peer[message.replica] = identity
+            early = self._early.pop(message.replica, None)
+            if early is not None:
+                self._handle(Received(early.replica, early))
+
+    async def _receive_control(self) -> None:
+        while True:
+            identity, *frames = await self._control.recv_multipart()
+            message, payload = self._decode(frames)
+            match message:
+                case Announce():
+                    self._announced(identity, message)
+                case Emit() | Refused() | Failed() if identity in self._replica_of:
+                    self._handle(Received(self._replica_of[identity], message))
+                case BundlePart() if payload is not None:
+                    self._bundle_part(identity, message, payload)
+                case None:
+                    pass
+                case _:
+                    self._drop(f"{type(message).__name__} is not expected from this peer")
+
+    def _decode(self, frames: Sequence[bytes]) -> tuple[Message | None, memoryview | None]:
+        try:
+            return decode(frames)
+        except WireInvalid as error:
+            self._drop(str(error))
+            return None, None
+
+    def _drop(self, reason: str) -> None:
+        self._observer.malformed_message()
+        log.warning("dropped a message: %s", reason)
+
+    def _announced(self, identity: bytes, card: Announce) -> None:
+        before = self._control_peer.get(card.replica)
+        if before is not None and before != identity:
+            self._replica_of.pop(before, None)  # it has reconnected
+        self._control_peer[card.replica] = identity
+        self._replica_of[identity] = card.replica
+        if card.replica in self._tokens_peer:
+            self._handle(Received(card.replica, card))
+        else:
+            self._early[card.replica] = card
+
+    def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
+        parts = self._parts.setdefault((identity, part.digest), {})
+        parts[part.name] = bytes(payload)
+        if sum(map(len, parts.values())) > MAX_BUNDLE_BYTES:
+            del self._parts[identity, part.digest]
+            self._drop(f"bundle {part.digest[:12]} is larger than {MAX_BUNDLE_BYTES} bytes")
+        elif part.remaining == 0:
+            del self._parts[identity, part.digest]
+            self._spawn(asyncio.create_task(self._load_bundle(part.digest, parts)))
+
+    async def _load_bundle(self, digest: str, files: dict[str, bytes]) -> None:
+        if bundle_digest(files) != digest:
+            self._drop(f"bundle {digest[:12]} does not have the content that its digest names")
+            return
+        try:
+            await self._tokenizing.add_bundle(files)
+        except CheckpointInvalid as error:
+            log.error("bundle %s cannot be used: %s", digest[:12], error)  # noqa: TRY400 - the text says it all
+            return
+        log.info("loaded bundle %s (%d files)", digest[:12], len(files))
+        self._handle(BundleKnown(digest))

@@ -1,0 +1,139 @@
+"""The router process: bind, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from medha_router.app import Door, build_app
+from medha_router.link import ReplicaLink
+from medha_router.observe import Observer
+from medha_router.settings import RouterSettings
+from medha_router.tokenizing import Tokenizing
+
+log = logging.getLogger("medha.router")
+
+_PARENT_POLL_SECONDS = 0.5
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with signals left to us: a stop drains first, and `/ready` must answer 503 meanwhile."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    return listener
+
+
+def _announce_bound(settings: RouterSettings, listener: socket.socket, link: ReplicaLink) -> None:
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    bound = {
+        "url": f"http://{host}:{listener.getsockname()[1]}",
+        "control": link.control_endpoint,
+        "tokens": link.tokens_endpoint,
+    }
+    log.info("listening %s", json.dumps(bound))
+    if settings.ready_file is not None:
+        target = Path(settings.ready_file)
+        unfinished = target.with_name(target.name + ".part")
+        unfinished.write_text(json.dumps(bound), encoding="utf-8")
+        unfinished.rename(target)  # whoever sees the file sees all of it
+
+
+async def serve(settings: RouterSettings) -> None:
+    """Serve until SIGTERM or the parent's death; then drain."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    # Ctrl-C reaches the whole process group of a terminal; who started the router decides when it stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    observer = Observer(CollectorRegistry())
+    tokenizing = Tokenizing(settings, observer.tokenized)
+    with _listen(settings.host, settings.port) as listener:
+        link = ReplicaLink(settings, tokenizing, observer)
+        door = Door(settings, tokenizing, link, observer)
+        config = uvicorn.Config(
+            build_app(door),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        link.start()
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        _announce_bound(settings, listener, link)
+
+        parent = asyncio.create_task(_parent_gone(settings.exit_with_parent))
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait((serving, parent, stopping), return_when=asyncio.FIRST_COMPLETED)
+        door.draining = True
+        if stop.is_set():
+            log.info("stopping; %d requests are open", door.open_requests)
+            await _drained(door, settings.drain_seconds)
+        server.should_exit = True
+        await serving
+        parent.cancel()
+        stopping.cancel()
+        await link.close()
+        tokenizing.close()
+
+
+async def _drained(door: Door, limit_seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + limit_seconds
+    while door.open_requests and loop.time() < deadline:  # noqa: ASYNC110 - a plain count is enough
+        await asyncio.sleep(0.02)
+    if door.open_requests:
+        log.warning("%d requests are cut off after %g s", door.open_requests, limit_seconds)
+
+
+async def _parent_gone(watched: bool) -> None:
+    parent = os.getppid()
+    while not watched or os.getppid() == parent:  # noqa: ASYNC110 - the kernel has no event for it
+        await asyncio.sleep(_PARENT_POLL_SECONDS)
+    log.warning("the process that started this router has gone")
+
+
+def main(arguments: list[str]) -> int:
+    """`python -m medha_router SETTINGS`, a JSON object or the path of a file with one."""
+    if len(arguments) != 1:
+        sys.stderr.write("usage: python -m medha_router SETTINGS (a JSON object, or a file that holds one)\n")
+        return 2
+    (given,) = arguments
+    try:
+        text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+        settings = RouterSettings.model_validate_json(text)
+    except (OSError, ValidationError) as error:
+        sys.stderr.write(f"settings: {error}\n")
+        return 2
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    try:
+        uvloop.run(serve(settings))
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
+        return 1
+    return 0

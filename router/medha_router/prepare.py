@@ -1,0 +1,336 @@
+"""From the bytes of a request to token ids and a plan. Pure but for its bundles, so it runs in any process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from pydantic_core import from_json, to_json
+
+from medha.errors import RequestInvalid
+from medha.messages import Sampling
+from medha.wire import TokenIds
+from medha_router.api_error import ApiError
+from medha_router.bundle import Bundle, SamplingDefaults
+from medha_router.schema import (
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    refuse_unsupported,
+    validate,
+)
+
+Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
+
+_COMPLETION_DEFAULT_TOKENS = 16
+"""`max_tokens` of /v1/completions when none is named, as at OpenAI and vLLM."""
+
+
+@dataclass(frozen=True)
+class ModelTerms:
+    """What must be known of a served model to check a request."""
+
+    digest: str
+    max_model_len: int
+    longest_request_tokens: int
+    vocab_size: int
+
+    @property
+    def longest(self) -> int:
+        """Prompt and output tokens that fit."""
+        return min(self.max_model_len, self.longest_request_tokens)
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The models that are served now, and those that are known but have no ready replica."""
+
+    models: Mapping[str, ModelTerms]
+    unavailable: tuple[str, ...] = ()
+
+    def terms(self, model: str) -> ModelTerms:
+        """
+        Raises:
+            ApiError: 404 for a model that is not known, 503 for one that nothing serves now.
+        """
+        if model in self.models:
+            return self.models[model]
+        if model in self.unavailable or not (self.models or self.unavailable):
+            message = f"no ready replica serves the model {model[:200]!r} now; try again later"
+            raise ApiError(503, message, code="unavailable", retry_after_seconds=1)
+        raise ApiError(404, f"The model `{model[:200]}` does not exist.", "model", "model_not_found")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A generation request, checked and with its defaults filled in."""
+
+    endpoint: Literal["chat", "completions"]
+    model: str
+    digest: str
+    sampling: Sampling
+    samples: int
+    seed: int | None
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    service_tier: str | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with its prompts (int32 [n] each), or, for /tokenize and /detokenize, the answer itself (JSON)."""
+
+    plan: Plan | None = None
+    prompts: tuple[TokenIds, ...] = ()
+    answer: bytes | None = None
+
+
+def prepare(
+    endpoint: Endpoint, body: bytes, catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
+) -> Prepared:
+    """
+    Raises:
+        RequestInvalid: the request is at fault.
+        ApiError: the model is unknown or not served now.
+    """
+    fields = _parse(body)
+    match endpoint:
+        case "chat":
+            return _prepare_chat(fields, catalog, bundle_of, max_samples)
+        case "completions":
+            return _prepare_completion(fields, catalog, bundle_of, max_samples)
+        case "tokenize":
+            return _tokenize(fields, catalog, bundle_of)
+        case "detokenize":
+            return _detokenize(fields, catalog, bundle_of)
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        fields = from_json(body, allow_inf_nan=False, cache_strings="keys")
+    except ValueError as error:
+        raise RequestInvalid(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise RequestInvalid(f"the body is a JSON {kind}, expected an object", code="invalid_json")
+    return fields
+
+
+def _prepare_chat(
+    fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
+) -> Prepared:
+    refuse_unsupported(fields, UNSUPPORTED_CHAT)
+    request = validate(ChatRequest, fields)
+    terms = catalog.terms(request.model)
+    bundle = bundle_of(terms.digest)
+    text = bundle.render(
+        [message.for_template() for message in request.messages],
+        add_generation_prompt=request.add_generation_prompt is not False,
+        variables=request.chat_template_kwargs,
+    )
+    prompt = _encode(bundle, text, terms, "messages", add_special_tokens=False)
+    return _plan("chat", request, [prompt], terms, bundle, max_samples, "messages")
+
+
+def _prepare_completion(
+    fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
+) -> Prepared:
+    refuse_unsupported(fields, UNSUPPORTED_COMPLETION)
+    request = validate(CompletionRequest, fields)
+    if fields.get("best_of") not in (None, request.n or 1):
+        text = "`best_of` other than `n` is not supported by this server; leave it out"
+        raise RequestInvalid(text, param="best_of", code="unsupported_parameter")
+    terms = catalog.terms(request.model)
+    bundle = bundle_of(terms.digest)
+    given = _prompt_list(request.prompt)
+    _check_samples(request, len(given), max_samples)
+    prompts = []
+    for prompt in given:
+        if isinstance(prompt, str):
+            special = request.add_special_tokens is not False
+            prompts.append(_encode(bundle, prompt, terms, "prompt", add_special_tokens=special))
+        else:
+            prompts.append(_token_ids(prompt, terms.vocab_size, "prompt"))
+    return _plan("completions", request, prompts, terms, bundle, max_samples, "prompt")
+
+
+def _prompt_list(prompt: object) -> list[str | list[Any]]:
+    """OpenAI's four shapes (text, texts, ids, lists of ids) as a list of texts or of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        first = prompt[0]
+        if isinstance(first, int) and not isinstance(first, bool):
+            return [prompt]
+        if isinstance(first, (str, list)) and all(type(entry) is type(first) for entry in prompt):
+            return prompt
+    raise RequestInvalid(
+        "`prompt` must be a text, a list of texts, a list of token ids or a list of such lists, and not empty",
+        param="prompt",
+        code="invalid_value",
+    )
+
+
+def _token_ids(ids: object, vocab_size: int, param: str) -> TokenIds:
+    # All ints first: numpy would turn true into 1, and mixed lists into floats or texts.
+    if isinstance(ids, list) and set(map(type, ids)) <= {int}:
+        if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
+            return np.asarray(ids, dtype=np.int32)
+        worst = min(ids) if min(ids) < 0 else max(ids)
+        text = f"`{param}` has the token id {worst}; this model's ids are 0 to {vocab_size - 1}"
+        raise RequestInvalid(text, param=param, code="invalid_value")
+    raise RequestInvalid(
+        f"`{param}` must be a list of token ids (integers)", param=param, code="invalid_value"
+    )
+
+
+def _encode(
+    bundle: Bundle, text: str, terms: ModelTerms, param: str, *, add_special_tokens: bool
+) -> TokenIds:
+    at_least = -(-len(text) // bundle.longest_token_bytes)
+    if at_least > terms.max_model_len:  # spares tokenising what cannot fit
+        raise _too_long(terms, f"at least {at_least}", None, param)
+    return bundle.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _too_long(terms: ModelTerms, prompt: str, output: int | None, param: str) -> RequestInvalid:
+    asked = f"your prompt has {prompt} tokens"
+    if output is not None:
+        asked += f" and asks for {output} output tokens"
+    if terms.longest < terms.max_model_len:
+        limit = f"the KV cache of this server holds {terms.longest} tokens per request"
+    else:
+        limit = f"this model's maximum context length is {terms.longest} tokens"
+    text = f"{limit}, but {asked}; shorten the prompt or ask for fewer output tokens"
+    return RequestInvalid(text, param=param, code="context_length_exceeded")
+
+
+def _check_samples(request: GenerationRequest, prompts: int, max_samples: int) -> None:
+    samples = (request.n or 1) * prompts
+    if samples > max_samples:
+        text = f"`n` times the number of prompts is {samples}; this server takes up to {max_samples}"
+        raise RequestInvalid(text, param="n", code="invalid_value")
+
+
+def _plan(
+    endpoint: Literal["chat", "completions"],
+    request: GenerationRequest,
+    prompts: list[TokenIds],
+    terms: ModelTerms,
+    bundle: Bundle,
+    max_samples: int,
+    param: str,
+) -> Prepared:
+    _check_samples(request, len(prompts), max_samples)
+    if request.stream_options is not None and not request.stream:
+        text = "`stream_options` is allowed only with `stream: true`"
+        raise RequestInvalid(text, param="stream_options", code="invalid_value")
+    longest = 0
+    for prompt in prompts:
+        if not len(prompt):
+            raise RequestInvalid(f"`{param}` is empty: it has no token", param=param, code="invalid_value")
+        longest = max(longest, len(prompt))
+    if longest >= terms.longest:
+        raise _too_long(terms, str(longest), None, param)
+    sampling = _sampling(endpoint, request, longest, terms, bundle.defaults, param)
+    options = request.stream_options
+    plan = Plan(
+        endpoint=endpoint,
+        model=request.model,
+        digest=terms.digest,
+        sampling=sampling,
+        samples=request.n or 1,
+        seed=request.seed,
+        stream=bool(request.stream),
+        include_usage=bool(options and (options.include_usage or options.continuous_usage_stats)),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        stop=tuple(request.stop or ()),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
+        service_tier=request.service_tier,
+    )
+    return Prepared(plan, tuple(prompts))
+
+
+def _sampling(
+    endpoint: str,
+    request: GenerationRequest,
+    prompt_tokens: int,
+    terms: ModelTerms,
+    defaults: SamplingDefaults,
+    param: str,
+) -> Sampling:
+    room = terms.longest - prompt_tokens
+    max_tokens = request.asked_max_tokens()
+    if max_tokens is not None and max_tokens > room:
+        raise _too_long(terms, str(prompt_tokens), max_tokens, param)
+    if max_tokens is None:
+        fallback = _COMPLETION_DEFAULT_TOKENS if endpoint == "completions" else defaults.max_new_tokens
+        max_tokens = None if fallback is None else min(fallback, room)
+    min_tokens = request.min_tokens or 0
+    if min_tokens > (room if max_tokens is None else max_tokens):
+        text = f"`min_tokens` is {min_tokens}, more than the output may have"
+        raise RequestInvalid(text, param="min_tokens", code="invalid_value")
+    bias = {int(token): value for token, value in (request.logit_bias or {}).items()}
+    if bias and max(bias) >= terms.vocab_size:
+        text = f"`logit_bias` names token {max(bias)}; this model's ids are 0 to {terms.vocab_size - 1}"
+        raise RequestInvalid(text, param="logit_bias", code="invalid_value")
+
+    def chosen(asked: float | None, default: float) -> float:
+        return default if asked is None else asked
+
+    return Sampling(
+        temperature=chosen(request.temperature, defaults.temperature),
+        top_k=max(0, int(chosen(request.top_k, defaults.top_k))),  # -1 keeps all, as in vLLM
+        top_p=chosen(request.top_p, defaults.top_p),
+        min_p=chosen(request.min_p, defaults.min_p),
+        repetition_penalty=chosen(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=bias,
+        logprobs=request.asked_logprobs(),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=min_tokens,
+        max_tokens=max_tokens,
+    )
+
+
+def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle]) -> Prepared:
+    request = validate(TokenizeRequest, fields)
+    terms = catalog.terms(request.model)
+    bundle = bundle_of(terms.digest)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestInvalid("give either `prompt` or `messages`", param="prompt", code="invalid_value")
+    if request.messages is not None:
+        messages: list[ChatMessage] = request.messages
+        text = bundle.render(
+            [message.for_template() for message in messages],
+            add_generation_prompt=request.add_generation_prompt is not False,
+            variables=request.chat_template_kwargs,
+        )
+        special = bool(request.add_special_tokens)
+    else:
+        text = request.prompt or ""
+        special = request.add_special_tokens is not False
+    ids = bundle.encode(text, add_special_tokens=special).tolist()
+    answer = {"count": len(ids), "max_model_len": terms.max_model_len, "tokens": ids}
+    return Prepared(answer=to_json(answer))
+
+
+def _detokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle]) -> Prepared:
+    request = validate(DetokenizeRequest, fields)
+    terms = catalog.terms(request.model)
+    ids = _token_ids(request.tokens, terms.vocab_size, "tokens")
+    return Prepared(answer=to_json({"prompt": bundle_of(terms.digest).decode(ids.tolist())}))

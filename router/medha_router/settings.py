@@ -1,0 +1,39 @@
+"""Settings of a router process."""
+
+from __future__ import annotations
+
+import os
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RouterSettings(BaseModel):
+    """What `python -m medha_router` reads as JSON. Endpoints and ports may be left to the system (`*`, 0)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    control_endpoint: str = "tcp://127.0.0.1:*"
+    """ZeroMQ ROUTER that replica controllers connect their control DEALER to."""
+    tokens_endpoint: str = "tcp://127.0.0.1:*"
+    """ZeroMQ ROUTER that replica controllers connect their token DEALER to."""
+    ready_file: str | None = None
+    """Written as JSON {"url", "control", "tokens"} once everything is bound; the same line is logged."""
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1)
+    max_waiting: int = Field(default=4096, ge=1)
+    """Sequences that wait for a replica; more get status 429 with Retry-After."""
+    max_samples: int = Field(default=128, ge=1)
+    """Sequences of one request: `n` times its prompts."""
+    large_body_bytes: int = Field(default=256 * 2**10, ge=1)
+    """Larger bodies are parsed, rendered and tokenised in a process of their own."""
+    tokenize_threads: int = Field(default=2, ge=1, le=64)
+    tokenize_processes: int = Field(default=max(1, min(4, (os.cpu_count() or 1) // 2)), ge=1, le=64)
+    """Large bodies worked on at a time; started when the first one comes. A 20 MB prompt takes about 2 GB."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """How long open requests may go on after SIGTERM."""
+    silence_seconds: float = Field(default=10.0, gt=0)
+    unserved_seconds: float = Field(default=60.0, gt=0)
+    log_level: str = Field(default="info", pattern="^(critical|error|warning|info|debug)$")
+    exit_with_parent: bool = True
+    """End when the process that started this one has gone, however it went."""

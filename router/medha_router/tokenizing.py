@@ -1,0 +1,224 @@
+"""Where requests are parsed, rendered and tokenised: never on the event loop.
+
+Small bodies go to a thread. Large ones go to a process of their own: parsing 20 MB of JSON, rendering it and
+listing its millions of ids would hold the interpreter for hundreds of milliseconds, and `/health` with it. A
+process also ends with its memory, and a request that breaks it breaks no other.
+
+The two sides of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from pydantic import TypeAdapter
+from pydantic_core import from_json, to_json
+
+from medha.errors import RequestInvalid
+from medha.wire import tokens_from_frame, tokens_to_frame
+from medha_router.api_error import ApiError
+from medha_router.bundle import Bundle
+from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
+from medha_router.settings import RouterSettings
+
+_FRAME = struct.Struct("<QQ")
+_PLAN = TypeAdapter(Plan)
+_CATALOG = TypeAdapter(Catalog)
+_MAX_PENDING_BYTES = 2**30
+"""Bodies that wait for or are being tokenised, together; more are answered 429."""
+
+
+class Tokenizing:
+    """Bundles by digest, and the threads and processes that use them."""
+
+    def __init__(self, settings: RouterSettings, observe_seconds: Callable[[str, float], None]) -> None:
+        self._settings = settings
+        self._observe_seconds = observe_seconds
+        self._bundles: dict[str, Bundle] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-")
+        self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
+        self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
+        self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones
+        self._pending_bytes = 0
+
+    async def add_bundle(self, files: Mapping[str, bytes]) -> str:
+        """Load a bundle and return its digest.
+
+        Raises:
+            CheckpointInvalid: it cannot be used.
+        """
+        bundle = await asyncio.get_running_loop().run_in_executor(self._threads, self._load, files)
+        self._bundles[bundle.digest] = bundle
+        return bundle.digest
+
+    def _load(self, files: Mapping[str, bytes]) -> Bundle:
+        bundle = Bundle(files)
+        folder = Path(self._folder.name) / bundle.digest
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        return bundle
+
+    def bundle(self, digest: str) -> Bundle:
+        return self._bundles[digest]
+
+    async def prepare(self, endpoint: Endpoint, body: bytes, catalog: Catalog) -> Prepared:
+        """
+        Raises:
+            ApiError: what the client gets instead.
+        """
+        if self._pending_bytes + len(body) > _MAX_PENDING_BYTES:
+            message = "too many large requests are being tokenised; try again later"
+            raise ApiError(429, message, code="overloaded", retry_after_seconds=5)
+        large = len(body) > self._settings.large_body_bytes
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        self._pending_bytes += len(body)
+        try:
+            if large:
+                return await loop.run_in_executor(
+                    self._large_threads, self._prepare_in_process, endpoint, body, catalog
+                )
+            return await loop.run_in_executor(
+                self._threads, prepare, endpoint, body, catalog, self.bundle, self._settings.max_samples
+            )
+        except RequestInvalid as error:
+            raise ApiError.from_invalid(error) from error
+        finally:
+            self._pending_bytes -= len(body)
+            self._observe_seconds("process" if large else "thread", loop.time() - started)
+
+    def _prepare_in_process(self, endpoint: Endpoint, body: bytes, catalog: Catalog) -> Prepared:
+        try:
+            process = self._processes.get_nowait()
+        except queue.Empty:
+            process = _Process(self._folder.name)
+        header = {
+            "endpoint": endpoint,
+            "catalog": _CATALOG.dump_python(catalog),
+            "max_samples": self._settings.max_samples,
+        }
+        try:
+            prepared = process.prepare(header, body)
+        except (OSError, EOFError) as error:  # it died, most likely for want of memory
+            process.end()
+            message = "tokenising this request failed; it may be too large for the router's memory"
+            raise ApiError(500, message, code="internal_error") from error
+        except ApiError:
+            self._processes.put(process)
+            raise
+        self._processes.put(process)
+        return prepared
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._large_threads.shutdown(cancel_futures=True)
+        while not self._processes.empty():
+            self._processes.get().end()
+        self._folder.cleanup()
+
+
+class _Process:
+    """The near end of one tokenising process."""
+
+    def __init__(self, bundles_folder: str) -> None:
+        command = [sys.executable, "-m", "medha_router.tokenizing", bundles_folder]
+        # A session of its own: Ctrl-C at a terminal must not reach it before the router's drain is over.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+
+    def prepare(self, header: dict[str, Any], body: bytes) -> Prepared:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        _write(self._process.stdin, header, body)
+        answer, payload = _read(self._process.stdout)
+        if "error" in answer:
+            raise ApiError(**answer["error"])
+        if "plan" not in answer:
+            return Prepared(answer=bytes(payload))
+        ends = np.cumsum(answer["lengths"])[:-1]
+        prompts = np.split(tokens_from_frame(memoryview(payload)), ends)
+        return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
+    head = to_json(header)
+    for part in (_FRAME.pack(len(head), len(payload)), head, payload):
+        view = memoryview(part)
+        while view:  # an unbuffered pipe may take less than it is given
+            view = view[pipe.write(view) :]
+
+
+def _read(pipe: IO[bytes]) -> tuple[dict[str, Any], bytearray]:
+    head_length, payload_length = _FRAME.unpack(_read_exactly(pipe, _FRAME.size))
+    header = from_json(bytes(_read_exactly(pipe, head_length)))
+    return header, _read_exactly(pipe, payload_length)
+
+
+def _read_exactly(pipe: IO[bytes], length: int) -> bytearray:
+    content = bytearray(length)
+    view = memoryview(content)
+    while view:
+        count = os.readv(pipe.fileno(), [view])
+        if not count:
+            raise EOFError("the pipe was closed")
+        view = view[count:]
+    return content
+
+
+def _serve(bundles_folder: Path) -> None:
+    """The far end: answer until the router closes the pipe."""
+    bundles: dict[str, Bundle] = {}
+
+    def bundle_of(digest: str) -> Bundle:
+        if digest not in bundles:
+            folder = bundles_folder / digest
+            bundles[digest] = Bundle({path.name: path.read_bytes() for path in folder.iterdir()})
+        return bundles[digest]
+
+    source = os.fdopen(os.dup(0), "rb", buffering=0)
+    sink = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a library prints must not get between the frames
+    while True:
+        try:
+            header, body = _read(source)
+        except EOFError:
+            return
+        catalog = _CATALOG.validate_python(header["catalog"])
+        try:
+            prepared = prepare(header["endpoint"], bytes(body), catalog, bundle_of, header["max_samples"])
+        except RequestInvalid as error:
+            _write(sink, {"error": ApiError.from_invalid(error).fields()}, b"")
+        except ApiError as error:
+            _write(sink, {"error": error.fields()}, b"")
+        else:
+            if prepared.plan is None:
+                _write(sink, {}, prepared.answer or b"")
+            else:
+                payload = b"".join(tokens_to_frame(prompt) for prompt in prepared.prompts)
+                lengths = [len(prompt) for prompt in prepared.prompts]
+                _write(sink, {"plan": asdict(prepared.plan), "lengths": lengths}, payload)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]))
