@@ -1,0 +1,247 @@
+"""Attention of a step's rows to their sequences' K and V: the protocol, and the exact torch backend.
+
+Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place, or gathered pieces where runs
+are short. The query heads that share a KV head are folded into rows of one product: it is the same arithmetic, with
+larger matrices. Three cases, each the fastest of those measured:
+
+- a float32 chunk of many rows runs through `tiles`: one softmax over all segments and its own causal part;
+- a decode (one row) attends to each segment through torch's flash kernel;
+- anything else takes the flash kernel twice, the segments without a mask and the own chunk causally.
+
+Partial results over disjoint keys are merged exactly by their log-sum-exp.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
+from medha_worker.model.flash import flash_attention
+from medha_worker.model.tiles import TILE_KEYS, TILE_ROWS, KeyTile, tiled_attention
+
+# A run of at least this many tokens is read in place; shorter ones are gathered together.
+_IN_PLACE_TOKENS = 128
+# Most tokens gathered at a time: bounds the copy's memory when a long sequence is scattered.
+_GATHERED_TOKENS = 16_384
+# Float32 chunks of at least this many folded rows go through `tiles`.
+_TILED_ROWS = 128
+
+# Where tokens lie in the pool: one run, or the slots of several short ones, int64 [tokens].
+Segment = SlotRun | torch.Tensor
+
+
+class StepAttention(Protocol):
+    """The attention of one step, the same for each of its layers."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Causal attention of every row to its own sequence, scores scaled by 1 / sqrt(head_dim).
+
+        Args:
+            q: [rows, query_heads, head_dim].
+            k: The new tokens' own keys, [rows, kv_heads, head_dim]; `v` likewise.
+            pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
+            pool_values: Likewise.
+
+        Returns:
+            [rows, query_heads, head_dim].
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """An implementation of attention; it plans once per step what all layers share."""
+
+    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention: ...
+
+
+def merge_partials(
+    outputs: Sequence[torch.Tensor], log_sum_exps: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over the union of disjoint sets of keys, from the attention over each (FlashDecoding's merge).
+
+    Args:
+        outputs: At least one, each [..., head_dim].
+        log_sum_exps: Natural logarithms, float32 [...]; -inf marks an empty set, whose output is not looked at.
+
+    Returns:
+        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty.
+    """
+    if len(outputs) == 1:
+        return outputs[0], log_sum_exps[0]
+    parts = torch.stack(tuple(log_sum_exps))
+    union = parts.logsumexp(0)
+    merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
+    for output, part in zip(outputs, log_sum_exps, strict=True):
+        is_empty = part == -math.inf
+        weight = (part - union).exp_().masked_fill_(is_empty, 0.0)  # -inf - -inf is NaN
+        merged.addcmul_(output.float().masked_fill(is_empty[..., None], 0.0), weight[..., None])
+    return merged.to(outputs[0].dtype), union
+
+
+class TorchAttention:
+    """Exact attention with torch alone; on a CPU also the fast one."""
+
+    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
+        return _TorchStep(spans, block_tokens)
+
+
+class _TorchStep:
+    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+        self._parts: list[tuple[slice, list[Segment]]] = []
+        for span in spans:
+            # A decode's own token is read from the pool with the rest, where it was written just before.
+            stored = span.total_length if span.row_count == 1 else span.context_length
+            segments = list(_segments(slot_runs(span, 0, stored, block_tokens)))
+            self._parts.append((slice(span.row_start, span.row_start + span.row_count), segments))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, query_heads, head_dim = q.shape
+        kv_heads = k.shape[1]
+        group = query_heads // kv_heads
+        scale = 1.0 / math.sqrt(head_dim)
+        grouped = q.view(rows, kv_heads, group, head_dim)
+        output = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+        pool = (pool_keys, pool_values)
+        for part, segments in self._parts:
+            own = grouped[part]
+            count = part.stop - part.start
+            if count == 1:
+                outputs, sums = _over_segments(own[0], segments, pool, scale)
+                output[part.start] = merge_partials(outputs, sums)[0]
+            elif q.dtype == torch.float32 and count * group >= _TILED_ROWS:
+                _attend_tiled(own, k[part], v[part], segments, pool, scale, output[part])
+            else:
+                output[part] = _attend_twice(own, k[part], v[part], segments, pool, scale)
+        return output.view(rows, query_heads, head_dim)
+
+
+def _segments(runs: Sequence[SlotRun]) -> Iterator[Segment]:
+    """Long runs as they are, and the short ones collected into pieces to gather; their order does not matter."""
+    short: list[torch.Tensor] = []
+    gathered_tokens = 0
+    for run in runs:
+        if run.tokens >= _IN_PLACE_TOKENS or len(runs) == 1:
+            yield run
+            continue
+        short.append(torch.arange(run.start, run.stop))
+        gathered_tokens += run.tokens
+        if gathered_tokens >= _GATHERED_TOKENS:
+            yield torch.cat(short)
+            short, gathered_tokens = [], 0
+    if short:
+        yield torch.cat(short)
+
+
+Pool = tuple[torch.Tensor, torch.Tensor]
+
+
+def _load(segment: Segment, pool: Pool) -> Pool:
+    """K and V of a segment, [kv_heads, tokens, head_dim]: a view of a run, a copy of what must be gathered."""
+    keys, values = pool
+    if isinstance(segment, SlotRun):
+        return keys[:, segment.start : segment.stop], values[:, segment.start : segment.stop]
+    return keys.index_select(1, segment), values.index_select(1, segment)
+
+
+def _over_segments(
+    folded: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Unmasked attention of folded rows, [kv_heads, rows, head_dim], to each segment by itself."""
+    outputs, sums = [], []
+    for segment in segments:
+        keys, values = _load(segment, pool)
+        output, log_sum_exp = flash_attention(folded[None], keys[None], values[None], scale=scale)
+        outputs.append(output[0])
+        sums.append(log_sum_exp[0])
+    return outputs, sums
+
+
+def _attend_twice(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
+) -> torch.Tensor:
+    """A chunk by the flash kernel, [rows, kv_heads, group, head_dim]: past without a mask, own tokens causally."""
+    rows, kv_heads, group, head_dim = q.shape
+    by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
+    # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
+    causal, causal_sum = flash_attention(
+        by_head, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale, causal=True
+    )
+    folded = q.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
+    outputs, sums = _over_segments(folded, segments, pool, scale)
+    outputs = [output.view(kv_heads, rows, group, head_dim) for output in outputs]
+    sums = [log_sum_exp.view(kv_heads, rows, group) for log_sum_exp in sums]
+    outputs.append(causal.view(kv_heads, group, rows, head_dim).transpose(1, 2))
+    sums.append(causal_sum.view(kv_heads, group, rows).transpose(1, 2))
+    return merge_partials(outputs, sums)[0].transpose(0, 1)
+
+
+def _attend_tiled(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segments: Sequence[Segment],
+    pool: Pool,
+    scale: float,
+    output: torch.Tensor,
+) -> None:
+    """A chunk by tiles, into `output`, [rows, kv_heads, group, head_dim]."""
+    rows, kv_heads, group, head_dim = q.shape
+    step = max(1, TILE_ROWS // group)
+    future = torch.ones(step, step, dtype=torch.bool, device=q.device).triu_(1)
+    future = future.repeat_interleave(group, dim=0)  # [step * group, step]
+    # As many heads at a time as there are threads, each with its tile in its core's cache.
+    heads_together = min(kv_heads, torch.get_num_threads())
+    scaled = (q * scale).transpose(0, 1)
+    own_keys, own_values = k.transpose(0, 1), v.transpose(0, 1)
+    for head in range(0, kv_heads, heads_together):
+        heads = slice(head, head + heads_together)
+        head_pool = (pool[0][heads], pool[1][heads])
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            hidden = future[: (last - first) * group, : last - first]
+            own = (own_keys[heads, :last], own_values[heads, :last])
+
+            def tiles(
+                first: int = first,
+                hidden: torch.Tensor = hidden,
+                own: Pool = own,
+                head_pool: Pool = head_pool,
+            ) -> Iterator[KeyTile]:
+                # The diagonal comes first: every row sees a key of it.
+                yield own[0][:, first:], own[1][:, first:], hidden
+                for start in range(0, first, TILE_KEYS):
+                    stop = min(start + TILE_KEYS, first)
+                    yield own[0][:, start:stop], own[1][:, start:stop], None
+                for piece in _tile_segments(segments):
+                    yield *_load(piece, head_pool), None
+
+            folded = scaled[heads, first:last].reshape(-1, (last - first) * group, head_dim)
+            result, _ = tiled_attention(folded, tiles)
+            result = result.view(-1, last - first, group, head_dim)
+            output[first:last, heads] = result.transpose(0, 1)
+
+
+def _tile_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
+    for segment in segments:
+        if isinstance(segment, SlotRun):
+            for start in range(segment.start, segment.stop, TILE_KEYS):
+                yield SlotRun(start, min(start + TILE_KEYS, segment.stop))
+        else:
+            for start in range(0, segment.numel(), TILE_KEYS):
+                yield segment[start : start + TILE_KEYS]

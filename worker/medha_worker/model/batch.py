@@ -1,0 +1,55 @@
+"""How the flat rows of a step belong to sequences, and where a sequence's tokens lie in the KV pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceSpan:
+    """The part of one sequence that a step computes.
+
+    Attributes:
+        row_start: First row of the step's flat batch.
+        row_count: New tokens, at positions `context_length ..`; at least one.
+        context_length: Tokens whose K and V are already in the pool.
+        blocks: Block table, covering context and new tokens; an int64 array where it is long.
+    """
+
+    row_start: int
+    row_count: int
+    context_length: int
+    blocks: Sequence[int] | npt.NDArray[np.int64]
+
+    @property
+    def total_length(self) -> int:
+        return self.context_length + self.row_count
+
+
+@dataclass(frozen=True)
+class SlotRun:
+    """Tokens of one sequence that lie side by side in the pool: slots `start .. stop`, exclusive."""
+
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+def slot_runs(span: SequenceSpan, first: int, last: int, block_tokens: int) -> list[SlotRun]:
+    """Where tokens `first .. last` (exclusive) of the sequence lie, as few contiguous runs, in token order."""
+    if first >= last:
+        return []
+    first_block, last_block = first // block_tokens, -(-last // block_tokens)
+    blocks = np.asarray(span.blocks[first_block:last_block], dtype=np.int64)
+    assert blocks.size == last_block - first_block, "the block table is shorter than the sequence"
+    cuts = np.flatnonzero(np.diff(blocks) != 1) + 1
+    starts = blocks[np.concatenate(([0], cuts))] * block_tokens
+    stops = (blocks[np.concatenate((cuts - 1, [-1]))] + 1) * block_tokens
+    starts[0] += first - first_block * block_tokens
+    stops[-1] -= last_block * block_tokens - last
+    return [SlotRun(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)]

@@ -1,0 +1,447 @@
+"""What a checkpoint's `config.json` says about the model, checked field by field.
+
+A field that changes results is implemented or refused, never ignored: a model that answers a little wrongly is
+worse than one that does not start. Four architectures are known; their defaults are those of `transformers`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha_worker.model.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shape and arithmetic of one model, and the longest sequence it is served at.
+
+    Attributes:
+        head_dim: Width of one attention head; `num_query_heads * head_dim` need not equal `hidden_size`.
+        num_kv_heads: Heads of K and V; each serves `num_query_heads / num_kv_heads` query heads.
+        qkv_bias, output_bias, mlp_bias: Which linears add a bias.
+        qk_norm: Queries and keys pass an RMSNorm over each head (Qwen3).
+        tie_word_embeddings: The output head is the embedding.
+        dtype: Number format that the checkpoint asks for.
+        max_position_tokens: The checkpoint's own limit.
+        max_model_len: Longest sequence (prompt and output tokens) that is served.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    rope: RopeConfig
+    dtype: torch.dtype
+    max_position_tokens: int
+    max_model_len: int
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: Path | str,
+        max_model_len: int | None = None,
+        rope_scaling: Mapping[str, Any] | None = None,
+    ) -> "ModelConfig":
+        """Read `config.json` in `directory`.
+
+        Args:
+            directory: A Hugging Face model directory.
+            max_model_len: Longest sequence to serve, in tokens; None serves the checkpoint's own limit.
+            rope_scaling: Replaces the checkpoint's RoPE parameters; its `rope_theta` is kept unless named.
+
+        Raises:
+            CheckpointInvalid: the file is missing, is no JSON object, or its values contradict each other.
+            ModelUnsupported: the model needs something that is not implemented.
+            ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
+        """
+        fields = _Fields(_read_json(Path(directory) / "config.json"))
+        architecture = _architecture(fields)
+        _refuse_foreign_features(fields)
+
+        hidden_size = fields.positive_int("hidden_size")
+        num_query_heads = fields.positive_int("num_attention_heads")
+        num_kv_heads = _num_kv_heads(fields, architecture, num_query_heads)
+        head_dim = _head_dim(fields, architecture, hidden_size, num_query_heads)
+        max_position_tokens = fields.positive_int("max_position_embeddings")
+        rope = _rope(fields, max_position_tokens, rope_scaling)
+        limit = _length_limit(rope, max_position_tokens, overridden=rope_scaling is not None)
+        num_layers = fields.positive_int("num_hidden_layers")
+        served = _served_length(max_model_len, limit, rope)
+        _refuse_binding_window(fields, architecture, num_layers, served)
+        return cls(
+            architecture=architecture,
+            vocab_size=fields.positive_int("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=fields.positive_int("intermediate_size"),
+            num_layers=num_layers,
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.positive_number("rms_norm_eps", 1e-6),
+            qkv_bias=architecture == "Qwen2ForCausalLM" or _attention_bias(fields, architecture),
+            output_bias=_attention_bias(fields, architecture),
+            mlp_bias=architecture == "LlamaForCausalLM" and fields.boolean("mlp_bias", False),
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+            rope=rope,
+            dtype=_dtype(fields),
+            max_position_tokens=limit,
+            max_model_len=served,
+        )
+
+
+_MODEL_TYPES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Fields of relatives of the four architectures that change results, with the values that switch them off.
+_FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "rotary_pct": (None, 1, 1.0),
+    "rope_interleaved": (None, False),
+    "attn_logit_softcapping": (None, 0, 0.0),
+    "final_logit_softcapping": (None, 0, 0.0),
+    "logits_soft_cap": (None, 0, 0.0),
+    "query_pre_attn_scalar": (None,),
+    "attention_multiplier": (None, 1, 1.0),
+    "embedding_multiplier": (None, 1, 1.0),
+    "residual_multiplier": (None, 1, 1.0),
+    "logits_scaling": (None, 1, 1.0),
+    "logit_scale": (None, 1, 1.0),
+    "clip_qkv": (None,),
+    "attention_sink": (None, False),
+    "attention_chunk_size": (None,),
+    "no_rope_layers": (None,),
+    "no_rope_layer_interval": (None,),
+    "num_experts": (None, 0),
+    "num_local_experts": (None, 0),
+    "n_routed_experts": (None, 0),
+    "is_causal": (None, True),
+    "use_bidirectional_attention": (None, False),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "cross_attention_hidden_size": (None,),
+    "hidden_act": (None, "silu", "swish"),
+}
+
+# What each RoPE kind reads besides `rope_type` and `rope_theta`: (required, optional).
+_ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "dynamic": (frozenset({"factor"}), frozenset()),
+    "llama3": (frozenset({"factor", "low_freq_factor", "high_freq_factor"}), frozenset()),
+    "yarn": (
+        frozenset({"factor"}),
+        frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    ),
+}
+# No kind's result depends on these where it is not named above.
+_ROPE_NEUTRAL_FIELDS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
+
+
+class _Fields:
+    """A JSON object whose fields are read with their type checked; errors name field, value and mend."""
+
+    def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
+        self.values = values
+        self.source = source
+
+    def invalid(self, name: str, wanted: str) -> CheckpointInvalid:
+        found = f"is {self.values[name]!r}" if name in self.values else "is missing"
+        return CheckpointInvalid(
+            f"{self.source}: {name} {found}, but must be {wanted}; fetch the checkpoint again or correct the field"
+        )
+
+    def unsupported(self, name: str, mend: str) -> ModelUnsupported:
+        return ModelUnsupported(
+            f"{self.source}: {name} is {self.values[name]!r}, which is not supported; {mend}"
+        )
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def positive_int(self, name: str) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.invalid(name, "a whole number of at least 1")
+        return value
+
+    def count(self, name: str, default: int) -> int:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.invalid(name, "a whole number of at least 0")
+        return value
+
+    def positive_number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.invalid(name, "a positive number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        """A positive number; absent, null and 0 all mean "not given", as they do to transformers."""
+        value = self.values.get(name)
+        return None if value is None or value == 0 else self.positive_number(name)
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.invalid(name, "true or false")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointInvalid(
+            f"{path}: cannot be read ({error.strerror}); name a Hugging Face model directory"
+        ) from error
+    except ValueError as error:
+        raise CheckpointInvalid(f"{path}: is not JSON ({error}); fetch the checkpoint again") from error
+    if not isinstance(value, dict):
+        raise CheckpointInvalid(f"{path}: holds a {type(value).__name__}, not an object; fetch it again")
+    return value
+
+
+def _architecture(fields: _Fields) -> str:
+    supported = ", ".join(_MODEL_TYPES)
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise fields.invalid("architectures", f"a list of one name (supported: {supported})")
+    name = names[0]
+    if name not in _MODEL_TYPES:
+        raise ModelUnsupported(
+            f"config.json: architecture {name} is not supported; choose a model of one of {supported}"
+        )
+    # transformers picks the model class by model_type, so a contradiction would serve another model than it does.
+    if fields.get("model_type") not in (None, _MODEL_TYPES[name]):
+        raise fields.invalid("model_type", f"{_MODEL_TYPES[name]!r}, as architectures says {name}")
+    return name
+
+
+def _refuse_foreign_features(fields: _Fields) -> None:
+    for name, neutral in _FOREIGN_FIELDS.items():
+        if fields.get(name) not in neutral:
+            mend = "choose a checkpoint without it"
+            if name in ("quantization_config", "compression_config"):
+                mend = "choose the unquantised checkpoint (bfloat16, float16 or float32)"
+            raise fields.unsupported(name, mend)
+
+
+def _num_kv_heads(fields: _Fields, architecture: str, num_query_heads: int) -> int:
+    # Only Llama's configuration takes a missing field for "as many as query heads"; null means that everywhere.
+    may_be_missing = architecture == "LlamaForCausalLM" or "num_key_value_heads" in fields.values
+    if fields.get("num_key_value_heads") is None and may_be_missing:
+        return num_query_heads
+    count = fields.positive_int("num_key_value_heads")
+    if num_query_heads % count:
+        raise fields.invalid("num_key_value_heads", f"a divisor of num_attention_heads ({num_query_heads})")
+    return count
+
+
+def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_query_heads: int) -> int:
+    if fields.get("head_dim") is None:
+        if architecture == "Qwen3ForCausalLM" and "head_dim" not in fields.values:
+            return 128
+        if hidden_size % num_query_heads:
+            raise fields.invalid(
+                "num_attention_heads", f"a divisor of hidden_size ({hidden_size}) where head_dim is not given"
+            )
+        head_dim = hidden_size // num_query_heads
+    else:
+        head_dim = fields.positive_int("head_dim")
+    if head_dim % 2:
+        raise CheckpointInvalid(
+            f"config.json: the head dimension is {head_dim}, but RoPE needs an even one; correct head_dim"
+        )
+    return head_dim
+
+
+def _attention_bias(fields: _Fields, architecture: str) -> bool:
+    """Whether q, k, v and o all have a bias. Qwen2 and Mistral have no such field: the tensors are checked anyway."""
+    return architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.boolean(
+        "attention_bias", False
+    )
+
+
+def _dtype(fields: _Fields) -> torch.dtype:
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.get(name)
+    if value is None:
+        return torch.float32
+    if value not in _DTYPES:
+        raise fields.unsupported(name, f"choose a checkpoint in one of {', '.join(_DTYPES)}")
+    return _DTYPES[value]
+
+
+def _rope(fields: _Fields, max_position_tokens: int, override: Mapping[str, Any] | None) -> RopeConfig:
+    """RoPE parameters from either spelling: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+    old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
+    if old and new and old != new:
+        raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
+    stored = old or new or {}
+    parameters = dict(stored if override is None else override)
+    theta = stored.get("rope_theta", fields.get("rope_theta"))
+    if theta is not None:
+        parameters.setdefault("rope_theta", theta)
+    rope = _Fields(parameters, "config.json: RoPE parameters" if override is None else "model.ropeScaling")
+    try:
+        return _rope_config(rope, fields, max_position_tokens)
+    except CheckpointInvalid as error:
+        if override is None:
+            raise
+        raise ConfigInvalid(str(error)) from error
+
+
+def _rope_config(rope: _Fields, fields: _Fields, max_position_tokens: int) -> RopeConfig:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if rope.get("rope_type") and rope.get("type") and rope.get("rope_type") != rope.get("type"):
+        raise rope.invalid("type", f"equal to rope_type ({rope.get('rope_type')!r}), or absent")
+    if kind not in _ROPE_FIELDS:
+        raise ModelUnsupported(
+            f"{rope.source}: rope_type is {kind!r}, which is not supported; choose one of {', '.join(_ROPE_FIELDS)}"
+        )
+    required, optional = _ROPE_FIELDS[kind]
+    for name in rope.values:
+        if name == "partial_rotary_factor" and rope.get(name) in _FOREIGN_FIELDS[name]:
+            continue
+        if name not in required | optional | _ROPE_NEUTRAL_FIELDS and rope.get(name) is not None:
+            raise rope.unsupported(name, f"rope_type {kind!r} knows only {sorted(required | optional)}")
+
+    theta = rope.positive_number("rope_theta", 10_000.0)
+    # The top-level field, where a checkpoint has one, is the length before the extension.
+    original = max_position_tokens
+    if fields.get("original_max_position_embeddings") is not None:
+        original = fields.positive_int("original_max_position_embeddings")
+    elif rope.get("original_max_position_embeddings") is not None:
+        original = rope.positive_int("original_max_position_embeddings")
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "yarn" and rope.get("factor") is None and "factor" in rope.values:
+        factor = max_position_tokens / original
+    else:
+        factor = rope.positive_number("factor")
+    if kind == "llama3":
+        low, high = rope.positive_number("low_freq_factor"), rope.positive_number("high_freq_factor")
+        if high <= low:
+            raise rope.invalid("high_freq_factor", f"greater than low_freq_factor ({low})")
+        return RopeConfig(kind, theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        return RopeConfig(
+            kind,
+            theta,
+            factor,
+            original,
+            attention_factor=(
+                None if rope.get("attention_factor") is None else rope.positive_number("attention_factor")
+            ),
+            beta_fast=rope.optional_number("beta_fast") or 32.0,
+            beta_slow=rope.optional_number("beta_slow") or 1.0,
+            mscale=rope.get("mscale") or None if rope.get("mscale") == 0 else rope.optional_number("mscale"),
+            mscale_all_dim=None
+            if rope.get("mscale_all_dim") == 0
+            else rope.optional_number("mscale_all_dim"),
+            truncate=rope.boolean("truncate", True),
+        )
+    return RopeConfig(kind, theta, factor, original)
+
+
+def _flat(fields: _Fields, name: str) -> dict[str, Any] | None:
+    """The RoPE parameters in field `name`; those nested per layer type only if all types have the same."""
+    value = fields.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise fields.invalid(name, "an object or null")
+    nested = [inner for inner in value.values() if isinstance(inner, dict)]
+    if not nested:
+        return value
+    if len(nested) < len(value) or any(inner != nested[0] for inner in nested):
+        raise fields.unsupported(name, "only one set of RoPE parameters for all layers is implemented")
+    return nested[0]
+
+
+def _length_limit(rope: RopeConfig, max_position_tokens: int, *, overridden: bool) -> int:
+    """The longest sequence that the checkpoint, with its RoPE scaling, was made for.
+
+    A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own linear
+    scaling is already counted in `max_position_embeddings`; one that is laid over it is not.
+    """
+    if rope.kind in ("llama3", "yarn"):
+        return max(max_position_tokens, int(rope.original_max_position_tokens * rope.factor))
+    if rope.kind == "linear" and overridden:
+        return int(max_position_tokens * rope.factor)
+    return max_position_tokens
+
+
+def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> int:
+    if max_model_len is None:
+        return limit
+    if max_model_len < 1:
+        raise ConfigInvalid(f"model.maxModelLen is {max_model_len}; it must be at least 1")
+    if max_model_len > limit and rope.kind == "dynamic":
+        raise ModelUnsupported(
+            f"model.maxModelLen is {max_model_len}, but with rope_type 'dynamic' a sequence beyond {limit} tokens "
+            "would depend on how it was cut into chunks; lower it, or set model.ropeScaling to 'yarn' or 'linear'"
+        )
+    if max_model_len > limit:
+        raise ConfigInvalid(
+            f"model.maxModelLen is {max_model_len}, but the checkpoint was made for {limit} tokens; "
+            "lower it, or set model.ropeScaling"
+        )
+    return max_model_len
+
+
+def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, max_model_len: int) -> None:
+    """Sliding-window attention equals full attention while no sequence is longer than the window."""
+    layer_types = fields.get("layer_types")
+    if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
+        raise fields.invalid("layer_types", f"null or a list of {num_layers} names, one for each layer")
+    for name in layer_types or ():
+        if name not in ("full_attention", "sliding_attention"):
+            raise fields.unsupported("layer_types", "only full_attention layers are implemented")
+
+    # Llama's classes know no window, but a checkpoint that names one expects it. The others assume 4096 if silent.
+    window = fields.get("sliding_window")
+    if architecture != "LlamaForCausalLM" and "sliding_window" not in fields.values:
+        window = 4096
+    elif window is not None:
+        window = fields.positive_int("sliding_window")
+    if architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        windowed = "sliding_attention" in (layer_types or ())
+        if not fields.boolean("use_sliding_window", False):
+            if windowed:
+                raise fields.invalid("use_sliding_window", "true, as layer_types names sliding_attention")
+            return
+        if layer_types is None:
+            windowed = num_layers > fields.count("max_window_layers", 28)
+        if not windowed:
+            return
+    if window is not None and window < max_model_len:
+        raise ModelUnsupported(
+            f"config.json: sliding_window is {window}, and sliding-window attention is not implemented; "
+            f"set model.maxModelLen (now {max_model_len}) to at most {window}, where the window does not bind"
+        )

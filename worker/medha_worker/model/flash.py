@@ -1,0 +1,67 @@
+"""torch's CPU flash attention with its log-sum-exp, wrapped where its sharp edges can be guarded.
+
+`aten::_scaled_dot_product_flash_attention_for_cpu` is private, but the only operator of torch that returns the
+log-sum-exp on a CPU. With empty input it kills the process (SIGFPE), `is_causal` is aligned to the top left, and a
+row whose keys are all masked gets the log-sum-exp 0 instead of -inf. Here no input is empty, causal means as many
+keys as rows, and there are no masks. Where the operator is missing or has changed, plain torch stands in.
+"""
+
+import math
+
+import torch
+
+_SCHEMA = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu(Tensor query, Tensor key, Tensor value, float dropout_p=0., "
+    "bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
+)
+_operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+HAS_OPERATOR = _operator is not None and str(_operator.default._schema) == _SCHEMA
+
+# Scores that the stand-in keeps at a time, so that a long context does not need rows x keys of memory.
+_STAND_IN_SCORES = 1 << 22
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
+
+    Args:
+        q: [batch, heads, rows, head_dim]; `k` and `v` are [batch, heads, keys, head_dim]. Any strides, as long as
+            the last dimension is contiguous. No dimension may be 0.
+        scale: Factor on the scores.
+        causal: Row i sees keys 0 to i; there are as many keys as rows.
+
+    Returns:
+        Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].
+    """
+    assert q.shape[2] > 0, "empty queries would crash the process"
+    assert k.shape[2] > 0, "empty keys would crash the process"
+    assert not causal or q.shape[2] == k.shape[2], "causal attention is aligned to the top left"
+    if HAS_OPERATOR and q.device.type == "cpu":
+        assert _operator is not None
+        output, log_sum_exp = _operator.default(q, k, v, 0.0, causal, scale=scale)
+        return output, log_sum_exp
+    return _plain(q, k, v, scale=scale, causal=causal)
+
+
+def _plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain torch, a few rows at a time, in float32."""
+    batch, heads, rows, _ = q.shape
+    keys = k.shape[2]
+    k_float, v_float = k.float(), v.float()
+    output = torch.empty_like(q)
+    log_sum_exp = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
+    step = max(1, _STAND_IN_SCORES // (batch * heads * keys))
+    for first in range(0, rows, step):
+        part = slice(first, min(first + step, rows))
+        scores = q[:, :, part].float() @ k_float.transpose(2, 3) * scale
+        if causal:
+            row = torch.arange(part.start, part.stop, device=q.device)
+            future = torch.arange(keys, device=q.device)[None, :] > row[:, None]
+            scores.masked_fill_(future, -math.inf)
+        log_sum_exp[:, :, part] = scores.logsumexp(-1)
+        output[:, :, part] = (scores.softmax(-1) @ v_float).to(q.dtype)
+    return output, log_sum_exp

@@ -1,0 +1,74 @@
+"""The KV pool of one rank: K and V of every block, of every layer that the rank runs.
+
+Which sequence holds which block is decided by the ledger in the core; here are only the tensors. A layer's keys
+are one tensor [kv_heads, slots, head_dim], block b being slots `b * block_tokens ..`: a contiguous run of blocks
+is therefore a strided view that attention reads in place, without gathering.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from medha_worker.model.batch import SlotRun
+
+
+class KVCache:
+    """K and V tensors of `num_layers` layers; a slot holds one token."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        head_dim: int,
+        num_blocks: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        shape = (kv_heads, num_blocks * block_tokens, head_dim)
+        # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN). The
+        # kernel hands out zeroed pages on first touch, so an unused part of the pool costs nothing.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    @staticmethod
+    def bytes_per_block(
+        *, num_layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype
+    ) -> int:
+        """Memory that one block takes over all layers, K and V together."""
+        return 2 * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
+
+    def write(
+        self,
+        layer: int,
+        slots: torch.Tensor,
+        runs: Sequence[SlotRun],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Store new tokens' K and V, [kv_heads, rows, head_dim], at `slots` (int64 [rows]).
+
+        `runs` are the same slots as contiguous runs: few long ones are copied as slices, many short ones scattered.
+        """
+        if len(runs) * _ROWS_PER_SLICE_COPY > slots.numel():
+            self.keys[layer].index_copy_(1, slots, keys)
+            self.values[layer].index_copy_(1, slots, values)
+            return
+        row = 0
+        for run in runs:
+            self.keys[layer][:, run.start : run.stop] = keys[:, row : row + run.tokens]
+            self.values[layer][:, run.start : run.stop] = values[:, row : row + run.tokens]
+            row += run.tokens
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy one block's K and V in every layer: copy-on-write, when a shared block is about to be written."""
+        size = self.block_tokens
+        for pool in (*self.keys, *self.values):
+            pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
+
+
+# A slice copy costs about as much as scattering this many rows.
+_ROWS_PER_SLICE_COPY = 8

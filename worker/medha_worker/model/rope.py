@@ -1,0 +1,111 @@
+"""Rotary position embedding: which angles a model rotates its queries and keys by.
+
+Every kind is a choice of inverse frequencies and one factor on cos and sin, computed in float32 in the same
+order of operations as `transformers` does it: at position 10^6 an angle that is off by one float32 rounding of
+its frequency is off by 0.06 radian, so "the same up to rounding" would not be the same.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One kind of RoPE and its parameters; those that a kind does not use keep their defaults.
+
+    Attributes:
+        kind: `default`, `linear`, `llama3`, `yarn` or `dynamic`.
+        theta: Base of the geometric series of wavelengths.
+        factor: How many times the context was extended.
+        original_max_position_tokens: Context length before the extension (llama3, yarn).
+        attention_factor: Factor on cos and sin; None derives it (yarn).
+        truncate: Round yarn's correction range to whole dimensions.
+    """
+
+    kind: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_tokens: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians per token of each pair of dimensions, float32 [head_dim / 2], and the factor on cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    wavelength_scale = rope.theta**exponents
+    frequencies = 1.0 / wavelength_scale
+    match rope.kind:
+        # `dynamic` is only served within the original length, where it does not scale (config.py refuses the rest).
+        case "default" | "dynamic":
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / rope.factor, 1.0
+        case "llama3":
+            return _llama3(rope, frequencies), 1.0
+        case "yarn":
+            return _yarn(rope, wavelength_scale), _yarn_attention_factor(rope)
+    raise AssertionError(f"config.py let RoPE kind {rope.kind!r} through")
+
+
+def rotation_table(
+    frequencies: torch.Tensor, attention_factor: float, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, float32 [tokens, head_dim / 2], at `positions` (int64 [tokens]).
+
+    Positions are exact in float32 up to 2^24 (16.7 M tokens).
+    """
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    return angles.cos() * attention_factor, angles.sin() * attention_factor
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    original = rope.original_max_position_tokens
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / frequencies
+    is_long, is_short = wavelength > original / low, wavelength < original / high
+    stretched = torch.where(is_long, frequencies / rope.factor, frequencies)
+    kept_share = (original / wavelength - low) / (high - low)
+    blended = (1 - kept_share) * stretched / rope.factor + kept_share * stretched
+    return torch.where(is_long | is_short, stretched, blended)
+
+
+def _yarn(rope: RopeConfig, wavelength_scale: torch.Tensor) -> torch.Tensor:
+    """Frequencies that turn often within the original context are kept, slow ones stretched (YaRN, eq. 20-23)."""
+    head_dim = 2 * wavelength_scale.numel()
+
+    def dimension_that_turns(times: float) -> float:
+        turns = rope.original_max_position_tokens / (times * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_that_turns(rope.beta_fast), dimension_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a ramp
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    kept_share = 1 - ramp
+    return 1.0 / (rope.factor * wavelength_scale) * (1 - kept_share) + 1.0 / wavelength_scale * kept_share
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    """Attention temperature (YaRN, eq. 22), or the ratio of two of them where both mscales are given."""
+
+    def temperature(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
+    return temperature(1.0)

@@ -1,0 +1,182 @@
+"""The decoder: embedding, layers, output head, over a flat batch of prefill chunks and decodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+
+from medha_worker.model.attention import AttentionBackend, StepAttention, TorchAttention
+from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.rope import inverse_frequencies, rotation_table
+from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
+
+
+class Transformer:
+    """One rank's layers of a model, ready to run.
+
+    Tensor parallelism needs an all-reduce after attention and after the MLP, which this class does not have yet:
+    it runs shards of `tensor_size` 1.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        weights: Weights,
+        *,
+        attention: AttentionBackend | None = None,
+    ) -> None:
+        assert shard.tensor_size == 1
+        self.config = config
+        self.shard = shard
+        self._weights = weights
+        self._attention = attention or TorchAttention()
+        self.device = weights.layers[0].qkv.device
+        self.dtype = weights.layers[0].qkv.dtype
+        frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
+        self._frequencies = frequencies.to(self.device)
+
+    @classmethod
+    def load(
+        cls,
+        directory: Path | str,
+        config: ModelConfig,
+        shard: Shard | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        attention: AttentionBackend | None = None,
+        progress: Progress | None = None,
+    ) -> "Transformer":
+        """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
+        shard = shard or Shard.whole(config)
+        weights = load_weights(
+            directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
+        )
+        return cls(config, shard, weights, attention=attention)
+
+    def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
+        """A KV pool for this rank's layers, in the model's dtype."""
+        return KVCache(
+            num_layers=self.shard.last_layer - self.shard.first_layer,
+            kv_heads=self.shard.kv_heads(self.config),
+            head_dim=self.config.head_dim,
+            num_blocks=num_blocks,
+            block_tokens=block_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens_or_hidden: torch.Tensor,
+        positions: torch.Tensor,
+        spans: Sequence[SequenceSpan],
+        kv_cache: KVCache,
+    ) -> torch.Tensor:
+        """Run the rank's layers over one step, writing the new tokens' K and V.
+
+        Args:
+            tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on others.
+            positions: int64 [rows].
+            spans: The sequences that the rows belong to, in row order, together covering every row.
+            kv_cache: The pool that the spans' block tables point into.
+
+        Returns:
+            Hidden states, [rows, hidden_size], before the final norm.
+        """
+        if self._weights.embedding is not None:
+            hidden = F.embedding(tokens_or_hidden, self._weights.embedding)
+        else:
+            hidden = tokens_or_hidden.clone()
+        step = _Step(spans, kv_cache, self._attention.plan(spans, kv_cache.block_tokens))
+        cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
+        # [rows, 1, head_dim / 2]: the same for all heads.
+        rotation = cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
+        for index, layer in enumerate(self._weights.layers):
+            hidden = self._layer(index, layer, hidden, rotation, step)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits, float32 [rows, vocab_size], of those rows of the last stage's result that need them."""
+        assert self._weights.final_norm is not None, "only the last stage has the output head"
+        assert self._weights.head is not None
+        return (self._norm(hidden, self._weights.final_norm) @ self._weights.head).float()
+
+    def _layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        step: "_Step",
+    ) -> torch.Tensor:
+        config, rows = self.config, hidden.shape[0]
+        normed = self._norm(hidden, layer.input_norm)
+        heads = _linear(normed, layer.qkv, layer.qkv_bias).view(rows, -1, config.head_dim)
+        query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
+        q, k, v = heads[:, :query_heads], heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = _rotate(q, rotation), _rotate(k, rotation)
+        attended = step.attend(index, q, k, v).view(rows, -1)
+        _add_linear(hidden, attended, layer.output, layer.output_bias)
+
+        normed = self._norm(hidden, layer.post_norm)
+        gate, up = _linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
+        _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        return hidden
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over the last dimension; as the models define it, in float32 and rounded before the weight."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), None, self.config.rms_norm_eps).to(x.dtype) * weight
+
+
+class _Step:
+    """What the layers of one step share: where new K and V go, and the plan of attention."""
+
+    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, attention: StepAttention) -> None:
+        self._cache = kv_cache
+        self._attention = attention
+        self._runs: list[SlotRun] = [
+            run
+            for span in spans
+            for run in slot_runs(span, span.context_length, span.total_length, kv_cache.block_tokens)
+        ]
+        slots = [torch.arange(run.start, run.stop) for run in self._runs]
+        self._slots = torch.cat(slots).to(kv_cache.keys[0].device)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self._cache.write(layer, self._slots, self._runs, k.transpose(0, 1), v.transpose(0, 1))
+        return self._attention.attend(q, k, v, self._cache.keys[layer], self._cache.values[layer])
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+
+
+def _add_linear(
+    hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """hidden += x @ weight + bias, in one pass over memory."""
+    hidden.addmm_(x, weight)
+    if bias is not None:
+        hidden.add_(bias)
+
+
+def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """RoPE of [rows, heads, head_dim]: the first half of a head is paired with the second (Hugging Face's order)."""
+    cos, sin = rotation
+    first, second = x.chunk(2, dim=-1)
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    half = x.shape[-1] // 2
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    return rotated

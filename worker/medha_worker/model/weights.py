@@ -1,0 +1,367 @@
+"""Reading a rank's part of a checkpoint: the layers of its stage, and of each tensor its slice.
+
+Column-parallel linears (q, k, v, gate, up) and the vocabulary are split by rows of the weight, row-parallel ones
+(o, down) by columns. Q, K and V, and gate and up, are read into one matrix each, so that a layer runs four products
+instead of seven. Weights are kept as [in, out]: small batches multiply by that up to 1.4 times as fast.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha_worker.model.config import ModelConfig
+
+# Called with (bytes read so far, bytes to read).
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the model a rank holds: a stage's layers, and of each tensor one slice of `tensor_size`."""
+
+    tensor_rank: int
+    tensor_size: int
+    first_layer: int
+    last_layer: int
+    num_layers: int
+
+    @classmethod
+    def whole(cls, config: ModelConfig) -> "Shard":
+        return cls(0, 1, 0, config.num_layers, config.num_layers)
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.first_layer == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.last_layer == self.num_layers
+
+    def query_heads(self, config: ModelConfig) -> int:
+        return config.num_query_heads // self.tensor_size
+
+    def kv_heads(self, config: ModelConfig) -> int:
+        """KV heads of this rank; where there are more ranks than KV heads, several hold the same one."""
+        return max(1, config.num_kv_heads // self.tensor_size)
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer's slice. Linear weights are [in, out]; a missing bias is None.
+
+    The biases of row-parallel linears (`output_bias`, `down_bias`) are with tensor rank 0 alone: the all-reduce adds
+    what the ranks computed.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A rank's weights. `embedding` is on the first stage, `final_norm` and `head` on the last, else None.
+
+    `embedding` is [vocab rows, hidden], `head` [hidden, vocab rows]; both hold the vocabulary from `vocab_start` on.
+    With tied embeddings on one rank they are one tensor.
+    """
+
+    layers: Sequence[LayerWeights]
+    vocab_start: int
+    embedding: torch.Tensor | None
+    final_norm: torch.Tensor | None
+    head: torch.Tensor | None
+
+
+def load_weights(
+    directory: Path | str,
+    config: ModelConfig,
+    shard: Shard,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> Weights:
+    """Read what `shard` needs from the safetensors in `directory`, converted to `dtype`.
+
+    Raises:
+        CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
+        ModelUnsupported: a tensor's number format is not float32, bfloat16 or float16.
+        ConfigInvalid: the model cannot be split over `tensor_size` ranks.
+    """
+    _require_divisible(config, shard.tensor_size)
+    with ExitStack() as stack:
+        reader = _Reader(Path(directory), config, shard, dtype, torch.device(device), progress, stack)
+        layers = [reader.layer(index) for index in range(shard.first_layer, shard.last_layer)]
+        embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
+        final_norm = head = None
+        if shard.is_last_stage:
+            final_norm = reader.whole("model.norm.weight")
+            head = reader.head(embedding)
+        return Weights(layers, reader.vocab_rows.start, embedding, final_norm, head)
+
+
+def _require_divisible(config: ModelConfig, tensor_size: int) -> None:
+    for name, value in (
+        ("num_attention_heads", config.num_query_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if value % tensor_size:
+            raise ConfigInvalid(
+                f"parallelism.tensor is {tensor_size}, which does not divide {name} ({value})"
+            )
+    kv_heads = config.num_kv_heads
+    if kv_heads % tensor_size and tensor_size % kv_heads:
+        raise ConfigInvalid(
+            f"parallelism.tensor is {tensor_size}; it must divide num_key_value_heads ({kv_heads}) or be a multiple"
+        )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a complete checkpoint of this model, with its shape."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_width, kv_width = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+
+    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
+        shapes[f"{name}.weight"] = (rows, columns)
+        if bias:
+            shapes[f"{name}.bias"] = (rows,)
+
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        shapes[f"{layer}input_layernorm.weight"] = (hidden,)
+        shapes[f"{layer}post_attention_layernorm.weight"] = (hidden,)
+        linear(f"{layer}self_attn.q_proj", q_width, hidden, config.qkv_bias)
+        linear(f"{layer}self_attn.k_proj", kv_width, hidden, config.qkv_bias)
+        linear(f"{layer}self_attn.v_proj", kv_width, hidden, config.qkv_bias)
+        linear(f"{layer}self_attn.o_proj", hidden, q_width, config.output_bias)
+        linear(f"{layer}mlp.gate_proj", intermediate, hidden, config.mlp_bias)
+        linear(f"{layer}mlp.up_proj", intermediate, hidden, config.mlp_bias)
+        linear(f"{layer}mlp.down_proj", hidden, intermediate, config.mlp_bias)
+        if config.qk_norm:
+            shapes[f"{layer}self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{layer}self_attn.k_norm.weight"] = (config.head_dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+_READABLE = {"F32", "BF16", "F16"}
+
+
+class _Reader:
+    """Opens a checkpoint's files as tensors are asked of them, and reads only the slices of one rank."""
+
+    def __init__(
+        self,
+        directory: Path,
+        config: ModelConfig,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+        stack: ExitStack,
+    ) -> None:
+        self.config, self.shard, self.dtype, self.device = config, shard, dtype, device
+        self._stack = stack
+        self._files: dict[Path, Any] = {}
+        self._file_of = self._locate(directory)
+        self._shapes = expected_shapes(config)
+        self._check_names(directory)
+        if "lm_head.weight" in self._file_of:
+            self._shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+
+        rank, size = shard.tensor_rank, shard.tensor_size
+        rows = -(-config.vocab_size // size)
+        self.vocab_rows = slice(
+            min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size)
+        )
+        q_width = shard.query_heads(config) * config.head_dim
+        self._query_rows = slice(rank * q_width, (rank + 1) * q_width)
+        kv_heads = shard.kv_heads(config)
+        first_kv_head = rank * config.num_kv_heads // size
+        self._kv_rows = slice(first_kv_head * config.head_dim, (first_kv_head + kv_heads) * config.head_dim)
+        mlp_width = config.intermediate_size // size
+        self._mlp_rows = slice(rank * mlp_width, (rank + 1) * mlp_width)
+
+        self._progress = progress
+        self._read_bytes = 0
+        self._total_bytes = self._expected_bytes()
+
+    def layer(self, index: int) -> LayerWeights:
+        layer = f"model.layers.{index}."
+        attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        qkv = {
+            f"{attention}q_proj": self._query_rows,
+            f"{attention}k_proj": self._kv_rows,
+            f"{attention}v_proj": self._kv_rows,
+        }
+        gate_up = {f"{mlp}gate_proj": self._mlp_rows, f"{mlp}up_proj": self._mlp_rows}
+        adds_bias = self.shard.tensor_rank == 0
+        config = self.config
+        return LayerWeights(
+            input_norm=self.whole(f"{layer}input_layernorm.weight"),
+            qkv=self._column_parallel(qkv),
+            qkv_bias=self._biases(qkv) if config.qkv_bias else None,
+            q_norm=self.whole(f"{attention}q_norm.weight") if config.qk_norm else None,
+            k_norm=self.whole(f"{attention}k_norm.weight") if config.qk_norm else None,
+            output=self._row_parallel(f"{attention}o_proj.weight", self._query_rows),
+            output_bias=self.whole(f"{attention}o_proj.bias") if config.output_bias and adds_bias else None,
+            post_norm=self.whole(f"{layer}post_attention_layernorm.weight"),
+            gate_up=self._column_parallel(gate_up),
+            gate_up_bias=self._biases(gate_up) if config.mlp_bias else None,
+            down=self._row_parallel(f"{mlp}down_proj.weight", self._mlp_rows),
+            down_bias=self.whole(f"{mlp}down_proj.bias") if config.mlp_bias and adds_bias else None,
+        )
+
+    def whole(self, name: str) -> torch.Tensor:
+        return self._convert(self._slice(name, slice(None)))
+
+    def vocabulary(self, name: str) -> torch.Tensor:
+        return self._convert(self._slice(name, self.vocab_rows))
+
+    def head(self, embedding: torch.Tensor | None) -> torch.Tensor:
+        """The output head, [hidden, vocab rows]; a tied one shares the embedding's memory where that is here.
+
+        A checkpoint that says "tied" and still holds another head is served with its head, as transformers does.
+        """
+        if not self.config.tie_word_embeddings:
+            return self.vocabulary("lm_head.weight").t().contiguous()
+        tied = embedding if embedding is not None else self.vocabulary("model.embed_tokens.weight")
+        if "lm_head.weight" in self._file_of:
+            head = self.vocabulary("lm_head.weight")
+            if not torch.equal(head, tied):
+                return head.t().contiguous()
+        return tied.t()
+
+    def _column_parallel(self, parts: Mapping[str, slice]) -> torch.Tensor:
+        """Slices of several weights side by side, [in, out of all]."""
+        widths = [rows.stop - rows.start for rows in parts.values()]
+        fused = torch.empty(self.config.hidden_size, sum(widths), dtype=self.dtype, device=self.device)
+        first = 0
+        for (name, rows), width in zip(parts.items(), widths, strict=True):
+            fused[:, first : first + width] = self._slice(f"{name}.weight", rows).t()
+            first += width
+        return fused
+
+    def _biases(self, parts: Mapping[str, slice]) -> torch.Tensor:
+        return torch.cat([self._convert(self._slice(f"{name}.bias", rows)) for name, rows in parts.items()])
+
+    def _row_parallel(self, name: str, columns: slice) -> torch.Tensor:
+        return self._convert(self._slice(name, slice(None), columns).t())
+
+    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _slice(self, name: str, *index: slice) -> torch.Tensor:
+        """The named tensor's slice, read from its file; nothing else of it is."""
+        path = self._file_of[name]
+        try:
+            stored = self._open(path).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointInvalid(
+                f"{path}: tensor {name} cannot be read ({error}); fetch it again"
+            ) from error
+        found, expected = tuple(stored.get_shape()), self._shapes[name]
+        if found != expected:
+            raise CheckpointInvalid(
+                f"{path}: tensor {name} has shape {list(found)}, but config.json makes it {list(expected)}; "
+                "fetch a checkpoint whose files belong together"
+            )
+        if stored.get_dtype() not in _READABLE:
+            raise ModelUnsupported(
+                f"{path}: tensor {name} is stored as {stored.get_dtype()}, which is not supported; "
+                "choose the checkpoint in bfloat16, float16 or float32"
+            )
+        whole = all(part == slice(None) for part in index)
+        tensor: torch.Tensor = self._open(path).get_tensor(name) if whole else stored[index]
+        self._read_bytes += tensor.numel() * tensor.itemsize
+        if self._progress is not None:
+            self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
+        return tensor
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            except FileNotFoundError as error:
+                raise CheckpointInvalid(f"{path} is missing; fetch the checkpoint again") from error
+            except (SafetensorError, OSError) as error:
+                raise CheckpointInvalid(
+                    f"{path}: is no complete safetensors file ({error}); fetch it again"
+                ) from error
+        return self._files[path]
+
+    def _locate(self, directory: Path) -> dict[str, Path]:
+        """Which file holds which tensor."""
+        index = directory / "model.safetensors.index.json"
+        if not index.exists():
+            single = directory / "model.safetensors"
+            return dict.fromkeys(self._open(single).keys(), single)
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            files = {str(name): str(file) for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointInvalid(
+                f"{index}: has no readable weight_map ({error!r}); fetch it again"
+            ) from error
+        for name, file in files.items():
+            if Path(file).name != file:
+                raise CheckpointInvalid(
+                    f"{index}: tensor {name} is said to be in {file!r}, not a plain file name"
+                )
+        return {name: directory / file for name, file in files.items()}
+
+    def _check_names(self, directory: Path) -> None:
+        missing = [name for name in self._shapes if name not in self._file_of]
+        if missing:
+            raise CheckpointInvalid(
+                f"{directory}: tensor {missing[0]} of shape {list(self._shapes[missing[0]])} is missing"
+                f"{_and_more(missing)}; fetch the checkpoint again"
+            )
+        # Two leftovers are harmless: a head beside tied embeddings, and the inverse frequencies old Llamas carry.
+        unexpected = [
+            name
+            for name in self._file_of
+            if name not in self._shapes
+            and not name.endswith(".rotary_emb.inv_freq")
+            and not (name == "lm_head.weight" and self.config.tie_word_embeddings)
+        ]
+        if unexpected:
+            raise CheckpointInvalid(
+                f"{directory}: tensor {unexpected[0]} is unexpected{_and_more(unexpected)}: a "
+                f"{self.config.architecture} of this config.json has none; choose a matching checkpoint"
+            )
+
+    def _expected_bytes(self) -> int:
+        """What this rank will read, at the run dtype's width; close enough for a progress bar."""
+        in_stage = [
+            name
+            for name in self._shapes
+            if not name.startswith("model.layers.")
+            or self.shard.first_layer <= int(name.split(".")[2]) < self.shard.last_layer
+        ]
+        elements = sum(torch.Size(self._shapes[name]).numel() for name in in_stage)
+        return elements * self.dtype.itemsize // self.shard.tensor_size
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
