@@ -167,6 +167,18 @@ def test_a_request_that_no_run_holds_takes_the_longest_runs_first() -> None:
     assert list(ledger.table("f")) == [3, 4, 5, 6, 0, 1]
 
 
+def test_a_table_grows_into_the_run_behind_it_even_where_another_fits_better() -> None:
+    ledger = BlockLedger(12, 1)
+    for name, tokens in (("a", 2), ("b", 3), ("c", 1), ("d", 2), ("e", 4)):
+        ledger.reserve(name, tokens)
+    ledger.release("b")  # free: 2-4
+    ledger.release("d")  # and 6-7
+    ledger.grow("a", 4)
+    assert list(ledger.table("a")) == [0, 1, 2, 3]
+    ledger.grow("a", 6)
+    assert list(ledger.table("a")) == [0, 1, 2, 3, 4, 6]
+
+
 def test_the_blocks_of_a_parent_that_has_gone_stay_with_its_child() -> None:
     ledger = BlockLedger(4, 4)
     ledger.reserve("parent", 8)

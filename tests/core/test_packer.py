@@ -217,6 +217,6 @@ def test_a_long_that_found_no_room_does_not_join_one_that_did() -> None:
     prefills = [
         prefill("short", 55),
         prefill("patient", 500, is_long=True, rho=9.0),  # of its 60 ms 5 are left
-        prefill("urgent", 500, is_long=True, rho=0.0),
+        prefill("urgent", 30, is_long=True, rho=0.0),
     ]
-    assert tokens([], prefills) == {"short": 55, "urgent": 45}
+    assert tokens([], prefills) == {"short": 55, "urgent": 30}
