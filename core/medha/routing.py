@@ -11,8 +11,9 @@ Time comes in as `now` (seconds of the driver's monotonic clock); the same event
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
@@ -99,6 +100,7 @@ class SendPrompt:
     prompt: str
     source: str
     emitted: tuple[int, ...] = ()
+    sequences: int = 1  # `Submit`s that name it in the same pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,7 +449,15 @@ class RouterCore:
             if not self._has_room(chosen):
                 with_room.remove(chosen)
         self._queue[:position] = kept
-        return commands
+        named = Counter(
+            command.message.prompt
+            for command in commands
+            if isinstance(command, Send) and isinstance(command.message, Submit)
+        )
+        return [
+            replace(command, sequences=named[command.prompt]) if isinstance(command, SendPrompt) else command
+            for command in commands
+        ]
 
     def _choose(
         self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None

@@ -172,11 +172,13 @@ class ReplicaLink:
         total = len(ids) + len(emitted)
         for offset in range(0, len(ids), TOKENS_PER_FRAME):
             part = ids[offset : offset + TOKENS_PER_FRAME]
-            frames = encode(Tokens(command.prompt, offset, total), tokens_to_frame(part))
+            piece = Tokens(command.prompt, offset, total, command.sequences)
+            frames = encode(piece, tokens_to_frame(part))
             self._send(self._tokens, self._tokens_peer, command.replica, frames)
         if emitted:
             raw = b"".join(number.to_bytes(4, "little") for number in emitted)
-            frames = encode(Tokens(command.prompt, len(ids), total), raw)
+            piece = Tokens(command.prompt, len(ids), total, command.sequences)
+            frames = encode(piece, raw)
             self._send(self._tokens, self._tokens_peer, command.replica, frames)
 
     def _send(
