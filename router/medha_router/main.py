@@ -60,8 +60,8 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         unfinished.rename(target)  # whoever sees the file sees all of it
 
 
-async def serve(settings: RouterSettings) -> None:
-    """Serve until SIGTERM or the parent's death; then drain."""
+async def serve(settings: RouterSettings, parent_pid: int) -> None:
+    """Serve until SIGTERM, then drain; or until `parent_pid` is no longer the parent, then end."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -87,7 +87,7 @@ async def serve(settings: RouterSettings) -> None:
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         _announce_bound(settings, listener, link)
 
-        parent = asyncio.create_task(_parent_gone(settings.exit_with_parent))
+        parent = asyncio.create_task(_parent_gone(parent_pid if settings.exit_with_parent else None))
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait((serving, parent, stopping), return_when=asyncio.FIRST_COMPLETED)
         door.draining = True
@@ -111,15 +111,15 @@ async def _drained(door: Door, limit_seconds: float) -> None:
         log.warning("%d requests are cut off after %g s", door.open_requests, limit_seconds)
 
 
-async def _parent_gone(watched: bool) -> None:
-    parent = os.getppid()
-    while not watched or os.getppid() == parent:  # noqa: ASYNC110 - the kernel has no event for it
+async def _parent_gone(parent_pid: int | None) -> None:
+    while parent_pid is None or os.getppid() == parent_pid:  # noqa: ASYNC110 - the kernel has no event for it
         await asyncio.sleep(_PARENT_POLL_SECONDS)
     log.warning("the process that started this router has gone")
 
 
 def main(arguments: list[str]) -> int:
     """`python -m medha_router SETTINGS`, a JSON object or the path of a file with one."""
+    parent_pid = os.getppid()  # first of all: it may be gone soon
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m medha_router SETTINGS (a JSON object, or a file that holds one)\n")
         return 2
@@ -130,9 +130,10 @@ def main(arguments: list[str]) -> int:
     except (OSError, ValidationError) as error:
         sys.stderr.write(f"settings: {error}\n")
         return 2
+    logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        uvloop.run(serve(settings))
+        uvloop.run(serve(settings, parent_pid))
     except OSError as error:
         log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
         return 1

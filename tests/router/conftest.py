@@ -1,0 +1,305 @@
+"""A real router process, a real tokenizer, and a scripted replica that speaks real ZeroMQ frames."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import zmq
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from medha.bundle import bundle_digest
+from medha.messages import (
+    Announce,
+    BundlePart,
+    Cancel,
+    Emit,
+    FetchBundle,
+    Message,
+    Refused,
+    ServiceClassTerms,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+from medha.wire import decode, encode, tokens_from_frame
+from medha_router.bundle import Bundle
+
+MODEL = "tiny"
+MAX_MODEL_LEN = 2048
+TEXT = "The quick brown fox jumps over the lazy dog. Café, naïve, 日本語, emoji 🙂🚀! Stop here. "
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|bos|>", "<|end|>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("<|system|>", "<|user|>", "<|assistant|>")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bundle_files() -> dict[str, bytes]:
+    config = {"bos_token": "<|bos|>", "eos_token": {"content": "<|end|>"}, "chat_template": TEMPLATE}
+    return {
+        "tokenizer.json": byte_level_tokenizer().to_str().encode(),
+        "tokenizer_config.json": json.dumps(config).encode(),
+        "generation_config.json": json.dumps({"temperature": 0.6, "top_k": 20, "eos_token_id": 1}).encode(),
+    }
+
+
+@pytest.fixture(scope="session")
+def bundle(bundle_files: dict[str, bytes]) -> Bundle:
+    return Bundle(bundle_files)
+
+
+@dataclass
+class Script:
+    """What the replica answers to the next submissions."""
+
+    tokens: tuple[int, ...] = ()
+    finish: str = "length"
+    per_message: int = 1
+    logprobs: bool = False
+    refuse: str | None = None
+    hold: bool = False  # emit the tokens and leave the sequence open
+    delay_seconds: float = 0.0
+
+
+@dataclass
+class ScriptedReplica:
+    """A test double of a replica's controller, at the wire: it emits what `script` says."""
+
+    control_endpoint: str
+    tokens_endpoint: str
+    files: dict[str, bytes]
+    name: str = "r0"
+    script: Script = field(default_factory=Script)
+    submits: list[Submit] = field(default_factory=list)
+    cancels: list[str] = field(default_factory=list)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.changed = threading.Condition()
+        self._orders: list[tuple[str, Any]] = []
+        self._stop = threading.Event()
+        self.card = Announce(
+            replica=self.name,
+            model=MODEL,
+            digest=bundle_digest(self.files),
+            epoch=1,
+            ready=True,
+            draining=False,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=Tokenizer.from_buffer(self.files["tokenizer.json"]).get_vocab_size(),
+            kv_tokens_total=100_000,
+            kv_tokens_free=75_000,
+            running=1,
+            waiting=2,
+            pending_prefill_seconds=0.5,
+            longest_request_tokens=100_000,
+            waiting_limit=1000,
+            service_classes=(
+                ServiceClassTerms("interactive", 2.0, 3.0, 0.05, 0.02, 4096),
+                ServiceClassTerms("batch", 60.0, 3.0, 0.5, 0.1, 4096),
+            ),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def order(self, what: str, value: Any = None) -> None:
+        """Have the replica's own thread `announce`, `send` a message or send `raw` frames."""
+        self._orders.append((what, value))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, timeout=20), "the replica never saw it"
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        control, tokens = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        for socket, endpoint in ((control, self.control_endpoint), (tokens, self.tokens_endpoint)):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+        poller = zmq.Poller()
+        poller.register(control, zmq.POLLIN)
+        poller.register(tokens, zmq.POLLIN)
+        announced = 0.0
+        while not self._stop.is_set():
+            while self._orders:
+                what, value = self._orders.pop(0)
+                if what == "announce":
+                    self.card = replace(self.card, **value)
+                    announced = 0.0
+                else:
+                    control.send_multipart(value if what == "raw" else encode(value))
+            if time.monotonic() - announced > 0.5:
+                announced = time.monotonic()
+                for socket in (control, tokens):
+                    socket.send_multipart(encode(self.card))
+            ready = dict(poller.poll(5))
+            if tokens in ready:
+                self._take_tokens(tokens)
+            if control in ready:
+                self._take(control, tokens)
+        context.destroy(linger=0)
+
+    def _take_tokens(self, tokens: zmq.Socket[bytes]) -> None:
+        while tokens.poll(0):
+            message, payload = decode(tokens.recv_multipart())
+            assert isinstance(message, Tokens)
+            assert payload is not None
+            ids = self.prompts.setdefault(message.prompt, [])
+            assert len(ids) == message.offset
+            ids.extend(tokens_from_frame(payload).tolist())
+
+    def _take(self, control: zmq.Socket[bytes], tokens: zmq.Socket[bytes]) -> None:
+        message, _ = decode(control.recv_multipart())
+        match message:
+            case FetchBundle():
+                for left, (name, content) in zip(
+                    range(len(self.files) - 1, -1, -1), self.files.items(), strict=True
+                ):
+                    control.send_multipart(encode(BundlePart(message.digest, name, left), content))
+            case Submit():
+                deadline = time.monotonic() + 10
+                while len(self.prompts.get(message.prompt, ())) < message.tokens:
+                    assert time.monotonic() < deadline, "the prompt never came"
+                    if tokens.poll(20):
+                        self._take_tokens(tokens)
+                with self.changed:
+                    self.submits.append(message)
+                    self.changed.notify_all()
+                for answer in self._answers(message):
+                    control.send_multipart(encode(answer))
+                    if self.script.delay_seconds:
+                        time.sleep(self.script.delay_seconds)
+            case Cancel():
+                with self.changed:
+                    self.cancels.append(message.id)
+                    self.changed.notify_all()
+
+    def _answers(self, submit: Submit) -> Iterator[Message]:
+        script = self.script
+        if script.refuse is not None:
+            yield Refused(submit.id, script.refuse, "as the script says")  # type: ignore[arg-type]
+            return
+        left = script.tokens[submit.tokens - submit.prompt_length :]
+        for start in range(0, len(left), script.per_message):
+            part = left[start : start + script.per_message]
+            last = start + len(part) == len(left) and not script.hold
+            top = ((7, -0.5), (8, -1.5), (9, float("-inf")))
+            logprobs = tuple(TokenLogprob(-0.25, top) for _ in part) if script.logprobs else ()
+            yield Emit(submit.id, part, script.finish if last else None, logprobs)  # type: ignore[arg-type]
+
+
+@dataclass
+class Router:
+    """A running router process."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    control: str
+    tokens: str
+    http: httpx.Client
+
+    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def wait_ready(self) -> None:
+        deadline = time.monotonic() + 30
+        while self.http.get("/ready").status_code != 200:
+            assert time.monotonic() < deadline, "never ready"
+            time.sleep(0.02)
+
+    def metric(self, line_start: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
+
+
+def start_router(folder: Path, **settings: Any) -> Router:
+    ready = folder / "ready.json"
+    given = {"port": 0, "ready_file": str(ready), "log_level": "warning", **settings}
+    process = subprocess.Popen([sys.executable, "-m", "medha_router", json.dumps(given)])
+    deadline = time.monotonic() + 30
+    while not ready.exists():
+        assert process.poll() is None, "the router ended"
+        assert time.monotonic() < deadline, "the router did not start"
+        time.sleep(0.02)
+    bound = json.loads(ready.read_text())
+    client = httpx.Client(base_url=bound["url"], timeout=30)
+    return Router(process, bound["url"], bound["control"], bound["tokens"], client)
+
+
+def stop_router(router: Router) -> int:
+    router.http.close()
+    router.process.terminate()
+    return router.process.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def shared_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    router = start_router(
+        tmp_path_factory.mktemp("router"), max_body_bytes=2**20, large_body_bytes=200_000, drain_seconds=1
+    )
+    yield router
+    assert stop_router(router) == 0
+
+
+@pytest.fixture(scope="session")
+def shared_replica(shared_router: Router, bundle_files: dict[str, bytes]) -> Iterator[ScriptedReplica]:
+    replica = ScriptedReplica(shared_router.control, shared_router.tokens, bundle_files)
+    shared_router.wait_ready()
+    yield replica
+    replica.stop()
+
+
+@pytest.fixture
+def replica(shared_replica: ScriptedReplica, bundle: Bundle) -> ScriptedReplica:
+    """The shared replica with a fresh script: it says TEXT and ends with `length`."""
+    shared_replica.script = Script(tokens=say(bundle, TEXT))
+    shared_replica.submits.clear()
+    shared_replica.cancels.clear()
+    return shared_replica
+
+
+@pytest.fixture
+def router(shared_router: Router, replica: ScriptedReplica) -> Router:
+    return shared_router
+
+
+def say(bundle: Bundle, text: str) -> tuple[int, ...]:
+    return tuple(np.asarray(bundle.encode(text, add_special_tokens=False)).tolist())

@@ -1,0 +1,227 @@
+"""The bad-input table: each row over real HTTP, each answer OpenAI's error object that names the field."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from .conftest import MAX_MODEL_LEN, MODEL, Router, ScriptedReplica
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+GOOD_CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+GOOD_TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Hello"}
+
+
+def assert_error(answer: httpx.Response, status: int, param: str | None, code: str | None = None) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+    assert answer.headers["x-request-id"]
+    if code is not None:
+        assert error["code"] == code
+
+
+CHAT_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": "Hello"}, "messages"),
+    ({"messages": [{"role": "user"}, 5]}, "messages.1"),
+    ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
+    ({"model": 5}, "model"),
+    ({"model": ""}, "model"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 1e300}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -7}, "top_k"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 10**9}, "n"),
+    ({"seed": 2**64}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": ["x"] * 17}, "stop"),
+    ({"stop": [""]}, "stop.0"),
+    ({"stop": 5}, "stop"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"service_tier": "platinum"}, "service_tier"),
+]
+
+
+@pytest.mark.parametrize(("change", "param"), CHAT_ROWS, ids=[str(change)[:40] for change, _ in CHAT_ROWS])
+def test_a_wrong_chat_field_is_named(router: Router, change: dict[str, Any], param: str) -> None:
+    assert_error(router.post(CHAT, {**GOOD_CHAT, **change}), 400, param)
+
+
+UNSUPPORTED_ROWS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"tools": [{"type": "function"}]}, "tools"),
+    (CHAT, {"tool_choice": "auto"}, "tool_choice"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    (CHAT, {"audio": {"voice": "x"}}, "audio"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+    (CHAT, {"prompt_logprobs": 1}, "prompt_logprobs"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content.0.type",
+    ),
+    (TEXT, {"echo": True}, "echo"),
+    (TEXT, {"suffix": "x"}, "suffix"),
+    (TEXT, {"best_of": 3}, "best_of"),
+    (TEXT, {"best_of": 3, "n": 2}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "param"), UNSUPPORTED_ROWS)
+def test_an_unsupported_field_is_refused_by_name_and_never_ignored(
+    router: Router, path: str, change: dict[str, Any], param: str
+) -> None:
+    good = GOOD_CHAT if path == CHAT else GOOD_TEXT
+    assert_error(router.post(path, {**good, **change}), 400, param, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"no_such_field": 1, "priority": 3, "metadata": {"a": "b"}, "store": False, "user": "me"},
+    ],
+)
+def test_fields_that_ask_for_nothing_and_unknown_ones_are_ignored(
+    router: Router, change: dict[str, Any]
+) -> None:
+    assert router.post(CHAT, {**GOOD_CHAT, **change}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], {}, 5, True, [[]], [True], [1, "a"], ["a", 1], [-1], [10**6], [1.5], [[1], "a"], [2**40]],
+)
+def test_a_prompt_of_a_wrong_shape_is_refused(router: Router, prompt: object) -> None:
+    assert_error(router.post(TEXT, {"model": MODEL, "prompt": prompt}), 400, "prompt")
+
+
+def test_an_empty_prompt_is_refused(router: Router) -> None:
+    body = {"model": MODEL, "prompt": "", "add_special_tokens": False}
+    assert_error(router.post(TEXT, body), 400, "prompt")
+    assert_error(router.post(TEXT, {"model": MODEL}), 400, "prompt")
+
+
+DEEP = b"[" * 100_000 + b"]" * 100_000
+BODY_ROWS = {
+    "empty": b"",
+    "cut off": b'{"model": "tiny", ',
+    "a list": b"[]",
+    "a number": b"5",
+    "invalid UTF-8": b'{"model": "tiny", "prompt": "\xff\xfe"}',
+    "a lone surrogate": b'{"model": "tiny", "prompt": "\\ud800"}',
+    "NaN": b'{"model": "tiny", "prompt": "x", "temperature": NaN}',
+    "Infinity": b'{"model": "tiny", "prompt": "x", "temperature": Infinity}',
+    "deep nesting": b'{"model": "tiny", "prompt": ' + DEEP + b"}",
+    "trailing garbage": b'{"model": "tiny", "prompt": "x"} x',
+}
+
+
+@pytest.mark.parametrize("name", BODY_ROWS)
+def test_a_body_that_is_no_json_object_is_refused(router: Router, name: str) -> None:
+    assert_error(router.http.post(TEXT, content=BODY_ROWS[name]), 400, None, "invalid_json")
+
+
+def test_a_number_beyond_floats_is_refused(router: Router) -> None:
+    body = b'{"model": "tiny", "prompt": "x", "temperature": 1e999}'
+    assert router.http.post(TEXT, content=body).status_code == 400
+
+
+def test_an_unknown_model_is_404(router: Router) -> None:
+    assert_error(router.post(CHAT, {**GOOD_CHAT, "model": "other"}), 404, "model", "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"model": MODEL, "prompt": [5] * MAX_MODEL_LEN}, "prompt"),
+        (TEXT, {"model": MODEL, "prompt": [5] * (MAX_MODEL_LEN - 5), "max_tokens": 6}, "prompt"),
+        (TEXT, {"model": MODEL, "prompt": "ab " * 50_000}, "prompt"),
+        (CHAT, {**GOOD_CHAT, "max_tokens": MAX_MODEL_LEN}, "messages"),
+        (CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x" * 90_000}]}, "messages"),
+        (CHAT, {"model": MODEL, "messages": [{"role": "user", "content": "x" * 500_000}]}, "messages"),
+    ],
+    ids=["ids", "with output", "text", "output alone", "chat", "chat in a process"],
+)
+def test_what_does_not_fit_the_context_is_told_so(
+    router: Router, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = router.post(path, body)
+    assert_error(answer, 400, param, "context_length_exceeded")
+    assert str(MAX_MODEL_LEN) in answer.json()["error"]["message"]
+
+
+def test_a_prompt_that_just_fits_is_served(router: Router, replica: ScriptedReplica) -> None:
+    body = {"model": MODEL, "prompt": [5] * (MAX_MODEL_LEN - 5), "max_tokens": 5}
+    assert router.post(TEXT, body).status_code == 200
+    assert replica.submits[0].tokens == MAX_MODEL_LEN - 5
+
+
+def test_a_large_body_is_served_from_a_process_as_a_small_one_is(
+    router: Router, replica: ScriptedReplica
+) -> None:
+    padding = "x" * 300_000  # the body is large, its prompt is not
+    answer = router.post(TEXT, {**GOOD_TEXT, "user": padding, "logit_bias": {"5": 1}, "stop": "never"})
+    assert answer.status_code == 200
+    small = router.post(TEXT, {**GOOD_TEXT, "logit_bias": {"5": 1}, "stop": "never"})
+    assert answer.json()["choices"] == small.json()["choices"]
+    first, second = replica.submits
+    assert first.sampling == second.sampling
+    assert replica.prompts[first.prompt] == replica.prompts[second.prompt]
+    assert router.metric('medha_router_tokenize_seconds_count{place="process"}') >= 1
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["with a length", "streamed without a length"])
+def test_a_body_beyond_the_limit_is_413(router: Router, streamed: bool) -> None:
+    body = b" " * (2**20 + 1)
+    content = (body[start : start + 65536] for start in range(0, len(body), 65536)) if streamed else body
+    assert_error(router.http.post(TEXT, content=content), 413, None, "body_too_large")
+
+
+@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+@pytest.mark.parametrize("value", ["soon", "-1", "0", "nan", "inf"])
+def test_a_wrong_slo_header_is_named(router: Router, header: str, value: str) -> None:
+    assert_error(router.post(CHAT, GOOD_CHAT, headers={header: value}), 400, header)
+
+
+def test_unknown_paths_and_methods_get_the_error_object(router: Router) -> None:
+    assert_error(router.http.get("/v1/nowhere"), 404, None)
+    assert_error(router.http.get(CHAT), 405, None)
+
+
+@pytest.mark.parametrize("tokens", [None, "x", ["a"], [-1], [10**7], [True]])
+def test_detokenize_refuses_what_are_no_ids(router: Router, tokens: object) -> None:
+    assert_error(router.post("/detokenize", {"model": MODEL, "tokens": tokens}), 400, "tokens")
+
+
+def test_tokenize_wants_a_prompt_or_messages(router: Router) -> None:
+    assert_error(router.post("/tokenize", {"model": MODEL}), 400, "prompt")

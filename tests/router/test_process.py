@@ -1,0 +1,121 @@
+"""The router process: start, readiness, limits, drain, and its end with its parent."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from medha_router.bundle import Bundle
+
+from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
+
+BODY = {"model": MODEL, "prompt": "x"}
+
+
+@pytest.fixture
+def lone_router(tmp_path: Path) -> Iterator[Router]:
+    router = start_router(tmp_path, max_waiting=1, drain_seconds=20)
+    yield router
+    stop_router(router)
+
+
+def test_without_a_replica_it_lives_is_not_ready_and_answers_503(lone_router: Router) -> None:
+    assert lone_router.http.get("/health").status_code == 200
+    assert lone_router.http.get("/ready").status_code == 503
+    answer = lone_router.post("/v1/completions", BODY)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert lone_router.http.get("/v1/models").json()["data"] == []
+
+
+def test_it_follows_its_replica_refuses_when_full_and_drains(
+    lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    replica = ScriptedReplica(lone_router.control, lone_router.tokens, bundle_files)
+    lone_router.wait_ready()
+
+    # A replica without room: one request may wait here, the next is told to come back.
+    replica.order("announce", {"waiting_limit": 1, "waiting": 1})
+    while lone_router.metric("medha_replica_sequences_waiting") != 1:
+        time.sleep(0.02)
+    replica.script = Script(tokens=say(bundle, "Hello"), hold=True)
+    answers: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{lone_router.url}/v1/completions", json=BODY, timeout=30))
+    )
+    waiting.start()
+    while lone_router.metric("medha_router_sequences_waiting") != 1:
+        time.sleep(0.02)
+    refused = lone_router.post("/v1/completions", BODY)
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+
+    # Room again: the one that waits is forwarded. Then a stop: it is finished, new ones are refused.
+    replica.order("announce", {"waiting_limit": 10, "waiting": 0})
+    replica.wait(lambda: len(replica.submits) == 1)
+    lone_router.process.send_signal(signal.SIGINT)  # a supervisor's business
+    lone_router.process.terminate()
+    while lone_router.http.get("/ready").status_code != 503:
+        time.sleep(0.02)
+    assert lone_router.http.get("/health").status_code == 200
+    assert lone_router.post("/v1/completions", BODY).status_code == 503
+    assert lone_router.process.poll() is None
+    from medha.messages import Emit
+
+    replica.order("send", Emit(replica.submits[0].id, say(bundle, "!"), "length"))
+    assert lone_router.process.wait(timeout=20) == 0
+    waiting.join()
+    assert answers[0].json()["choices"][0]["text"] == "Hello!"
+    replica.stop()
+
+
+def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+    ready = tmp_path / "ready.json"
+    settings = json.dumps({"port": 0, "ready_file": str(ready)})
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, time\n"
+            f"child = subprocess.Popen([sys.executable, '-m', 'medha_router', {settings!r}])\n"
+            "print(child.pid, flush=True)\n"
+            "time.sleep(60)",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = psutil.Process(int(parent.stdout.readline()))
+    while not ready.exists():
+        time.sleep(0.02)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    child.wait(timeout=20)
+
+
+@pytest.mark.parametrize("arguments", [[], ['{"port": -1}'], ['{"prot": 1}'], ["/no/such/file"]])
+def test_wrong_settings_are_named_and_end_the_start(arguments: list[str]) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "medha_router", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert (
+        "port" in ended.stderr
+        or "prot" in ended.stderr
+        or "/no/such/file" in ended.stderr
+        or "usage" in ended.stderr
+    )
