@@ -14,10 +14,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import zmq
 import zmq.asyncio
 
-from medha.bundle import MAX_BUNDLE_BYTES, bundle_digest
+from medha.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
 from medha.routing import (
@@ -73,6 +74,8 @@ class ReplicaLink:
         self._prompts: dict[str, TokenIds] = {}
         self._outcomes: dict[str, asyncio.Queue[Outcome]] = {}  # by sequence
         self._tasks: set[asyncio.Task[None]] = set()
+        self.broken = asyncio.Event()
+        """A bug ended one of the loops: the process must not go on half alive."""
 
     def _bind(self, endpoint: str) -> zmq.asyncio.Socket:
         socket = self._context.socket(zmq.ROUTER)
@@ -99,7 +102,13 @@ class ReplicaLink:
 
     def _spawn(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.critical("the replica link broke", exc_info=task.exception())
+            self.broken.set()
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -145,6 +154,12 @@ class ReplicaLink:
         for prompt in {new.prompt for new in arrive.sequences}:
             self._prompts.pop(prompt, None)
 
+    def end_all(self, detail: str) -> None:
+        """Every open sequence ends with an error, and is cancelled where it runs."""
+        for sequence_id, outcomes in list(self._outcomes.items()):
+            self.abandon(sequence_id)
+            outcomes.put_nowait(Fail(sequence_id, "unavailable", detail, 1))
+
     # Events in, commands out ----------------------------------------------------------------------
 
     def _handle(self, event: RouterEvent) -> None:
@@ -176,7 +191,7 @@ class ReplicaLink:
             frames = encode(piece, tokens_to_frame(part))
             self._send(self._tokens, self._tokens_peer, command.replica, frames)
         if emitted:
-            raw = b"".join(number.to_bytes(4, "little") for number in emitted)
+            raw = tokens_to_frame(np.asarray(emitted, dtype=np.int32))
             piece = Tokens(command.prompt, len(ids), total, command.sequences)
             frames = encode(piece, raw)
             self._send(self._tokens, self._tokens_peer, command.replica, frames)
@@ -256,6 +271,9 @@ class ReplicaLink:
             self._early[card.replica] = card
 
     def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
+        if part.name not in BUNDLE_FILES:  # a name becomes a file's: no other is taken
+            self._drop(f"{part.name[:80]!r} is no file of a bundle")
+            return
         parts = self._parts.setdefault((identity, part.digest), {})
         parts[part.name] = bytes(payload)
         if sum(map(len, parts.values())) > MAX_BUNDLE_BYTES:
@@ -273,6 +291,9 @@ class ReplicaLink:
             await self._tokenizing.add_bundle(files)
         except CheckpointInvalid as error:
             log.error("bundle %s cannot be used: %s", digest[:12], error)  # noqa: TRY400 - the text says it all
+            return
+        except Exception:  # its files come from elsewhere, and must not end the router
+            log.exception("bundle %s cannot be used", digest[:12])
             return
         log.info("loaded bundle %s (%d files)", digest[:12], len(files))
         self._handle(BundleKnown(digest))

@@ -60,13 +60,14 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         unfinished.rename(target)  # whoever sees the file sees all of it
 
 
-async def serve(settings: RouterSettings, parent_pid: int) -> None:
-    """Serve until SIGTERM, then drain; or until `parent_pid` is no longer the parent, then end."""
+async def serve(settings: RouterSettings, parent_pid: int) -> int:
+    """Serve until SIGTERM, then drain; or until `parent_pid` is no longer the parent, then end.
+
+    Returns the exit status: 1 if a bug ended it.
+    """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
-    # Ctrl-C reaches the whole process group of a terminal; who started the router decides when it stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     observer = Observer(CollectorRegistry())
     tokenizing = Tokenizing(settings, observer.tokenized)
@@ -89,17 +90,20 @@ async def serve(settings: RouterSettings, parent_pid: int) -> None:
 
         parent = asyncio.create_task(_parent_gone(parent_pid if settings.exit_with_parent else None))
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait((serving, parent, stopping), return_when=asyncio.FIRST_COMPLETED)
+        broken = asyncio.create_task(link.broken.wait())
+        await asyncio.wait((serving, parent, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
         door.draining = True
         if stop.is_set():
             log.info("stopping; %d requests are open", door.open_requests)
             await _drained(door, settings.drain_seconds)
+        link.end_all("this router is stopping")
         server.should_exit = True
         await serving
-        parent.cancel()
-        stopping.cancel()
+        for task in (parent, stopping, broken):
+            task.cancel()
         await link.close()
         tokenizing.close()
+    return 1 if link.broken.is_set() else 0
 
 
 async def _drained(door: Door, limit_seconds: float) -> None:
@@ -120,6 +124,8 @@ async def _parent_gone(parent_pid: int | None) -> None:
 def main(arguments: list[str]) -> int:
     """`python -m medha_router SETTINGS`, a JSON object or the path of a file with one."""
     parent_pid = os.getppid()  # first of all: it may be gone soon
+    # Ctrl-C reaches the whole process group of a terminal; who started the router decides when it stops.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if len(arguments) != 1:
         sys.stderr.write("usage: python -m medha_router SETTINGS (a JSON object, or a file that holds one)\n")
         return 2
@@ -133,8 +139,7 @@ def main(arguments: list[str]) -> int:
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        uvloop.run(serve(settings, parent_pid))
+        return uvloop.run(serve(settings, parent_pid))
     except OSError as error:
         log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
         return 1
-    return 0

@@ -10,8 +10,10 @@ The two sides of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import queue
+import signal
 import struct
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
 from medha_router.settings import RouterSettings
 
 _FRAME = struct.Struct("<QQ")
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MAX_PENDING_BYTES = 2**30
@@ -51,6 +54,7 @@ class Tokenizing:
         self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones
+        self._started: set[_Process] = set()  # all of them
         self._pending_bytes = 0
 
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
@@ -105,6 +109,7 @@ class Tokenizing:
             process = self._processes.get_nowait()
         except queue.Empty:
             process = _Process(self._folder.name)
+            self._started.add(process)
         header = {
             "endpoint": endpoint,
             "catalog": _CATALOG.dump_python(catalog),
@@ -113,6 +118,7 @@ class Tokenizing:
         try:
             prepared = process.prepare(header, body)
         except (OSError, EOFError) as error:  # it died, most likely for want of memory
+            self._started.discard(process)
             process.end()
             message = "tokenising this request failed; it may be too large for the router's memory"
             raise ApiError(500, message, code="internal_error") from error
@@ -123,10 +129,12 @@ class Tokenizing:
         return prepared
 
     def close(self) -> None:
+        for process in list(self._started):
+            process.kill()  # so that no thread waits for one that is still at work
         self._threads.shutdown(cancel_futures=True)
         self._large_threads.shutdown(cancel_futures=True)
-        while not self._processes.empty():
-            self._processes.get().end()
+        for process in self._started:
+            process.end()
         self._folder.cleanup()
 
 
@@ -153,8 +161,11 @@ class _Process:
         prompts = np.split(tokens_from_frame(memoryview(payload)), ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         self._process.kill()
+
+    def end(self) -> None:
+        self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
@@ -187,7 +198,8 @@ def _read_exactly(pipe: IO[bytes], length: int) -> bytearray:
 
 
 def _serve(bundles_folder: Path) -> None:
-    """The far end: answer until the router closes the pipe."""
+    """The far end: answer until the router closes the pipe, and never outlive it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     bundles: dict[str, Bundle] = {}
 
     def bundle_of(digest: str) -> Bundle:

@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from medha.messages import BundlePart, Failed
+from medha.wire import encode
 from medha_router.bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say
@@ -286,8 +288,6 @@ def test_a_replicas_refusal_becomes_a_status_and_an_error_object(
 def test_an_error_after_the_stream_began_is_one_event_and_then_done(
     router: Router, replica: ScriptedReplica, bundle: Bundle
 ) -> None:
-    from medha.messages import Failed
-
     replica.script = Script(tokens=say(bundle, "Hello"), hold=True)
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     with router.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -337,8 +337,14 @@ def test_metrics_have_our_names_and_those_of_vllm(router: Router) -> None:
 
 def test_malformed_messages_are_counted_and_change_nothing(router: Router, replica: ScriptedReplica) -> None:
     before = router.metric("medha_router_malformed_messages_total")
-    for frames in ([b"not json"], [b'{"v":9,"type":"Emit","body":{}}'], [b'{"v":1,"type":"Step","body":{}}']):
+    traversal = [bytes(frame) for frame in encode(BundlePart("d", "../../etc/passwd", 0), b"x")]
+    for frames in (
+        traversal,
+        [b"not json"],
+        [b'{"v":9,"type":"Emit","body":{}}'],
+        [b'{"v":1,"type":"Step","body":{}}'],
+    ):
         replica.order("raw", frames)
     answer = router.post("/v1/completions", {"model": MODEL, "prompt": "x"})
     assert answer.status_code == 200
-    assert router.metric("medha_router_malformed_messages_total") == before + 3
+    assert router.metric("medha_router_malformed_messages_total") == before + 4

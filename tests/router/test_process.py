@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from medha.messages import Emit
 from medha_router.bundle import Bundle
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
@@ -69,13 +70,32 @@ def test_it_follows_its_replica_refuses_when_full_and_drains(
     assert lone_router.http.get("/health").status_code == 200
     assert lone_router.post("/v1/completions", BODY).status_code == 503
     assert lone_router.process.poll() is None
-    from medha.messages import Emit
-
     replica.order("send", Emit(replica.submits[0].id, say(bundle, "!"), "length"))
     assert lone_router.process.wait(timeout=20) == 0
     waiting.join()
     assert answers[0].json()["choices"][0]["text"] == "Hello!"
     replica.stop()
+
+
+def test_what_is_open_after_the_drain_limit_ends_with_an_error_and_is_cancelled(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    router = start_router(tmp_path, drain_seconds=0.1)
+    replica = ScriptedReplica(router.control, router.tokens, bundle_files)
+    router.wait_ready()
+    replica.script = Script(tokens=say(bundle, "Hello"), hold=True)
+    with router.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        router.process.terminate()
+        rest = [line for line in lines if line]
+    error, done = rest[-2:]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert done == "data: [DONE]"
+    assert router.process.wait(timeout=20) == 0
+    replica.wait(lambda: replica.cancels == [replica.submits[0].id])
+    replica.stop()
+    router.http.close()
 
 
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
