@@ -409,23 +409,31 @@ class RouterCore:
                 commands.append(Reject(name, f"silent for {now - replica.heard_at:.1f} s"))
                 commands += self._lose(name)
         commands += self._dispatch(now)
+        return commands + self._end_hopeless(now)
+
+    def _end_hopeless(self, now: float) -> list[RouterCommand]:
+        """End queued sequences that nothing serves for too long, or that no replica left can hold."""
+        longest: dict[tuple[str, str], int] = {}
+        for replica in self._replicas.values():
+            if self._usable(replica):
+                key = (replica.card.model, replica.card.digest)
+                longest[key] = max(longest.get(key, 0), replica.card.longest_request_tokens)
+        unserved_since: dict[tuple[str, str], float] = {}
+        commands: list[RouterCommand] = []
         for _, sequence in list(self._queue):
             key = (sequence.request.model, sequence.request.digest)
-            serving = self._serving(sequence.request)
-            if serving:
-                self._unserved_since.pop(key, None)
-                longest = max(replica.card.longest_request_tokens for replica in serving)
-                if sequence.tokens >= longest:  # its larger replica has gone
-                    detail = f"no replica is left that holds more than {longest} tokens"
-                    commands.append(self._fail(sequence, "too_long", detail))
-            elif now - self._unserved_since.setdefault(key, now) >= self._limits.unserved_seconds:
-                detail = (
-                    f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
-                )
-                commands.append(self._fail(sequence, "unavailable", detail))
-        queued = {(sequence.request.model, sequence.request.digest) for _, sequence in self._queue}
-        for key in self._unserved_since.keys() - queued:
-            del self._unserved_since[key]
+            limit = longest.get(key)
+            if limit is None:
+                since = unserved_since[key] = self._unserved_since.get(key, now)
+                if now - since >= self._limits.unserved_seconds:
+                    detail = (
+                        f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
+                    )
+                    commands.append(self._fail(sequence, "unavailable", detail))
+            elif sequence.tokens >= limit:  # its larger replica has gone
+                detail = f"no replica is left that holds more than {limit} tokens"
+                commands.append(self._fail(sequence, "too_long", detail))
+        self._unserved_since = unserved_since
         return commands
 
     # Late binding ---------------------------------------------------------------------------------
