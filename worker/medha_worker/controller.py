@@ -283,7 +283,6 @@ class Controller:
         load = self._core.load()
         if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
             return
-        first = self._announced is None
         self._announced, self._announced_at = load, now
         self._observer.state(self._core)
         config = self._config
@@ -305,9 +304,9 @@ class Controller:
             waiting_limit=config.scheduling.max_waiting,
             service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
         )
+        # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
         self._router_control.send(announce)
-        if first:  # the router's ROUTER socket must hear us there, too, before it can send us token ids
-            self._router_tokens.send(announce)
+        self._router_tokens.send(announce)
 
     def _record_event(self, event: ControllerEvent, now: float) -> None:
         if self._record is not None:
