@@ -75,8 +75,6 @@ def merge_partials(
     Returns:
         Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty.
     """
-    if len(outputs) == 1:
-        return outputs[0], log_sum_exps[0]
     parts = torch.stack(tuple(log_sum_exps))
     union = parts.logsumexp(0)
     merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
@@ -123,7 +121,7 @@ class _TorchStep:
             count = part.stop - part.start
             if count == 1:
                 outputs, sums = _over_segments(own[0], segments, pool, scale)
-                output[part.start] = merge_partials(outputs, sums)[0]
+                output[part.start] = outputs[0] if len(outputs) == 1 else merge_partials(outputs, sums)[0]
             elif q.dtype == torch.float32 and count * group >= _TILED_ROWS:
                 _attend_tiled(own, k[part], v[part], segments, pool, scale, output[part])
             else:

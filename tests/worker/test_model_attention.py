@@ -1,0 +1,269 @@
+"""Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_worker.model import attention, flash
+from medha_worker.model.attention import TorchAttention, merge_partials
+from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
+from medha_worker.model.flash import flash_attention
+from medha_worker.model.tiles import KeyTile, tiled_attention
+
+BLOCK_TOKENS = 16
+
+
+def plain_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(q k^T) v and the log-sum-exp, in float64."""
+    scores = q.double() @ k.double().transpose(-1, -2)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# merge_partials
+
+
+@given(
+    cuts=st.lists(st.integers(0, 24), min_size=0, max_size=6),
+    spread=st.sampled_from([0.1, 3.0, 200.0]),
+    shift=st.sampled_from([0.0, -500.0, 1000.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=60, deadline=None)
+def test_merging_any_split_of_the_keys_gives_the_attention_over_all_of_them(
+    cuts: list[int], spread: float, shift: float, seed: int
+) -> None:
+    """Empty shards included, wherever the cuts fall together; scores may be far from zero."""
+    keys = 24
+    scores = (normal(3, keys, seed=seed) * spread + shift).double()
+    values = normal(keys, 5, seed=seed + 1).double()
+    edges = [0, *sorted(cuts), keys]
+    outputs, sums = [], []
+    for first, last in pairwise(edges):
+        part = scores[:, first:last]
+        sums.append(part.logsumexp(-1).float())
+        # What an empty shard's output holds must not matter.
+        outputs.append(
+            (part.softmax(-1) @ values[first:last]).float() if last > first else torch.full((3, 5), math.nan)
+        )
+    output, log_sum_exp = merge_partials(outputs, sums)
+    torch.testing.assert_close(output.double(), scores.softmax(-1) @ values, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(log_sum_exp.double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-5)
+
+
+def test_merging_only_empty_shards_gives_zeros_and_minus_infinity() -> None:
+    nothing = torch.full((2, 3), -math.inf)
+    output, log_sum_exp = merge_partials([torch.full((2, 3, 4), math.nan)] * 3, [nothing] * 3)
+    assert output.eq(0).all()
+    assert log_sum_exp.eq(-math.inf).all()
+
+
+def test_one_empty_shard_alone_is_zeros_too() -> None:
+    output, log_sum_exp = merge_partials([torch.full((3, 4), math.nan)], [torch.full((3,), -math.inf)])
+    assert output.eq(0).all()
+    assert log_sum_exp.eq(-math.inf).all()
+
+
+def test_a_row_that_one_shard_does_not_see_takes_the_others_result_unchanged() -> None:
+    seen, unseen = normal(2, 4), normal(2, 4, seed=1)
+    output, log_sum_exp = merge_partials(
+        [seen, unseen], [torch.tensor([0.3, -90.0]), torch.tensor([-math.inf, -math.inf])]
+    )
+    assert torch.equal(output, seen)
+    assert torch.equal(log_sum_exp, torch.tensor([0.3, -90.0]))
+
+
+def test_merged_bfloat16_outputs_stay_bfloat16_and_sums_float32() -> None:
+    output, log_sum_exp = merge_partials([normal(2, 4).bfloat16()] * 2, [torch.zeros(2)] * 2)
+    assert output.dtype == torch.bfloat16
+    assert log_sum_exp.dtype == torch.float32
+
+
+# The flash kernel and its stand-in
+
+
+@pytest.fixture(params=["operator", "stand-in"])
+def flash_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "stand-in":
+        monkeypatch.setattr(flash, "HAS_OPERATOR", False)
+        monkeypatch.setattr(flash, "_STAND_IN_SCORES", 200)  # several pieces
+    elif not flash.HAS_OPERATOR:
+        pytest.skip("this torch has no such operator, or another signature")
+    return str(request.param)
+
+
+def test_this_torch_has_the_operator_with_the_signature_we_call() -> None:
+    """Fails when a new torch changes the private operator: the stand-in keeps results right, but slow."""
+    assert flash.HAS_OPERATOR
+
+
+@pytest.mark.usefixtures("flash_kind")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    ("rows", "keys", "causal"), [(1, 1, False), (1, 70, False), (9, 33, False), (40, 40, True)]
+)
+def test_flash_attention_is_exact_and_its_log_sum_exp_natural(
+    dtype: torch.dtype, tolerance: float, rows: int, keys: int, causal: bool
+) -> None:
+    q, k, v = (
+        normal(2, 4, rows, 8).to(dtype),
+        normal(2, 4, keys, 8, seed=1).to(dtype),
+        normal(2, 4, keys, 8, seed=2).to(dtype),
+    )
+    hidden = torch.ones(rows, keys, dtype=torch.bool).triu_(1) if causal else None
+    output, log_sum_exp = flash_attention(q, k, v, scale=0.5, causal=causal)
+    wanted, wanted_sum = plain_attention(q.double() * 0.5, k, v, hidden)
+    assert output.dtype == dtype
+    assert log_sum_exp.dtype == torch.float32
+    torch.testing.assert_close(output.double(), wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(log_sum_exp.double(), wanted_sum, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.usefixtures("flash_kind")
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(0, 5, False), (5, 0, False), (3, 5, True)])
+def test_input_that_would_crash_or_misalign_the_operator_is_stopped(
+    rows: int, keys: int, causal: bool
+) -> None:
+    q, k = torch.zeros(1, 1, rows, 8), torch.zeros(1, 1, keys, 8)
+    with pytest.raises(AssertionError):
+        flash_attention(q, k, k, scale=1.0, causal=causal)
+
+
+# Tiles
+
+
+def tiles_of(
+    k: torch.Tensor, v: torch.Tensor, size: int, hidden_first: torch.Tensor | None = None
+) -> Callable[[], Iterator[KeyTile]]:
+    def tiles() -> Iterator[KeyTile]:
+        for start in range(0, k.shape[1], size):
+            hidden = hidden_first if start == 0 else None
+            yield k[:, start : start + size], v[:, start : start + size], hidden
+
+    return tiles
+
+
+@pytest.mark.parametrize(
+    ("offsets", "case"),
+    [
+        ((0.0, 0.0), "small scores: no shift"),
+        ((60.0, 60.0), "the first tile's maximum is the shift"),
+        ((-70.0, -70.0), "all scores so low that exp() alone would lose them"),
+        ((0.0, 120.0), "a later tile overflows without a shift"),
+        ((300.0, 600.0), "a later tile overflows in spite of the shift"),
+        ((0.0, -200.0), "a later tile adds nothing"),
+        ((-300.0, 0.0), "the first tile adds nothing"),
+    ],
+)
+def test_tiles_are_exact_wherever_the_scores_lie(offsets: tuple[float, float], case: str) -> None:
+    q, k, v = normal(2, 20, 8), normal(2, 50, 8, seed=1), normal(2, 50, 8, seed=2)
+    # One more dimension that adds the offset to every score of the first, and of later tiles.
+    q = torch.cat([q, torch.ones(2, 20, 1)], dim=2)
+    level = torch.tensor([offsets[0]] * 20 + [offsets[1]] * 30).view(1, 50, 1).expand(2, 50, 1)
+    k = torch.cat([k, level], dim=2)
+    v = torch.cat([v, normal(2, 50, 1, seed=3)], dim=2)
+    hidden = torch.ones(20, 20, dtype=torch.bool).triu_(1)
+    output, log_sum_exp = tiled_attention(q, tiles_of(k, v, 20, hidden))
+    everything = torch.cat([hidden, torch.zeros(20, 30, dtype=torch.bool)], dim=1)
+    wanted, wanted_sum = plain_attention(q, k, v, everything)
+    # A score of 600 is known to 6e-5 in float32, and so is the logarithm of its weight.
+    torch.testing.assert_close(output.double(), wanted, rtol=2e-4, atol=2e-4, msg=case)
+    torch.testing.assert_close(log_sum_exp.double(), wanted_sum, rtol=1e-6, atol=1e-5, msg=case)
+
+
+# The backend
+
+
+def run_backend(
+    spans: list[SequenceSpan], kv_heads: int, group: int, dtype: torch.dtype, slots: int = 4096
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The torch backend over a random pool, and the plain result."""
+    head_dim = 16
+    rows = sum(span.row_count for span in spans)
+    keys, values = (
+        normal(kv_heads, slots, head_dim, seed=1).to(dtype),
+        normal(kv_heads, slots, head_dim, seed=2).to(dtype),
+    )
+    q = normal(rows, kv_heads * group, head_dim, seed=3).to(dtype)
+    k, v = torch.empty(2, rows, kv_heads, head_dim, dtype=dtype)
+    wanted = torch.empty(rows, kv_heads * group, head_dim, dtype=torch.float64)
+    for span in spans:
+        positions = np.arange(span.total_length)
+        place = torch.from_numpy(
+            np.asarray(span.blocks)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
+        )
+        part = slice(span.row_start, span.row_start + span.row_count)
+        own = place[span.context_length :]
+        k[part], v[part] = keys[:, own].transpose(0, 1), values[:, own].transpose(0, 1)
+        hidden = torch.ones(span.row_count, span.total_length, dtype=torch.bool).triu_(
+            span.context_length + 1
+        )
+        by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
+        repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
+        wanted[part] = plain_attention(by_head, repeated[0], repeated[1], hidden)[0].transpose(0, 1)
+    found = TorchAttention().plan(spans, BLOCK_TOKENS).attend(q, k, v, keys, values)
+    return found.double(), wanted
+
+
+def spans_of(shapes: list[tuple[int, int]], *, shuffled: bool) -> list[SequenceSpan]:
+    """Spans of (context, new tokens), one behind the other; block tables run on, or are mixed."""
+    blocks = list(range(4096 // BLOCK_TOKENS))
+    if shuffled:
+        np.random.default_rng(0).shuffle(blocks)
+    spans, row = [], 0
+    for context, count in shapes:
+        needed = -(-(context + count) // BLOCK_TOKENS)
+        spans.append(SequenceSpan(row, count, context, blocks[:needed]))
+        blocks, row = blocks[needed:], row + count
+    return spans
+
+
+SHAPES = [(0, 1), (0, 5), (33, 1), (0, 300), (40, 260), (700, 3), (1300, 1), (600, 130)]
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 4), (3, 2), (8, 1)])
+@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
+def test_every_case_of_the_backend_equals_a_plain_softmax(
+    kv_heads: int, group: int, shuffled: bool, dtype: torch.dtype, tolerance: float
+) -> None:
+    found, wanted = run_backend(spans_of(SHAPES, shuffled=shuffled), kv_heads, group, dtype)
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_GATHERED_TOKENS", 64)
+    found, wanted = run_backend(spans_of(SHAPES, shuffled=True), 2, 2, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
+
+
+# Where tokens lie
+
+
+@given(
+    blocks=st.lists(st.integers(0, 40), min_size=1, max_size=12, unique=True),
+    bounds=st.tuples(st.integers(0, 12 * 4), st.integers(0, 12 * 4)),
+)
+def test_slot_runs_are_the_tokens_slots_in_order_and_as_long_as_they_can_be(
+    blocks: list[int], bounds: tuple[int, int]
+) -> None:
+    first, last = sorted(min(bound, len(blocks) * 4) for bound in bounds)
+    slots = [blocks[token // 4] * 4 + token % 4 for token in range(first, last)]
+    for table in (blocks, np.array(blocks)):
+        runs = slot_runs(SequenceSpan(0, 1, 0, table), first, last, 4)
+        assert [slot for run in runs for slot in range(run.start, run.stop)] == slots
+        assert all(before.stop != after.start for before, after in pairwise(runs))
+        assert all(isinstance(run, SlotRun) and run.tokens > 0 for run in runs)
