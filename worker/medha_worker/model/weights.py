@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.model.config import ModelConfig
 
-# Called with (bytes read so far, bytes to read).
+# Called with the bytes of weights read so far, and of all that are to be read, both in the run dtype.
 Progress = Callable[[int, int], None]
 
 
@@ -293,7 +293,7 @@ class _Reader:
             )
         whole = all(part == slice(None) for part in index)
         tensor: torch.Tensor = self._open(path).get_tensor(name) if whole else stored[index]
-        self._read_bytes += tensor.numel() * tensor.itemsize
+        self._read_bytes += tensor.numel() * self.dtype.itemsize
         if self._progress is not None:
             self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
         return tensor
@@ -352,7 +352,7 @@ class _Reader:
             )
 
     def _expected_bytes(self) -> int:
-        """What this rank will read, at the run dtype's width; close enough for a progress bar."""
+        """What this rank will read, in the run dtype; replicated tensors are counted in part, near enough for a bar."""
         in_stage = [
             name
             for name in self._shapes
