@@ -1,0 +1,369 @@
+"""One rank's engine: applies a `Step` to the replicated state, runs the model on its entries, draws tokens.
+
+No sockets, no asyncio, no clock of its own. The rank's process calls, for every step and in this order:
+`prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, then `execute`.
+
+What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
+forward pass that raises is repeated entry by entry, so that only those which fail by themselves end. State that
+disagrees with the controller's cannot be mended, and raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from medha.blocks import BlockLedger
+from medha.errors import PartFailed, WireInvalid
+from medha.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, StepEntry, Tokens
+from medha.wire import TokenIds
+from medha_worker.model.batch import SequenceSpan
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
+
+_log = logging.getLogger("medha.executor")
+
+_OUT_OF_MEMORY_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "defaultcpuallocator")
+_FIRST_OUTPUT_CAPACITY = 64
+
+_Result = TypeVar("_Result")
+
+
+class Model(Protocol):
+    """What the executor needs of a model; `Transformer` is one."""
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
+    ) -> Tensor:
+        """Hidden states [rows, hidden] of int64 [rows] tokens; K and V of the rows are written to the pool."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows, vocab]."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    ids: TokenIds
+    received: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.received == len(self.ids)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Token history and progress of one admitted sequence; its prompt's ids are shared with its siblings."""
+
+    prompt: TokenIds  # int32 [tokens]; output that an earlier epoch produced is its tail
+    sampler: SequenceSampler | None
+    fault: str | None  # why there is no sampler; every entry then fails with it
+    table: npt.NDArray[np.int64]  # block table
+    computed: int  # tokens whose KV is in the pool
+    _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
+    _output_count: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + self._output_count
+
+    def append(self, token: int) -> None:
+        if self._output_count == len(self._outputs):
+            self._outputs = np.concatenate([self._outputs, np.empty_like(self._outputs)])
+        self._outputs[self._output_count] = token
+        self._output_count += 1
+
+    def tokens(self, start: int, stop: int) -> TokenIds:
+        """Ids at positions `start .. stop` (exclusive), which lie inside the history."""
+        border = len(self.prompt)
+        outputs = self._outputs[max(start - border, 0) : max(stop - border, 0)]
+        if start >= border:
+            return outputs
+        return np.concatenate([self.prompt[start:stop], outputs])
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An entry that can be run: positions `start .. stop` (exclusive) of its sequence."""
+
+    entry: StepEntry
+    sequence: _Sequence
+    start: int
+    stop: int
+    hidden: Tensor | None = None  # [hidden] of the last position, once it is computed
+
+
+class Executor:
+    """Runs steps on one rank that holds the whole model."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float],
+        epoch: int = 0,
+        device: torch.device | str = "cpu",
+        mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
+    ) -> None:
+        """`clock` gives seconds; `mask_for` gives an admitted sequence's logits mask, if it has one."""
+        self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
+        self.epoch = epoch
+        self._model = model
+        self._kv_cache = kv_cache
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._clock = clock
+        self._device = torch.device(device)
+        self._mask_for = mask_for
+        self._prompts: dict[str, _Prompt] = {}
+        self._sequences: dict[str, _Sequence] = {}
+
+    @property
+    def prompt_count(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self._sequences)
+
+    # --- prompts ------------------------------------------------------------------------------------
+
+    def add_tokens(self, tokens: Tokens, ids: TokenIds) -> None:
+        """Take one piece of a prompt, in order; `ids` is int32 [n].
+
+        Raises:
+            WireInvalid: the piece does not continue what is here.
+        """
+        if tokens.offset == 0:
+            self._prompts[tokens.prompt] = _Prompt(np.empty(tokens.total, dtype=np.int32))
+        prompt = self._prompts.get(tokens.prompt)
+        received = prompt.received if prompt is not None else 0
+        end = received + len(ids)
+        if prompt is None or tokens.offset != received or end > len(prompt.ids):
+            raise WireInvalid(
+                f"Tokens of prompt {tokens.prompt!r}: offset {tokens.offset} with {len(ids)} ids, "
+                f"but {received} ids are here of {tokens.total}"
+            )
+        prompt.ids[received:end] = ids
+        prompt.received = end
+
+    def missing_prompts(self, step: Step) -> list[str]:
+        """Prompts of the step's admits whose ids are not all here yet."""
+        names = dict.fromkeys(admit.prompt for admit in step.admits)
+        return [name for name in names if name not in self._prompts or not self._prompts[name].complete]
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def prepare(self, step: Step) -> None:
+        """Apply the step's releases and forgets. Ids that come from here on belong to what it admits.
+
+        Raises:
+            PartFailed: the step does not fit the state of this rank.
+        """
+        if step.epoch != self.epoch:
+            raise PartFailed(f"step {step.step_id} is of epoch {step.epoch}; this rank is in {self.epoch}")
+        for name in step.releases:
+            self._sequence(name, step)
+            self.ledger.release(name)
+            del self._sequences[name]
+        for name in step.forgets:
+            self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
+
+    def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done:
+        """Apply grows and admits, run the entries, and draw.
+
+        `on_forward_done` is called between the forward pass and the drawing: the stage is free then.
+
+        Raises:
+            PartFailed: the state of this rank and the controller's have parted.
+        """
+        started = self._clock()
+        self._apply(step)
+        failures: list[EntryFailed] = []
+        parts = [part for entry in step.entries if (part := self._part(entry, failures)) is not None]
+        with torch.inference_mode():
+            computed = _run_guarded(self._forward, parts, failures)
+            on_forward_done()
+            drawn = _run_guarded(self._draw, [part for part in computed if part.entry.samples], failures)
+        samples = [self._take(part, result, failures) for part, result in drawn]
+        return Done(
+            step_id=step.step_id,
+            samples=tuple(sample for sample in samples if sample is not None),
+            failures=tuple(failures),
+            compute_seconds=self._clock() - started,
+        )
+
+    def _apply(self, step: Step) -> None:
+        for grow in step.grows:
+            sequence = self._sequence(grow.id, step)
+            if not self.ledger.grow(grow.id, grow.reserved_tokens):
+                raise self._parted(step, f"no KV is left to grow {grow.id} to {grow.reserved_tokens} tokens")
+            sequence.table = self._table(grow.id)
+        for admit in step.admits:
+            self._admit(admit, step)
+        if step.state_hash is not None and step.state_hash != self.ledger.state_hash():
+            raise self._parted(step, f"the ledgers differ ({self.ledger.held_blocks} blocks are held here)")
+
+    def _admit(self, admit: Admit, step: Step) -> None:
+        prompt = self._prompts.get(admit.prompt)
+        if admit.id in self._sequences or prompt is None or not prompt.complete:
+            raise self._parted(step, f"{admit.id} is admitted twice, or ahead of its prompt's ids")
+        if admit.fork_of is None:
+            admitted = self.ledger.reserve(admit.id, admit.reserved_tokens)
+        else:
+            admitted = self._fork(admit, admit.fork_of, step)
+        if not admitted:
+            raise self._parted(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
+        ids = prompt.ids[: admit.tokens]
+        sampler = self._sampler(admit, ids)
+        self._sequences[admit.id] = _Sequence(
+            prompt=ids,
+            sampler=sampler if isinstance(sampler, SequenceSampler) else None,
+            fault=sampler if isinstance(sampler, str) else None,
+            table=self._table(admit.id),
+            computed=admit.shared_tokens if admit.fork_of is not None else 0,
+        )
+
+    def _fork(self, admit: Admit, parent: str, step: Step) -> bool:
+        if self._sequence(parent, step).computed < admit.shared_tokens:
+            raise self._parted(step, f"{admit.id} shares tokens that {parent} has not computed")
+        copies = self.ledger.fork(parent, admit.id, admit.shared_tokens, admit.reserved_tokens)
+        for copy in copies or ():
+            self._kv_cache.copy_block(copy.source, copy.target)
+        return copies is not None
+
+    def _sampler(self, admit: Admit, ids: TokenIds) -> SequenceSampler | str:
+        """The sequence's sampler, or why the sequence cannot be run."""
+        if len(ids) != admit.tokens:
+            return f"the prompt has {len(ids)} ids, but {admit.tokens} were announced"
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocab_size:
+            return f"a token id is outside the vocabulary of {self._vocab_size}, or there is none"
+        try:
+            return SequenceSampler(
+                admit.sampling,
+                seed=admit.seed,
+                sample_index=admit.sample_index,
+                tokens=ids,
+                prompt_length=admit.prompt_length,
+                vocab_size=self._vocab_size,
+                eos_token_ids=self._eos_token_ids,
+                mask=self._mask_for(admit),
+            )
+        except ValueError as error:
+            return str(error)
+
+    def _part(self, entry: StepEntry, failures: list[EntryFailed]) -> _Part | None:
+        """The entry as positions that can be run; else its failure is noted."""
+        sequence = self._sequences.get(entry.id)
+        if sequence is None or not entry.extents:
+            failures.append(
+                EntryFailed(entry.id, "internal", "the sequence is not known here, or no position named")
+            )
+            return None
+        start = stop = entry.extents[0].start
+        problem = sequence.fault
+        for extent in entry.extents:
+            if extent.start != stop or extent.count < 1 or (extent.stride != 1 and extent.count > 1):
+                problem = (
+                    problem
+                    or f"{entry.extents} is not one run of positions, which is all that one lane computes"
+                )
+            stop = extent.start + extent.count
+        capacity = self.ledger.reserved_tokens(entry.id)
+        if problem is None and entry.strategy != "local":
+            problem = f"strategy {entry.strategy!r} needs more than one lane"
+        if problem is None and not (start <= sequence.computed and stop <= min(sequence.length, capacity)):
+            problem = (
+                f"positions {start} to {stop}: {sequence.computed} are computed, {sequence.length} tokens known, "
+                f"{capacity} reserved"
+            )
+        if problem is None and entry.samples and stop != sequence.length:
+            problem = f"a token is drawn after position {stop - 1}, but {sequence.length} tokens are known"
+        if problem is not None:
+            failures.append(EntryFailed(entry.id, "internal", problem))
+            return None
+        return _Part(entry, sequence, start, stop)
+
+    def _forward(self, parts: Sequence[_Part]) -> list[_Part]:
+        """Run all parts as one flat batch; the same parts with their last position's hidden state."""
+        spans, row = [], 0
+        for part in parts:
+            spans.append(SequenceSpan(row, part.stop - part.start, part.start, part.sequence.table))
+            row += part.stop - part.start
+        ids = np.concatenate([part.sequence.tokens(part.start, part.stop) for part in parts])
+        positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        hidden = self._model.forward(
+            torch.from_numpy(ids.astype(np.int64)).to(self._device),
+            torch.from_numpy(positions).to(self._device),
+            spans,
+            self._kv_cache,
+        )
+        for part in parts:
+            part.sequence.computed = max(part.sequence.computed, part.stop)
+        return [
+            replace(part, hidden=hidden[span.row_start + span.row_count - 1])
+            for part, span in zip(parts, spans, strict=True)
+        ]
+
+    def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:
+        rows = [part.hidden for part in parts if part.hidden is not None]
+        samplers = [part.sequence.sampler for part in parts if part.sequence.sampler is not None]
+        return list(zip(parts, draw(self._model.logits(torch.stack(rows)), samplers), strict=True))
+
+    def _take(self, part: _Part, result: Drawn | Undrawable, failures: list[EntryFailed]) -> Sample | None:
+        if isinstance(result, Undrawable):
+            failures.append(EntryFailed(part.entry.id, "internal", result.detail))
+            return None
+        assert part.sequence.sampler is not None
+        part.sequence.append(result.token)
+        finish_reason = part.sequence.sampler.append(result.token)
+        return Sample(part.entry.id, result.token, finish_reason, result.logprob)
+
+    def _table(self, name: str) -> npt.NDArray[np.int64]:
+        return np.array(self.ledger.table(name), dtype=np.int64)
+
+    def _sequence(self, name: str, step: Step) -> _Sequence:
+        try:
+            return self._sequences[name]
+        except KeyError:
+            raise self._parted(step, f"sequence {name} is not known here") from None
+
+    def _parted(self, step: Step, detail: str) -> PartFailed:
+        return PartFailed(f"step {step.step_id}: this rank and the controller disagree: {detail}")
+
+
+def _run_guarded(
+    run: Callable[[Sequence[_Part]], list[_Result]], parts: Sequence[_Part], failures: list[EntryFailed]
+) -> list[_Result]:
+    """`run` all parts at once; where that raises, each alone, so that only those end which raise alone."""
+    if not parts:
+        return []
+    try:
+        return run(parts)
+    except Exception as error:  # noqa: BLE001 (whatever a kernel raises, the engine lives on)
+        if len(parts) == 1:
+            _log.warning("%s failed: %s", parts[0].entry.id, error)
+            failures.append(
+                EntryFailed(parts[0].entry.id, _reason(error), f"{type(error).__name__}: {error}")
+            )
+            return []
+        _log.warning("a batch of %d sequences failed, so each runs alone: %s", len(parts), error)
+    # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+    return [result for part in parts for result in _run_guarded(run, [part], failures)]
+
+
+def _reason(error: Exception) -> FailureReason:
+    text = str(error).lower()
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return "out_of_memory"
+    return "out_of_memory" if any(sign in text for sign in _OUT_OF_MEMORY_SIGNS) else "internal"
