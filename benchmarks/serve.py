@@ -308,7 +308,7 @@ def main(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-serve-")))
         checkpoint = folder / MODEL
-        init_checkpoint(checkpoint, "small", seed=seed)
+        init_checkpoint(checkpoint, preset="small", seed=seed)
         url = stack.enter_context(medha_server(checkpoint, threads))
         engines: dict[str, Engine] = {
             "medha": http_engine("medha", url),

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -121,25 +122,21 @@ async def _parent_gone(parent_pid: int | None) -> None:
     log.warning("the process that started this router has gone")
 
 
-def main(arguments: list[str]) -> int:
-    """`python -m medha_router SETTINGS`, a JSON object or the path of a file with one."""
+@click.command()
+@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+def main(settings_file: Path) -> None:
+    """Serve HTTP for replicas; the settings are a JSON file of `RouterSettings`."""
     parent_pid = os.getppid()  # first of all: it may be gone soon
     # Ctrl-C reaches the whole process group of a terminal; who started the router decides when it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if len(arguments) != 1:
-        sys.stderr.write("usage: python -m medha_router SETTINGS (a JSON object, or a file that holds one)\n")
-        return 2
-    (given,) = arguments
     try:
-        text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
-        settings = RouterSettings.model_validate_json(text)
-    except (OSError, ValidationError) as error:
-        sys.stderr.write(f"settings: {error}\n")
-        return 2
+        settings = RouterSettings.model_validate_json(settings_file.read_bytes())
+    except ValidationError as error:
+        raise click.ClickException(f"{settings_file}: {error}") from error
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        return uvloop.run(serve(settings, parent_pid))
+        sys.exit(uvloop.run(serve(settings, parent_pid)))
     except OSError as error:
         log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
-        return 1
+        sys.exit(1)

@@ -253,7 +253,9 @@ class Router:
 def start_router(folder: Path, **settings: Any) -> Router:
     ready = folder / "ready.json"
     given = {"port": 0, "ready_file": str(ready), "log_level": "warning", **settings}
-    process = subprocess.Popen([sys.executable, "-m", "medha_router", json.dumps(given)])
+    (folder / "settings.json").write_text(json.dumps(given))
+    command = [sys.executable, "-m", "medha_router", "--settings", str(folder / "settings.json")]
+    process = subprocess.Popen(command)
     deadline = time.monotonic() + 30
     while not ready.exists():
         assert process.poll() is None, "the router ended"

@@ -141,7 +141,7 @@ def stop(served: Served) -> None:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint that may be served up to one million tokens."""
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    init_checkpoint(directory, "tiny", seed=0)
+    init_checkpoint(directory, preset="tiny", seed=0)
     config = json.loads((directory / "config.json").read_text())
     config["max_position_embeddings"] = 2**20
     (directory / "config.json").write_text(json.dumps(config))

@@ -172,7 +172,6 @@ class Controller:
                     case RankReady() as message:
                         introduced.add(message.rank)
                         ready[message.rank] = message
-                        _log.info("rank %d is ready (%d of %d)", message.rank, len(introduced), expected)
                     case RankFault() as fault:
                         raise PartFailed(f"rank {fault.rank}: {fault.detail}")
         return [ready[rank] for rank in sorted(ready)]

@@ -201,7 +201,7 @@ def _attend_tiled(
     """A chunk by tiles, into `output`, [rows, kv_heads, group, head_dim]."""
     rows, kv_heads, group, head_dim = q.shape
     step = max(1, TILE_ROWS // group)
-    future = torch.ones(step, step, dtype=torch.bool, device=q.device).triu_(1)
+    future = torch.full((step, step), -math.inf, device=q.device).triu_(1)
     future = future.repeat_interleave(group, dim=0)  # [step * group, step]
     # As many heads at a time as there are threads, each with its tile in its core's cache.
     heads_together = min(kv_heads, torch.get_num_threads())
@@ -212,17 +212,17 @@ def _attend_tiled(
         head_pool = (pool[0][heads], pool[1][heads])
         for first in range(0, rows, step):
             last = min(first + step, rows)
-            hidden = future[: (last - first) * group, : last - first]
+            mask = future[: (last - first) * group, : last - first]
             own = (own_keys[heads, :last], own_values[heads, :last])
 
             def tiles(
                 first: int = first,
-                hidden: torch.Tensor = hidden,
+                mask: torch.Tensor = mask,
                 own: Pool = own,
                 head_pool: Pool = head_pool,
             ) -> Iterator[KeyTile]:
                 # The diagonal comes first: every row sees a key of it.
-                yield own[0][:, first:], own[1][:, first:], hidden
+                yield own[0][:, first:], own[1][:, first:], mask
                 for start in range(0, first, TILE_KEYS):
                     stop = min(start + TILE_KEYS, first)
                     yield own[0][:, start:stop], own[1][:, start:stop], None

@@ -50,6 +50,18 @@ class ModelConfig:
     max_position_tokens: int
     max_model_len: int
 
+    @property
+    def linear_flops_per_token(self) -> float:
+        """2 x the parameters of the matrices that a token passes: linears of all layers, and the output head."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_query_heads + self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        return 2.0 * (self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size)
+
+    @property
+    def attention_flops_per_pair(self) -> float:
+        """Of one (query, key) pair in all layers and heads: scores and weighted values, 2 x head_dim each."""
+        return 4.0 * self.num_layers * self.num_query_heads * self.head_dim
+
     @classmethod
     def from_directory(
         cls,

@@ -22,8 +22,8 @@ TILE_KEYS = 512
 _SMALL = 40.0
 _LARGE = 1e30
 
-# K and V of one tile of keys, each [kv_heads, keys, head_dim], and which of the scores must not count:
-# bool [rows, keys], or None.
+# K and V of one tile of keys, each [kv_heads, keys, head_dim], and what is added to its scores: float32
+# [rows, keys], -inf where a row must not see a key; or None.
 KeyTile = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -40,42 +40,47 @@ def tiled_attention(
     Returns:
         Output like `q`, and the log-sum-exp (natural) of each row's scores, float32 [kv_heads, rows].
     """
-    k, _, hidden = next(tiles())
-    shift = _scores(q, k, hidden).amax(-1, keepdim=True)
-    is_small = bool((shift.abs() < _SMALL).all())
-    weighted, total = _accumulate(q, tiles(), None if is_small else shift)
+    weighted, total, shift = _accumulate(q, tiles(), None)
     if not bool((total < _LARGE).all()):
         # A later score is far above the first tile's maximum. Rare enough to compute everything again.
-        for k, _, hidden in tiles():
-            shift = torch.maximum(shift, _scores(q, k, hidden).amax(-1, keepdim=True))
-        is_small = False
-        weighted, total = _accumulate(q, tiles(), shift)
-    log_sum_exp = total.log() if is_small else total.log() + shift
+        maxima = [_scores(q, k, mask).amax(-1, keepdim=True) for k, _, mask in tiles()]
+        weighted, total, shift = _accumulate(q, tiles(), torch.stack(maxima).amax(0))
+    log_sum_exp = total.log() if shift is None else total.log() + shift
     return weighted.div_(total), log_sum_exp.squeeze(-1)
 
 
 def _accumulate(
     q: torch.Tensor, tiles: Iterator[KeyTile], shift: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums over the keys of exp(score - shift) * v, like `q`, and of exp(score - shift), [kv_heads, rows, 1]."""
-    weighted = torch.zeros_like(q)
-    total = q.new_zeros(*q.shape[:2], 1)
-    buffer = q.new_empty(0)
-    for k, v, hidden in tiles:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sums over all keys of exp(score - shift) * v, like `q`, and of exp(score - shift), [kv_heads, rows, 1].
+
+    `shift`, [kv_heads, rows, 1], is chosen from the first tile if not given. Returned last; None for zero.
+    """
+    weighted = total = buffer = None
+    for k, v, mask in tiles:
         shape = (*q.shape[:2], k.shape[1])
-        if buffer.shape != shape:
+        if buffer is None or buffer.shape != shape:
             buffer = q.new_empty(shape)
-        weights = _scores(q, k, hidden, out=buffer)
+        weights = _scores(q, k, mask, out=buffer)
+        if weighted is None and shift is None:
+            maximum = weights.amax(-1, keepdim=True)
+            if not bool((maximum.abs() < _SMALL).all()):
+                shift = maximum
         if shift is not None:
             weights.sub_(shift)
         weights.exp_()
-        total.add_(weights.sum(-1, keepdim=True))
-        weighted.baddbmm_(weights, v)
-    return weighted, total
+        if weighted is None or total is None:
+            weighted, total = torch.bmm(weights, v), weights.sum(-1, keepdim=True)
+        else:
+            weighted.baddbmm_(weights, v)
+            total.add_(weights.sum(-1, keepdim=True))
+    assert weighted is not None, "there is no tile"
+    assert total is not None
+    return weighted, total, shift
 
 
 def _scores(
-    q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor | None, out: torch.Tensor | None = None
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     scores = torch.bmm(q, k.transpose(1, 2)) if out is None else torch.bmm(q, k.transpose(1, 2), out=out)
-    return scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
+    return scores if mask is None else scores.add_(mask)

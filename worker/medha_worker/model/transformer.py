@@ -1,6 +1,7 @@
 """The decoder: embedding, layers, output head, over a flat batch of prefill chunks and decodes."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
+
+# Rows of the MLP computed together on a CPU.
+_MLP_ROWS = 512
 
 
 class Transformer:
@@ -57,6 +61,16 @@ class Transformer:
             directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
         )
         return cls(config, shard, weights, attention=attention)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of this rank's weights; tensors that are shared (tied embeddings) count once."""
+        weights = self._weights
+        tensors = [weights.embedding, weights.final_norm, weights.head]
+        for layer in weights.layers:
+            tensors += [getattr(layer, field.name) for field in fields(layer)]
+        storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor is not None}
+        return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
         """A KV pool for this rank's layers, in the model's dtype."""
@@ -127,10 +141,19 @@ class Transformer:
         attended = step.attend(index, q, k, v).view(rows, -1)
         _add_linear(hidden, attended, layer.output, layer.output_bias)
 
-        normed = self._norm(hidden, layer.post_norm)
-        gate, up = _linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=1)
-        _add_linear(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
+        together = _MLP_ROWS if self.device.type == "cpu" else rows
+        wide = hidden.new_empty(min(together, rows), layer.gate_up.shape[1])
+        for first in range(0, rows, together):
+            self._add_mlp(layer, hidden[first : first + together], wide)
         return hidden
+
+    def _add_mlp(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> None:
+        """hidden += down(silu(gate(x)) * up(x)) of the normed rows; `wide` is scratch memory."""
+        normed = self._norm(hidden, layer.post_norm)
+        gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
+        gate, up = gate_up.chunk(2, dim=1)
+        _add_linear(hidden, F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension; as the models define it, in float32 and rounded before the weight."""
@@ -158,8 +181,10 @@ class _Step:
         return self._attention.attend(q, k, v, self._cache.keys[layer], self._cache.values[layer])
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def _add_linear(

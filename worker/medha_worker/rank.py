@@ -1,0 +1,257 @@
+"""`python -m medha_worker.rank`: one rank's process.
+
+It loads its weights, sizes its KV pool, runs its warm-up, says on both links that it is ready, and then does one
+thing: receive a step, run it, answer. Whatever is decided is decided by the controller.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+import zmq
+from pydantic import BaseModel, ConfigDict
+
+from medha.api import MedhaReplicaSpec, quantity_bytes
+from medha.errors import CheckpointInvalid, MedhaError, PartFailed
+from medha.messages import RankFault, RankReady, Shutdown, StageFree, Step, Tokens
+from medha.wire import tokens_from_frame
+from medha_worker.executor import Executor
+from medha_worker.link import Link, rank_identity
+from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Progress
+from medha_worker.process import configure_logging, end_with_parent
+from medha_worker.warmup import WarmUp, warm_up
+
+POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
+PROGRESS_SECONDS = 2.0
+TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
+
+_log = logging.getLogger("medha.rank")
+
+
+class RankSettings(BaseModel):
+    """What `medha up` (or a pod) tells a rank; one JSON file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    spec: MedhaReplicaSpec
+    model_directory: Path
+    control: str
+    """ZeroMQ endpoint of the controller's control link for ranks."""
+    tokens: str
+    """ZeroMQ endpoint of its token link."""
+    log_level: str = "info"
+
+
+class Rank:
+    """One rank between its controller and its executor."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = rank_identity(settings.rank)
+        self._control = Link.connect(self._context, settings.control, identity)
+        self._tokens = Link.connect(self._context, settings.tokens, identity)
+        self._stopping = False
+
+    def run(self) -> None:
+        """Load, report, and run steps until told to stop.
+
+        Raises:
+            MedhaError: the model cannot be served as the manifest asks, or the state has parted from the controller's.
+        """
+        executor, ready = self._load()
+        for link in (self._control, self._tokens):
+            link.send(ready)
+        while not self._stopping:
+            received = self._control.receive(timeout_seconds=POLL_SECONDS)
+            match received and received.message:
+                case Step() as step:
+                    self._run_step(executor, step)
+                case Shutdown() as shutdown:
+                    _log.info("stopping: %s", shutdown.reason)
+                    return
+
+    def stop(self) -> None:
+        """Ask the loop to end after the step that runs; safe in a signal handler."""
+        self._stopping = True
+
+    def report(self, error: BaseException) -> None:
+        """Tell the controller why this rank ends."""
+        self._control.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        """Close the links; a last message gets a moment to leave."""
+        self._control.close()
+        self._tokens.close()
+        self._context.term()
+
+    def _run_step(self, executor: Executor, step: Step) -> None:
+        executor.prepare(step)
+        self._take_tokens(executor, step)
+
+        def stage_is_free() -> None:
+            self._control.send(StageFree(step.step_id, stage=0))
+
+        self._control.send(executor.execute(step, stage_is_free))
+
+    def _take_tokens(self, executor: Executor, step: Step) -> None:
+        """Read token ids until the step lacks none."""
+        while executor.missing_prompts(step):
+            received = self._tokens.receive(timeout_seconds=TOKENS_TIMEOUT_SECONDS)
+            if received is None:
+                missing = ", ".join(executor.missing_prompts(step))
+                raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
+            match received.message, received.payload:
+                case Tokens() as tokens, memoryview() as frame:
+                    executor.add_tokens(tokens, tokens_from_frame(frame))
+
+    def _load(self) -> tuple[Executor, RankReady]:
+        settings, spec = self._settings, self._settings.spec
+        started = time.monotonic()
+        ranks_here = spec.parallelism.tensor * spec.parallelism.stream * spec.parallelism.kv
+        torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // ranks_here))
+        config = ModelConfig.from_directory(
+            settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
+        )
+        dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
+        _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
+        model = Transformer.load(
+            settings.model_directory, config, dtype=dtype, progress=_log_progress(time.monotonic)
+        )
+        scheduling = spec.scheduling
+        warm = warm_up(
+            model,
+            max_chunk_tokens=scheduling.max_chunk_tokens,
+            max_running=scheduling.max_running,
+            max_model_len=config.max_model_len,
+            clock=time.perf_counter,
+        )
+        _log.info("warmed up: %s", warm.profile)
+        kv_cache = self._new_pool(config, model, warm, ranks_here)
+        executor = Executor(
+            model,
+            kv_cache,
+            vocab_size=config.vocab_size,
+            eos_token_ids=eos_token_ids(settings.model_directory),
+            clock=time.perf_counter,
+            device=model.device,
+        )
+        ready = RankReady(
+            rank=settings.rank,
+            block_size_tokens=kv_cache.block_tokens,
+            kv_blocks=kv_cache.num_blocks,
+            weights_bytes=model.weights_bytes,
+            activation_bytes=warm.activation_bytes,
+            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
+            profile=warm.profile,
+            device=str(model.device),
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            linear_flops_per_token=config.linear_flops_per_token,
+            attention_flops_per_pair=config.attention_flops_per_pair,
+            load_seconds=time.monotonic() - started,
+        )
+        return executor, ready
+
+    def _new_pool(self, config: ModelConfig, model: Transformer, warm: WarmUp, ranks_here: int) -> KVCache:
+        cache = self._settings.spec.kv_cache
+        request = PoolRequest(
+            block_bytes=_block_bytes(config, model, cache.block_size_tokens),
+            block_size_tokens=cache.block_size_tokens,
+            max_model_len=config.max_model_len,
+            max_running=self._settings.spec.scheduling.max_running,
+            size_bytes=None if cache.size is None else quantity_bytes(cache.size),
+            memory_fraction=cache.memory_fraction,
+            weights_bytes=model.weights_bytes,
+            activation_bytes=warm.activation_bytes,
+        )
+        return model.new_kv_cache(pool_blocks(request, host_free_bytes(ranks_here)), cache.block_size_tokens)
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> int:
+    return KVCache.bytes_per_block(
+        num_layers=model.shard.last_layer - model.shard.first_layer,
+        kv_heads=model.shard.kv_heads(config),
+        head_dim=config.head_dim,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+    )
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: generation_config.json's, which lists all of them, else config.json's.
+
+    Raises:
+        CheckpointInvalid: `eos_token_id` is neither an id nor a list of ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, int) and one >= 0 for one in ids):
+            raise CheckpointInvalid(
+                f"{path}: eos_token_id is {found!r}, expected a token id or a list of them"
+            )
+        return tuple(ids)
+    return ()
+
+
+def _log_progress(clock: Callable[[], float]) -> Progress:
+    """Log how much of the weights has been read, every few seconds."""
+    logged_at = clock()
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        nonlocal logged_at
+        if clock() - logged_at >= PROGRESS_SECONDS:
+            logged_at = clock()
+            share = done_bytes / max(total_bytes, 1)
+            _log.info("read %.0f %% of %.0f MiB of weights", 100 * share, total_bytes / 2**20)
+
+    return progress
+
+
+@click.command()
+@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+def main(settings_file: Path) -> None:
+    """Run one rank; the settings are a JSON file of `RankSettings`."""
+    settings = RankSettings.model_validate_json(settings_file.read_bytes())
+    configure_logging(settings.log_level)
+    end_with_parent()
+    rank = Rank(settings)
+    signal.signal(signal.SIGTERM, lambda *_: rank.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us by SIGTERM
+    try:
+        rank.run()
+    except MedhaError as error:
+        _log.error("%s", error)
+        rank.report(error)
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - a bug of ours must reach the controller before we end
+        _log.exception("this rank cannot go on")
+        rank.report(error)
+        sys.exit(1)
+    finally:
+        rank.close()
+
+
+if __name__ == "__main__":
+    main()
