@@ -215,9 +215,11 @@ class Executor:
             raise self._parted(step, f"the ledgers differ ({self.ledger.held_blocks} blocks are held here)")
 
     def _admit(self, admit: Admit, step: Step) -> None:
+        if admit.id in self._sequences:
+            raise self._parted(step, f"{admit.id} is admitted twice")
         prompt = self._prompts.get(admit.prompt)
-        if admit.id in self._sequences or prompt is None or not prompt.complete:
-            raise self._parted(step, f"{admit.id} is admitted twice, or ahead of its prompt's ids")
+        if prompt is None or not prompt.complete:
+            raise self._parted(step, f"{admit.id} is admitted ahead of its prompt's ids")
         if admit.fork_of is None:
             admitted = self.ledger.reserve(admit.id, admit.reserved_tokens)
         else:
