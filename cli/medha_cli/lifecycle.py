@@ -1,0 +1,224 @@
+"""When the parts of `medha up` are asked to stop, and when they are killed: a state machine without I/O.
+
+What may happen, and what follows::
+
+    STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
+        |                  |                   |
+        |                  |                   +-- a part fails, or does not stop in time --> STOPPING (exit 1)
+        |                  +-- any part exits ----------------------------------------------> STOPPING (exit 1)
+        +-- a part exits, or ready takes too long ------------------------------------------> STOPPING (exit 1)
+        +-- Ctrl-C -------------------------------------------------------------------------> STOPPING (exit 0)
+
+    DRAINING or STOPPING --Ctrl-C again--> KILLING (exit 130)
+    STOPPING --grace is over--> KILLING
+
+DRAINING asks the parts in order, one group after the other: the router first, because it knows the open
+requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at once.
+Every state that waits has a deadline, so it always ends; it ends when no part is left, never before.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass, replace
+from enum import Enum
+
+GRACE_SECONDS = 10.0  # to leave after a SIGTERM, for a part that has nothing left to finish
+FAILED_GRACE_SECONDS = 3.0  # the same once something has failed: enough to send clients an error
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    KILLING = "killing"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The replica answers requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A part has ended: `status` as subprocess gives it (negative: by that signal), and its last line."""
+
+    part: str
+    status: int
+    last_line: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Ctrl-C or SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimePassed:
+    """Nothing else happened; deadlines are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """Show the start table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    text: str
+
+
+Event = Ready | Exited | Interrupt | TimePassed
+Command = Terminate | Kill | Present | Say
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """Where one `medha up` stands. `deadline` is on the clock of the `now` that `handle` is given, seconds."""
+
+    groups: tuple[tuple[str, ...], ...]  # parts in the order in which they are asked to stop
+    running: frozenset[str]
+    deadline: float
+    drain_seconds: float
+    ready_seconds: float
+    phase: Phase = Phase.STARTING
+    asked: frozenset[str] = frozenset()
+    exit_status: int = 0
+    failure: str = ""  # why exit_status is 1
+
+    @property
+    def in_order(self) -> list[str]:
+        """Running parts, in the order of stopping."""
+        return [part for group in self.groups for part in group if part in self.running]
+
+
+def begin(
+    groups: tuple[tuple[str, ...], ...], now: float, *, ready_seconds: float, drain_seconds: float
+) -> Lifecycle:
+    """The state of a replica whose parts have just been started."""
+    return Lifecycle(
+        groups=groups,
+        running=frozenset(part for group in groups for part in group),
+        deadline=now + ready_seconds,
+        drain_seconds=drain_seconds,
+        ready_seconds=ready_seconds,
+    )
+
+
+def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[Command]]:
+    """The state after `event`, and what to do about it."""
+    match event:
+        case Ready() if state.phase is Phase.STARTING:
+            return replace(state, phase=Phase.SERVING, deadline=math.inf), [Present()]
+        case Interrupt():
+            return _interrupted(state, now)
+        case Exited() if event.part in state.running:
+            return _exited(replace(state, running=state.running - {event.part}), event, now)
+        case TimePassed() if now >= state.deadline:
+            return _too_late(state, now)
+    return state, []
+
+
+def _interrupted(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
+    match state.phase:
+        case Phase.STARTING:
+            state, commands = _stop(state, now, GRACE_SECONDS)
+            return state, [Say("stopping before the replica was ready"), *commands]
+        case Phase.SERVING:
+            state = replace(state, phase=Phase.DRAINING)
+            state, commands = _ask_next_group(state, now)
+            text = f"draining: open requests get {state.drain_seconds:g} s to finish; Ctrl-C again kills"
+            return state, [Say(text), *commands]
+        case Phase.DRAINING | Phase.STOPPING:
+            state, commands = _kill(replace(state, exit_status=state.exit_status or INTERRUPTED))
+            return state, [Say("killing all parts"), *commands]
+        case Phase.KILLING | Phase.ENDED:
+            return state, []
+
+
+def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
+    commands: list[Command] = []
+    match state.phase:
+        case Phase.STARTING:
+            state, commands = _fail(state, now, f"{_how(event)} before the replica was ready")
+        case Phase.SERVING:
+            state, commands = _fail(state, now, _how(event))
+        case Phase.DRAINING:
+            clean = (0, -signal.SIGTERM) if event.part in state.asked else (0,)
+            if event.status in clean:
+                state, commands = _ask_next_group(state, now)
+            else:
+                state, commands = _fail(state, now, f"{_how(event)} while draining")
+        case Phase.STOPPING | Phase.KILLING | Phase.ENDED:
+            pass
+    if not state.running:
+        state = replace(state, phase=Phase.ENDED, deadline=math.inf)
+    return state, commands
+
+
+def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
+    match state.phase:
+        case Phase.STARTING:
+            reason = (
+                f"not ready after {state.ready_seconds:g} s; look at the last lines above, "
+                "or raise spec.lifecycle.readySeconds"
+            )
+            return _fail(state, now, reason)
+        case Phase.DRAINING:
+            late = [part for part in state.in_order if part in state.asked]
+            return _fail(state, now, f"{', '.join(late)} did not stop in time and will be killed")
+        case _:
+            return _kill(state)
+
+
+def _fail(state: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, list[Command]]:
+    """Stop everything because of `reason`; the first failure is the one that is reported."""
+    return _stop(replace(state, exit_status=1, failure=state.failure or reason), now, FAILED_GRACE_SECONDS)
+
+
+def _stop(state: Lifecycle, now: float, grace_seconds: float) -> tuple[Lifecycle, list[Command]]:
+    commands: list[Command] = [Terminate(part) for part in state.in_order if part not in state.asked]
+    return replace(state, phase=Phase.STOPPING, asked=state.running, deadline=now + grace_seconds), commands
+
+
+def _kill(state: Lifecycle) -> tuple[Lifecycle, list[Command]]:
+    return replace(state, phase=Phase.KILLING, deadline=math.inf), [Kill(part) for part in state.in_order]
+
+
+def _ask_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
+    """Ask the first group that still runs, unless it was asked before."""
+    for index, group in enumerate(state.groups):
+        left = [part for part in group if part in state.running]
+        if not left:
+            continue
+        if state.asked.issuperset(left):
+            return state, []
+        work_seconds = state.drain_seconds if index == 0 else 0.0  # only the first has requests to finish
+        deadline = now + work_seconds + GRACE_SECONDS
+        return replace(state, asked=state.asked.union(left), deadline=deadline), [Terminate(p) for p in left]
+    return state, []
+
+
+def _how(event: Exited) -> str:
+    if event.status < 0:
+        try:
+            how = f"was killed by {signal.Signals(-event.status).name}"
+        except ValueError:
+            how = f"was killed by signal {-event.status}"
+    else:
+        how = f"exited with status {event.status}"
+    return f"{event.part} {how}" + (f" ({event.last_line})" if event.last_line else "")

@@ -1,0 +1,66 @@
+"""The `medha` command. Each subcommand is imported when it is called, so that `medha --help` is instant.
+
+Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag or a setting is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+from rich.console import Console
+
+from medha.errors import ConfigInvalid, MedhaError
+
+_COMMANDS = {
+    "model": ("medha_cli.model", "Make and inspect checkpoints."),
+    "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
+    "version": ("medha_cli.version", "Print the version."),
+}
+"""Name -> module that defines `command`, and the line that `medha --help` shows without importing it."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules, and which shows our errors as a message, not as a traceback."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
+        return sorted(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 (the same)
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(_COMMANDS[cmd_name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MedhaError as error:
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console.print("[bold red]error:[/] ", end="")
+            console.print(str(error), markup=False)
+            sys.exit(2 if isinstance(error, ConfigInvalid) else 1)
+
+
+@click.group(
+    cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
+)
+def main() -> None:
+    """Medha serves language models with long contexts: chats do not wait behind books.
+
+    \b
+    Examples:
+      medha model init .medha/tiny --preset tiny     make a small random checkpoint
+      medha up examples/tiny.yaml                    serve it on http://127.0.0.1:8000
+    """
+
+
+if __name__ == "__main__":
+    main(prog_name="medha")

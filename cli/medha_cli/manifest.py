@@ -1,0 +1,68 @@
+"""Reading the one `MedhaReplica` of a YAML file, with errors that name the file and the line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from medha.api import KIND, MedhaReplica, parse_replica
+from medha.errors import ConfigInvalid
+
+
+def read_manifest(path: Path) -> MedhaReplica:
+    """The replica that `path` describes; a relative model path is resolved from the manifest's folder.
+
+    Raises:
+        ConfigInvalid: the file cannot be read, is no YAML, holds not exactly one document, or is no valid
+            `MedhaReplica`. The text starts with the file, and with the line where YAML knows it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
+    try:
+        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigInvalid(f"{path}{line}: is not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
+        raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
+    if len(documents) != 1:
+        raise ConfigInvalid(
+            f"{path}: holds {len(documents)} documents, expected one {KIND}; put each replica into its own file"
+        )
+    try:
+        replica = parse_replica(documents[0])
+    except ConfigInvalid as error:
+        raise ConfigInvalid(f"{path}: {str(error).replace(chr(10), f'{chr(10)}{path}: ')}") from error
+    return _with_absolute_model_path(replica, path.resolve().parent)
+
+
+def model_directory(replica: MedhaReplica) -> Path:
+    """Where the replica's checkpoint lies.
+
+    Raises:
+        ConfigInvalid: there is no checkpoint.
+    """
+    assert (
+        replica.spec.model.source.path is not None
+    )  # the model requires a source, and this is the only kind
+    directory = Path(replica.spec.model.source.path)
+    if not (directory / "config.json").is_file():
+        raise ConfigInvalid(
+            f"spec.model.source.path: {directory} has no config.json, so it is no checkpoint; correct the path, "
+            f"or make a small random one: medha model init {directory} --preset tiny"
+        )
+    return directory
+
+
+def _with_absolute_model_path(replica: MedhaReplica, folder: Path) -> MedhaReplica:
+    model = replica.spec.model
+    if model.source.path is None:
+        return replica
+    absolute = str((folder / Path(model.source.path).expanduser()).resolve())
+    source = model.source.model_copy(update={"path": absolute})
+    spec = replica.spec.model_copy(update={"model": model.model_copy(update={"source": source})})
+    return replica.model_copy(update={"spec": spec})

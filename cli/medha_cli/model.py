@@ -1,0 +1,41 @@
+"""`medha model init`: a small random checkpoint, so that everything can be tried without a download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.group("model")
+def command() -> None:
+    """Make and inspect checkpoints."""
+
+
+@command.command("init")
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option(
+    "--preset", default="tiny", show_default=True, help="Size: tiny (0.5 M parameters) or small (27 M)."
+)
+@click.option(
+    "--architecture", default="llama", show_default=True, help="Family: llama, mistral, qwen2 or qwen3."
+)
+@click.option(
+    "--dtype", default="float32", show_default=True, help="Of the weights: float32, bfloat16 or float16."
+)
+@click.option("--seed", default=0, show_default=True, help="Same arguments and seed, same bytes.")
+@click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
+def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int, force: bool) -> None:
+    """Make a random checkpoint in DIRECTORY, in the form of a Hugging Face model.
+
+    It has a byte-level BPE tokenizer and a chat template. What it says means nothing.
+
+    \b
+    Examples:
+      medha model init .medha/tiny
+      medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
+    """
+    from medha_worker.checkpoint import init_checkpoint  # brings torch, which takes seconds
+
+    init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
+    click.echo(f"{directory}: a random {preset} {architecture} checkpoint in {dtype}, seed {seed}")

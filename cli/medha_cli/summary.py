@@ -1,0 +1,100 @@
+"""What a replica that has become ready tells its user: one table, and two examples to paste."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from medha.api import MedhaReplica
+from medha.messages import RankReady
+
+
+def summary(
+    replica: MedhaReplica, url: str, dtype: str, ranks: Sequence[RankReady], process_ids: dict[str, int]
+) -> list[RenderableType]:
+    """The start table and the examples; `ranks` is what each rank reported (at least one)."""
+    return [
+        Text(),
+        start_table(replica, url, dtype, ranks, process_ids),
+        Text(),
+        Text(examples(url, replica)),
+    ]
+
+
+def start_table(
+    replica: MedhaReplica, url: str, dtype: str, ranks: Sequence[RankReady], process_ids: dict[str, int]
+) -> Table:
+    """Where the replica is, what it is made of, and what fits into it. Bytes are of the fullest rank."""
+    spec, shape = replica.spec, replica.spec.parallelism
+    pool_tokens = min(rank.kv_blocks * rank.block_size_tokens for rank in ranks)
+    context_tokens = min(rank.max_model_len for rank in ranks)
+    table = Table(title=f"{replica.metadata.name} is ready", title_justify="left", show_header=False)
+    table.add_column("what", style="bold")
+    table.add_column("value")
+    for what, value in (
+        ("URL", url),
+        ("Model", f"{spec.model.name} ({spec.model.source.path})"),
+        (
+            "Shape",
+            f"tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv} on {_devices(ranks)}",
+        ),
+        ("Data type", dtype),
+        ("Context", f"{context_tokens:,} tokens"),
+        ("KV pool", f"{pool_tokens:,} tokens, in blocks of {ranks[0].block_size_tokens}"),
+        ("Longest request", f"{min(pool_tokens, context_tokens):,} tokens, prompt and output together"),
+        (
+            "Memory",
+            f"weights {_bytes(max(rank.weights_bytes for rank in ranks))}, "
+            f"activations {_bytes(max(rank.activation_bytes for rank in ranks))}, "
+            f"KV {_bytes(max(rank.kv_bytes for rank in ranks))}",
+        ),
+        ("Processes", ", ".join(f"{part} {pid}" for part, pid in process_ids.items())),
+    ):
+        table.add_row(Text(what), Text(value))
+    return table
+
+
+def examples(url: str, replica: MedhaReplica) -> str:
+    """The same chat through curl and through the openai client, ready to paste."""
+    name = replica.spec.model.name
+    body = json.dumps(
+        {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
+    )
+    return f"""\
+curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'
+
+python3 - <<'PY'
+from openai import OpenAI
+client = OpenAI(base_url="{url}/v1", api_key="none")
+messages = [{{"role": "user", "content": "Hello!"}}]
+for chunk in client.chat.completions.create(model={name!r}, messages=messages, max_tokens=32, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+PY
+
+Ctrl-C drains and stops everything."""
+
+
+def checkpoint_dtype(directory: Path, wanted: str) -> str:
+    """The data type served: the manifest's, or with `auto` the one that the checkpoint names."""
+    if wanted != "auto":
+        return wanted
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
+
+
+def _devices(ranks: Sequence[RankReady]) -> str:
+    devices = sorted({rank.device for rank in ranks})
+    return f"{len(ranks)} {'rank' if len(ranks) == 1 else 'ranks'} ({', '.join(devices)})"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"

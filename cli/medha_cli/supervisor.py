@@ -1,0 +1,216 @@
+"""Running the parts of a replica as processes: thin I/O around `lifecycle`.
+
+Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
+has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
+happens becomes an event in one queue, and the main thread takes them one by one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import FrameType
+from typing import IO, Protocol
+
+from medha_cli.lifecycle import (
+    Event,
+    Exited,
+    Interrupt,
+    Kill,
+    Lifecycle,
+    Phase,
+    Present,
+    Ready,
+    Say,
+    Terminate,
+    TimePassed,
+    begin,
+    handle,
+)
+
+READY_POLL_SECONDS = 0.1
+LONGEST_WAIT_SECONDS = 3600.0  # a queue does not take infinity
+LAST_LINES_SECONDS = 1.0  # for output that is still in the pipe when a part has ended
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the replica."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A part has written one line."""
+
+    part: str
+    line: str
+
+
+class Display(Protocol):
+    """What the supervisor shows."""
+
+    def starting(self, parts: list[str]) -> None: ...
+
+    def line(self, part: str, text: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def ready(self, process_ids: dict[str, int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def supervise(
+    groups: tuple[tuple[Part, ...], ...],
+    *,
+    is_ready: Callable[[], bool],
+    display: Display,
+    ready_seconds: float,
+    drain_seconds: float,
+) -> Lifecycle:
+    """Start every part, and return the final state once the last one has ended; call it in the main thread.
+
+    `groups` is the order in which the parts are asked to stop. `is_ready` is polled until it is true, and must
+    not block for long.
+    """
+    parts = [part for group in groups for part in group]
+    names = tuple(tuple(part.name for part in group) for group in groups)
+    events: SimpleQueue[Event | Printed] = SimpleQueue()
+    inbox = _Inbox(events, is_ready)
+    running: dict[str, _Process] = {}
+    try:
+        with _stop_signals(events):
+            display.starting([part.name for part in parts])
+            for part in parts:
+                running[part.name] = _Process(part, events)
+            state = begin(names, time.monotonic(), ready_seconds=ready_seconds, drain_seconds=drain_seconds)
+            while state.phase is not Phase.ENDED:
+                event = inbox.next(state)
+                if isinstance(event, Printed):
+                    display.line(event.part, event.line)
+                    continue
+                if isinstance(event, Exited):
+                    running[event.part].reap()
+                state, commands = handle(state, event, time.monotonic())
+                for command in commands:
+                    match command:
+                        case Terminate(name):
+                            running[name].terminate()
+                        case Kill(name):
+                            running[name].kill()
+                        case Present():
+                            display.ready({name: process.pid for name, process in running.items()})
+                        case Say(text):
+                            display.say(text)
+            return state
+    finally:
+        for process in running.values():
+            process.kill()  # only what an error of ours, such as a closed stdout, has left
+            process.reap()
+        display.close()
+
+
+class _Inbox:
+    """What has happened: lines, ends and signals from the queue; readiness and deadlines from looking."""
+
+    def __init__(self, events: SimpleQueue[Event | Printed], is_ready: Callable[[], bool]) -> None:
+        self._events = events
+        self._is_ready = is_ready
+        self._poll_at = time.monotonic()
+
+    def next(self, state: Lifecycle) -> Event | Printed:
+        """The next event; looking comes first, so that a part that prints without end hides nothing."""
+        now = time.monotonic()
+        if now >= state.deadline:
+            return TimePassed()
+        look_at = state.deadline
+        if state.phase is Phase.STARTING:
+            if now >= self._poll_at:
+                self._poll_at = now + READY_POLL_SECONDS
+                if self._is_ready():
+                    return Ready()
+            look_at = min(look_at, self._poll_at)
+        try:
+            return self._events.get(timeout=max(0.0, min(look_at - now, LONGEST_WAIT_SECONDS)))
+        except Empty:
+            return TimePassed()
+
+
+class _Process:
+    """One running part. Only the main thread signals and reaps it, so its id is never another process's."""
+
+    def __init__(self, part: Part, events: SimpleQueue[Event | Printed]) -> None:
+        self._name = part.name
+        self._events = events
+        self._last_line = ""
+        self._process = subprocess.Popen(
+            part.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        self._waiter = Thread(target=self._await_end, daemon=True)
+        self._waiter.start()
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the part and everything that it has started."""
+        if self._process.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Collect the status of a part that has ended or was killed."""
+        self._waiter.join()
+        self._process.wait()
+
+    def _read(self, output: IO[bytes]) -> None:
+        with output:
+            for raw in output:
+                line = raw.decode("utf-8", errors="replace").rstrip()
+                if line:
+                    self._last_line = line
+                self._events.put(Printed(self._name, line))
+
+    def _await_end(self) -> None:
+        # WNOWAIT leaves the process to be reaped by the main thread, which may be about to signal it.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind, such as a tokenizer pool
+        self._reader.join(LAST_LINES_SECONDS)
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self._events.put(Exited(self._name, status, self._last_line))
+
+
+@contextmanager
+def _stop_signals(events: SimpleQueue[Event | Printed]) -> Iterator[None]:
+    """While this lasts, the signals that ask to stop become events."""
+
+    def interrupt(_signal: int, _frame: FrameType | None) -> None:
+        events.put(Interrupt())
+
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,252 @@
+"""`medha up FILE`: router, controller and ranks of one replica as processes on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from pydantic import BaseModel, TypeAdapter
+from rich.console import Console, RenderableType
+
+from medha.api import MedhaReplica, quantity_bytes
+from medha.errors import ConfigInvalid, PartFailed
+from medha.messages import RankReady
+from medha_cli.display import TerminalDisplay
+from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.summary import checkpoint_dtype, summary
+from medha_cli.supervisor import Part, supervise
+
+READY_TIMEOUT_SECONDS = 1.0  # of one look at /ready; the next follows soon
+SOCKET_PATH_BYTES = (
+    100  # Linux takes 107 for a socket's path, and ours end in the name below the run directory
+)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
+
+
+@click.command("up")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="HTTP port instead of the manifest's; 0 takes a free one."
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path), help="Write the controller's (time, event) log to this file."
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep sockets and settings in this directory, and leave it there; by default it is temporary.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="What the parts log.",
+)
+def command(file: Path, port: int | None, record: Path | None, run_dir: Path | None, log_level: str) -> None:
+    """Serve the MedhaReplica that FILE describes on this machine, until Ctrl-C.
+
+    Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
+    requests are answered. Ctrl-C lets open requests finish and stops everything; a second Ctrl-C kills.
+    If any part fails, all of them are stopped and the exit status is 1.
+
+    \b
+    Examples:
+      medha up examples/tiny.yaml
+      medha up examples/tiny.yaml --port 0
+      medha up examples/tiny.yaml --record events.jsonl --log-level debug
+    """
+    replica = _with_port(read_manifest(file), port)
+    directory = model_directory(replica)
+    _require_supported(replica)
+    _require_installed()
+    _require_free_port(replica)
+    console = Console(highlight=False)
+    with _run_directory(run_dir) as run:
+        replica_files = RunFiles(run)
+        groups = write_parts(replica, directory, replica_files, record=record, log_level=log_level)
+
+        def ready_summary(process_ids: dict[str, int]) -> list[RenderableType]:
+            dtype = checkpoint_dtype(directory, replica.spec.model.dtype)
+            return summary(replica, replica_files.url(), dtype, replica_files.ranks(), process_ids)
+
+        state = supervise(
+            groups,
+            is_ready=replica_files.is_ready,
+            display=TerminalDisplay(console, replica.metadata.name, ready_summary),
+            ready_seconds=replica.spec.lifecycle.ready_seconds,
+            drain_seconds=replica.spec.lifecycle.drain_seconds,
+        )
+    if state.failure:
+        raise PartFailed(state.failure)
+    sys.exit(state.exit_status)
+
+
+class RunFiles:
+    """The files of one run: the parts' settings, and what router and controller write when they are ready."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.router_ready = directory / "router-ready.json"
+        self.ranks_ready = directory / "ranks-ready.json"
+
+    def endpoint(self, name: str) -> str:
+        """A ZeroMQ endpoint that only this machine's owner of the directory can reach."""
+        return f"ipc://{self.directory / name}"
+
+    def write(self, name: str, settings: BaseModel | dict[str, object]) -> str:
+        path = self.directory / f"{name}.json"
+        text = settings.model_dump_json() if isinstance(settings, BaseModel) else json.dumps(settings)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def url(self) -> str:
+        """Where the router listens; only once it does."""
+        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
+
+    def ranks(self) -> list[RankReady]:
+        """What the ranks reported; only once all are ready."""
+        return TypeAdapter(list[RankReady]).validate_json(self.ranks_ready.read_bytes())
+
+    def is_ready(self) -> bool:
+        """Whether the router answers that it has a replica to send requests to."""
+        if not (self.router_ready.exists() and self.ranks_ready.exists()):
+            return False
+        try:
+            with urllib.request.urlopen(self.url() + "/ready", timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
+            return False
+
+
+def write_parts(
+    replica: MedhaReplica, directory: Path, files: RunFiles, *, record: Path | None, log_level: str
+) -> tuple[tuple[Part, ...], ...]:
+    """Write each part's settings, and name the parts in the order in which they are asked to stop."""
+    spec = replica.spec
+    router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
+    rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
+    router = files.write(
+        "router",
+        {
+            "host": spec.router.host,
+            "port": spec.router.port,
+            "control_endpoint": router_control,
+            "tokens_endpoint": router_tokens,
+            "ready_file": str(files.router_ready),
+            "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
+            "max_waiting": spec.router.max_waiting,
+            "drain_seconds": spec.lifecycle.drain_seconds,
+            "log_level": log_level,
+        },
+    )
+    controller = files.write(
+        "controller",
+        {
+            "replica": replica.metadata.name,
+            "spec": spec.model_dump(mode="json", by_alias=True),
+            "model_directory": str(directory),
+            "router_control": router_control,
+            "router_tokens": router_tokens,
+            "rank_control": rank_control,
+            "rank_tokens": rank_tokens,
+            "ready_file": str(files.ranks_ready),
+            "record_file": str(record.absolute()) if record else None,
+            "log_level": log_level,
+        },
+    )
+    rank = files.write(
+        "rank-0",
+        {
+            "rank": 0,
+            "spec": spec.model_dump(mode="json", by_alias=True),
+            "model_directory": str(directory),
+            "control": rank_control,
+            "tokens": rank_tokens,
+            "log_level": log_level,
+        },
+    )
+    return (
+        (_part("router", "medha_router", router),),
+        (_part("controller", "medha_worker.controller", controller),),
+        (_part("rank 0", "medha_worker.rank", rank),),
+    )
+
+
+def _part(name: str, module: str, settings: str) -> Part:
+    return Part(name, (sys.executable, "-m", module, "--settings", settings))
+
+
+def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
+    if port is None:
+        return replica
+    router = replica.spec.router.model_copy(update={"port": port})
+    return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
+
+
+def _require_supported(replica: MedhaReplica) -> None:
+    shape = replica.spec.parallelism
+    if (shape.tensor, shape.stream, shape.kv) != (1, 1, 1):
+        raise ConfigInvalid(
+            f"spec.parallelism: tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv} is not served yet; "
+            "set all three to 1, or leave the field out"
+        )
+
+
+def _require_installed() -> None:
+    extras = {extra for module, extra in _NEEDED.items() if importlib.util.find_spec(module) is None}
+    if extras:
+        wanted = ",".join(sorted(extras))
+        raise ConfigInvalid(f"parts of Medha are not installed; add them: pip install 'medha[{wanted}]'")
+
+
+def _require_free_port(replica: MedhaReplica) -> None:
+    """Find a taken port now, in words, rather than in the router's log later."""
+    host, port = replica.spec.router.host, replica.spec.router.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigInvalid(
+            f"spec.router: cannot listen on {host} port {port}: {error.strerror or error}; stop what uses it, "
+            "set spec.router.port, or pass --port 0 for a free one"
+        ) from error
+
+
+@contextmanager
+def _run_directory(wanted: Path | None) -> Iterator[Path]:
+    """A directory of mode 0700; a temporary one is removed at the end."""
+    if wanted is None:
+        run = Path(tempfile.mkdtemp(prefix="medha-"))
+    else:
+        run = wanted.absolute()
+        try:
+            run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for stale in ("router-ready.json", "ranks-ready.json"):
+                (run / stale).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigInvalid(
+                f"--run-dir {run}: {error.strerror}; name a directory that can be written"
+            ) from error
+    if len(os.fsencode(run / "router-control")) > SOCKET_PATH_BYTES:
+        raise ConfigInvalid(f"{run} is too long for the path of a socket; name a shorter one with --run-dir")
+    try:
+        yield run
+    finally:
+        if wanted is None:
+            shutil.rmtree(run, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""A process that behaves as a part of a replica may: `python fake_part.py ready-file behaviour`.
+
+serve           report ready, end with status 0 on SIGTERM
+stubborn        report ready, ignore SIGTERM
+mute            never report ready, ignore SIGTERM
+parent          as serve, and leave a child process behind
+crash           end with status 3 before being ready
+crash-when FILE report ready, end with status 4 once FILE exists
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main(ready: Path, behaviour: str, *arguments: str) -> int:
+    terminated = []
+    if behaviour == "crash":
+        print("first line\nthe model is upside down", file=sys.stderr)
+        return 3
+    handler = signal.SIG_IGN if behaviour in ("stubborn", "mute") else lambda *_: terminated.append(True)
+    signal.signal(signal.SIGTERM, handler)
+    if behaviour == "parent":
+        child = subprocess.Popen(["sleep", "600"])
+        print("child", child.pid)
+    print("pid", os.getpid())
+    if behaviour != "mute":
+        ready.touch()
+    while not terminated:
+        if behaviour == "crash-when" and Path(arguments[0]).exists():
+            print("out of luck")
+            return 4
+        time.sleep(0.01)
+    print("stopped in good order")
+    return 0
+
+
+sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

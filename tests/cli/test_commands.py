@@ -1,0 +1,189 @@
+"""What `medha` says: help that is instant, and errors that name the file, the field and the mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from medha.api import parse_replica
+from medha_cli.main import main
+from medha_cli.manifest import read_manifest
+from medha_cli.up import RunFiles, write_parts
+
+REPLICA = {
+    "apiVersion": "medha.dev/v1alpha1",
+    "kind": "MedhaReplica",
+    "metadata": {"name": "x"},
+    "spec": {"model": {"name": "m", "source": {"path": "model"}}},
+}
+TEXT = """\
+apiVersion: medha.dev/v1alpha1
+kind: MedhaReplica
+metadata: {name: x}
+spec:
+  model: {name: m, source: {path: model}}
+"""
+
+
+def medha(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    """A valid manifest, beside a folder that looks like a checkpoint."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = tmp_path / "replica.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "holds 0 documents, expected one MedhaReplica"),
+        ("---\n---\n", "holds 0 documents"),
+        (TEXT + "---\n" + TEXT, "holds 2 documents"),
+        ("a: [1,\n}\n", "replica.yaml:2:1: is not YAML"),
+        ("a: b: c\n", "replica.yaml:1:5: is not YAML"),
+        ("a: \x07\n", "is not YAML"),
+        ("!!python/object:os.system {}\n", "is not YAML"),
+        ("d: 2026-99-99\n", "is not YAML"),
+        ("- 1\n", "expected one MedhaReplica mapping, found list"),
+        (TEXT.replace("v1alpha1", "v9"), "apiVersion"),
+        (TEXT.replace("MedhaReplica", "Deployment"), "kind"),
+        (TEXT.replace("metadata: {name: x}\n", ""), "metadata: is missing; add it"),
+        (TEXT + "  kvCach: {}\n", "spec.kvCach: is no field of MedhaReplica"),
+        (TEXT + "  kvCache: {size: lots}\n", "spec.kvCache.size"),
+        (TEXT + "  router: {port: 70000}\n", "spec.router.port"),
+        (TEXT + "  parallelism: {tensor: 2}\n", "spec.parallelism: tensor 2 x stream 1 x kv 1 is not served yet"),
+        (TEXT.replace("path: model", "path: absent"), "absent has no config.json"),
+    ],
+)  # fmt: skip
+def test_a_bad_manifest_is_refused_with_status_2_and_its_reason(manifest: Path, text: str, said: str) -> None:
+    manifest.write_text(text)
+    result = medha("up", manifest)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_every_wrong_field_is_named_with_the_file(manifest: Path) -> None:
+    manifest.write_text(TEXT + "  kvCach: {}\n  threads: 0\n")
+    lines = medha("up", manifest).stderr.splitlines()
+    assert len(lines) == 2
+    assert all(str(manifest) in line for line in lines)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe\xfa"])
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "x.yaml").write_bytes(content)
+    result = medha("up", tmp_path / "x.yaml")
+    assert result.exit_code == 2
+    assert "x.yaml: cannot be read" in result.stderr
+
+
+def test_the_model_path_starts_at_the_manifests_folder(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir("/")
+    assert read_manifest(manifest).spec.model.source.path == str(tmp_path / "model")
+
+
+def test_a_port_in_use_is_named_before_anything_starts(manifest: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = medha("up", manifest, "--port", str(port))
+    assert result.exit_code == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in result.stderr
+    assert "--port 0" in result.stderr
+
+
+def test_a_run_directory_too_long_for_a_socket_is_refused(manifest: Path, tmp_path: Path) -> None:
+    result = medha("up", manifest, "--port", "0", "--run-dir", tmp_path / ("long" * 30))
+    assert result.exit_code == 2
+    assert "too long for the path of a socket" in result.stderr
+
+
+def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
+    replica = parse_replica(
+        REPLICA
+        | {"spec": REPLICA["spec"] | {"lifecycle": {"drainSeconds": 7}, "router": {"maxBodyBytes": "1Mi"}}}
+    )  # type: ignore[operator]
+    groups = write_parts(replica, tmp_path, RunFiles(tmp_path), record=Path("events"), log_level="debug")
+    assert [part.name for group in groups for part in group] == ["router", "controller", "rank 0"]
+    router = json.loads((tmp_path / "router.json").read_text())
+    controller = json.loads((tmp_path / "controller.json").read_text())
+    rank = json.loads((tmp_path / "rank-0.json").read_text())
+    assert (router["drain_seconds"], router["max_body_bytes"]) == (7, 2**20)
+    assert controller["record_file"] == str(Path.cwd() / "events")
+    assert controller["spec"] == rank["spec"] == replica.spec.model_dump(mode="json", by_alias=True)
+    assert (controller["router_control"], controller["router_tokens"]) == (
+        router["control_endpoint"], router["tokens_endpoint"],
+    )  # fmt: skip
+    assert {settings["log_level"] for settings in (router, controller, rank)} == {"debug"}
+
+
+def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
+    from medha_router.settings import RouterSettings
+    from medha_worker.controller import ControllerSettings
+    from medha_worker.rank import RankSettings
+
+    replica = parse_replica(REPLICA)
+    write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")
+    RouterSettings.model_validate_json((tmp_path / "router.json").read_bytes())
+    controller = ControllerSettings.model_validate_json((tmp_path / "controller.json").read_bytes())
+    rank = RankSettings.model_validate_json((tmp_path / "rank-0.json").read_bytes())
+    assert controller.spec == rank.spec == replica.spec
+
+
+def test_a_checkpoint_is_made_and_not_overwritten_without_force(tmp_path: Path) -> None:
+    target = tmp_path / "tiny"
+    assert medha("model", "init", target, "--preset", "tiny", "--seed", "3").exit_code == 0
+    assert (target / "model.safetensors").is_file()
+    refused = medha("model", "init", target)
+    assert refused.exit_code == 2
+    assert "is not empty" in refused.stderr
+    assert medha("model", "init", target, "--force").exit_code == 0
+    unknown = medha("model", "init", tmp_path / "other", "--preset", "giant")
+    assert unknown.exit_code == 2
+    assert "choose one of tiny, small" in unknown.stderr
+
+
+def test_help_and_errors_of_manifests_come_without_loading_torch_or_the_web_server(manifest: Path) -> None:
+    """The doors are lazy: `medha --help` must answer at once, and on a machine without the worker extra."""
+    manifest.write_text("")
+    code = (
+        "import sys\nfrom medha_cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'tokenizers'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)\n"
+    )
+    for arguments in (["--help"], ["up", "--help"], ["model", "init", "--help"], ["up", str(manifest)]):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+
+def test_errors_are_red_only_in_a_terminal(tmp_path: Path) -> None:
+    leader, follower = os.openpty()
+    environment = {key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm"}
+    argv = [sys.executable, "-m", "medha_cli.main", "up", str(tmp_path / "absent.yaml")]
+    subprocess.run(argv, stderr=follower, check=False, env=environment)
+    os.close(follower)
+    assert b"\x1b[1;31merror:" in os.read(leader, 4096)
+    os.close(leader)
+    piped = subprocess.run(argv, capture_output=True, check=False, env=environment)
+    assert piped.stderr.startswith(b"error: ")

@@ -1,0 +1,163 @@
+"""The state machine of `medha up`, without processes and without a clock."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import signal
+
+import pytest
+
+from medha_cli.lifecycle import (
+    FAILED_GRACE_SECONDS,
+    GRACE_SECONDS,
+    Command,
+    Event,
+    Exited,
+    Interrupt,
+    Kill,
+    Lifecycle,
+    Phase,
+    Present,
+    Ready,
+    Say,
+    Terminate,
+    TimePassed,
+    begin,
+    handle,
+)
+
+GROUPS = (("router",), ("controller",), ("rank 0", "rank 1"))
+ALL = ["router", "controller", "rank 0", "rank 1"]
+DRAIN_SECONDS = 30.0
+
+
+def run(*events: tuple[float, Event]) -> tuple[Lifecycle, list[Command]]:
+    """The state after (now, event)s from the start at 0, and the last event's commands without their words."""
+    state = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=DRAIN_SECONDS)
+    commands: list[Command] = []
+    for now, event in events:
+        state, commands = handle(state, event, now)
+    return state, [command for command in commands if not isinstance(command, Say)]
+
+
+SERVING = [(1.0, Ready())]
+DRAINING = [*SERVING, (2.0, Interrupt())]
+
+
+def test_ready_is_presented_once_and_waits_without_a_deadline() -> None:
+    state, commands = run(*SERVING)
+    assert (state.phase, state.deadline, commands) == (Phase.SERVING, math.inf, [Present()])
+    assert run(*SERVING, (2.0, Ready()))[1] == []
+
+
+def test_draining_asks_router_then_controller_then_ranks_and_ends_with_status_0() -> None:
+    state, commands = run(*DRAINING)
+    assert commands == [Terminate("router")]
+    assert state.deadline == 2.0 + DRAIN_SECONDS + GRACE_SECONDS
+    state, commands = run(*DRAINING, (3.0, Exited("router", 0)))
+    assert commands == [Terminate("controller")]
+    assert state.deadline == 3.0 + GRACE_SECONDS
+    state, commands = run(*DRAINING, (3.0, Exited("router", 0)), (4.0, Exited("controller", 0)))
+    assert commands == [Terminate("rank 0"), Terminate("rank 1")]
+    exits = [(3.0, Exited(part, 0)) for part in ALL]
+    assert run(*DRAINING, *exits[:-1])[0].phase is Phase.DRAINING
+    state, commands = run(*DRAINING, *exits)
+    assert (state.phase, state.exit_status, state.failure, commands) == (Phase.ENDED, 0, "", [])
+
+
+def test_ranks_that_the_controller_has_dismissed_need_not_be_asked() -> None:
+    early = [(3.0, Exited("rank 1", 0)), (3.0, Exited("rank 0", 0)), (3.0, Exited("router", 0))]
+    state, commands = run(*DRAINING, *early)
+    assert commands == [Terminate("controller")]
+    state, commands = run(*DRAINING, *early, (4.0, Exited("controller", 0)))
+    assert (state.phase, state.exit_status, commands) == (Phase.ENDED, 0, [])
+
+
+def test_dying_of_the_sigterm_that_it_was_sent_is_a_clean_end() -> None:
+    exits = [(3.0, Exited(part, -signal.SIGTERM)) for part in ALL]
+    assert run(*DRAINING, *exits)[0].exit_status == 0
+
+
+@pytest.mark.parametrize("part", ALL)
+@pytest.mark.parametrize("status", [0, 1, -9])
+def test_any_end_while_serving_is_a_failure_and_stops_the_others(part: str, status: int) -> None:
+    state, commands = run(*SERVING, (2.0, Exited(part, status, "the last line")))
+    assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
+    assert part in state.failure
+    assert "the last line" in state.failure
+    assert commands == [Terminate(other) for other in ALL if other != part]
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    state, _ = run(*SERVING, (2.0, Exited("rank 0", -9)), (2.1, Exited("router", 1)))
+    assert state.failure == "rank 0 was killed by SIGKILL"
+
+
+def test_parts_that_ignore_a_failure_are_killed_after_the_grace() -> None:
+    failed = [*SERVING, (2.0, Exited("rank 0", -9))]
+    assert run(*failed, (2.0 + FAILED_GRACE_SECONDS - 0.01, TimePassed()))[1] == []
+    state, commands = run(*failed, (2.0 + FAILED_GRACE_SECONDS, TimePassed()))
+    assert (state.phase, state.exit_status) == (Phase.KILLING, 1)
+    assert commands == [Kill("router"), Kill("controller"), Kill("rank 1")]
+
+
+def test_an_end_before_ready_and_a_start_that_takes_too_long_are_failures() -> None:
+    assert "before the replica was ready" in run((1.0, Exited("rank 0", 1)))[0].failure
+    assert run((59.9, TimePassed()))[0].phase is Phase.STARTING
+    state, commands = run((60.0, TimePassed()))
+    assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
+    assert "readySeconds" in state.failure
+    assert commands == [Terminate(part) for part in ALL]
+
+
+def test_an_interrupt_before_ready_stops_all_at_once_with_status_0() -> None:
+    state, commands = run((1.0, Interrupt()))
+    assert (state.phase, state.exit_status) == (Phase.STOPPING, 0)
+    assert commands == [Terminate(part) for part in ALL]
+    state, _ = run((1.0, Interrupt()), *[(2.0, Exited(part, 1)) for part in ALL])
+    assert (state.phase, state.exit_status) == (Phase.ENDED, 0)
+
+
+def test_a_second_interrupt_kills_what_is_left_with_status_130() -> None:
+    state, commands = run(*DRAINING, (3.0, Exited("router", 0)), (4.0, Interrupt()))
+    assert (state.phase, state.exit_status) == (Phase.KILLING, 130)
+    assert commands == [Kill("controller"), Kill("rank 0"), Kill("rank 1")]
+    assert run(*DRAINING, (4.0, Interrupt()), (5.0, Interrupt()))[1] == []
+
+
+def test_a_failure_keeps_its_status_when_the_user_loses_patience() -> None:
+    assert run(*SERVING, (2.0, Exited("rank 0", -9)), (2.1, Interrupt()))[0].exit_status == 1
+
+
+def test_a_part_that_fails_or_hangs_while_draining_is_a_failure() -> None:
+    state, _ = run(*DRAINING, (3.0, Exited("rank 0", -11)))
+    assert state.failure == "rank 0 was killed by SIGSEGV while draining"
+    state, commands = run(*DRAINING, (2.0 + DRAIN_SECONDS + GRACE_SECONDS, TimePassed()))
+    assert state.failure.startswith("router did not stop in time")
+    assert commands == [Terminate("controller"), Terminate("rank 0"), Terminate("rank 1")]
+
+
+def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
+    """Random histories: ENDED exactly when nothing runs; no part is asked twice; a killed run stays killed."""
+    for seed in range(300):
+        dice = random.Random(seed)
+        state, now, asked = begin(GROUPS, 0.0, ready_seconds=60, drain_seconds=30), 0.0, []
+        for _ in itertools.count():
+            if state.phase is Phase.ENDED:
+                break
+            now += dice.choice([0.0, 0.5, 20.0])
+            exits = [Exited(part, dice.choice([0, 0, 1, -9, -15])) for part in sorted(state.running)]
+            event = dice.choice([Ready(), Interrupt(), TimePassed(), TimePassed(), *exits])
+            before = state
+            state, commands = handle(state, event, now)
+            asked += [command.part for command in commands if isinstance(command, Terminate)]
+            assert (state.phase is Phase.ENDED) == (not state.running)
+            assert state.running <= before.running
+            if before.phase is Phase.KILLING:
+                assert state.phase in (Phase.KILLING, Phase.ENDED)
+            if state.phase in (Phase.STARTING, Phase.DRAINING, Phase.STOPPING):
+                assert state.deadline < math.inf
+            assert (state.exit_status == 1) == bool(state.failure)
+        assert len(asked) == len(set(asked))

@@ -1,0 +1,183 @@
+"""Real processes under the supervisor: however a run ends, its reason is told and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+FAKE_UP = Path(__file__).with_name("fake_up.py")
+
+
+class Run:
+    """A supervisor of fake parts, in a session of its own; `output` is what it has printed so far."""
+
+    def __init__(self, folder: Path, parts: dict[str, str], ready_seconds: float) -> None:
+        arguments = [f"{name}={behaviour}" for name, behaviour in parts.items()]
+        self.process = subprocess.Popen(
+            [sys.executable, str(FAKE_UP), str(folder), str(ready_seconds), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+        self.output = ""
+        self.seen: dict[int, psutil.Process] = {}
+
+    def until(self, text: str) -> None:
+        """Read until `text` was printed; the test's own timeout bounds it."""
+        assert self.process.stdout is not None
+        while text not in self.output:
+            line = self.process.stdout.readline()
+            assert line, f"ended without {text!r}:\n{self.output}"
+            self.output += line
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.seen[child.pid] = child
+
+    def end(self) -> int:
+        """Read to the end, and return the exit status; fails if a process is left over."""
+        assert self.process.stdout is not None
+        self.output += self.process.stdout.read()
+        status = self.process.wait(timeout=20)
+        _, left = psutil.wait_procs(self.seen.values(), timeout=5)
+        assert left == [], self.output
+        return status
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def part(self, name: str) -> psutil.Process:
+        """The process that printed its id behind the prefix of `name`."""
+        lines = [line for line in self.output.splitlines() if line.split("|")[0].strip() == name]
+        return self.seen[int(next(line.split()[-1] for line in lines if "| pid " in line))]
+
+
+class Start:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs: list[Run] = []
+
+    def __call__(self, *, ready_seconds: float = 30, **behaviours: str) -> Run:
+        parts = {"router": "serve", "controller": "serve", "rank 0": "serve"}
+        parts |= {name.replace("_", " "): behaviour for name, behaviour in behaviours.items()}
+        run = Run(self.folder, parts, ready_seconds)
+        self.runs.append(run)
+        return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    starter = Start(tmp_path)
+    yield starter
+    for run in starter.runs:
+        for process in [run.process, *run.seen.values()]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        run.process.wait(timeout=5)
+        assert run.process.stdout is not None
+        run.process.stdout.close()
+
+
+def stop_order(output: str) -> list[str]:
+    return [line.split("|")[0].strip() for line in output.splitlines() if "stopped in good order" in line]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_stops_router_controller_and_ranks_in_this_order(
+    start: Start, number: signal.Signals
+) -> None:
+    run = start()
+    run.until("READY")
+    run.process.send_signal(number)
+    assert run.end() == 0
+    assert stop_order(run.output) == ["router", "controller", "rank 0"]
+
+
+def test_lines_of_parts_carry_their_name_and_no_colours_outside_a_terminal(start: Start) -> None:
+    run = start()
+    run.until("READY")
+    run.interrupt()
+    run.end()
+    assert f"controller | pid {run.part('controller').pid}\n" in run.output
+    assert f"rank 0     | pid {run.part('rank 0').pid}\n" in run.output
+    assert "\x1b" not in run.output
+
+
+def test_a_part_that_fails_at_the_start_ends_the_run_and_is_named_with_its_last_line(start: Start) -> None:
+    run = start(controller="crash")
+    assert run.end() == 1
+    assert (
+        "failure: controller exited with status 3 (the model is upside down) before the replica was ready"
+        in run.output
+    )
+    assert "READY" not in run.output
+
+
+def test_not_becoming_ready_in_time_is_a_failure(start: Start) -> None:
+    run = start(ready_seconds=0.5, rank_0="mute")
+    assert run.end() == 1
+    assert "failure: not ready after 0.5 s" in run.output
+
+
+@pytest.mark.parametrize("name", ["router", "controller", "rank 0"])
+def test_the_death_of_any_part_stops_all_others(start: Start, name: str) -> None:
+    run = start()
+    run.until("READY")
+    run.part(name).kill()
+    assert run.end() == 1
+    assert f"failure: {name} was killed by SIGKILL" in run.output
+
+
+def test_a_part_that_ends_by_itself_while_serving_has_failed(start: Start, tmp_path: Path) -> None:
+    run = start(rank_0=f"crash-when:{tmp_path / 'now'}")
+    run.until("READY")
+    (tmp_path / "now").touch()
+    assert run.end() == 1
+    assert "failure: rank 0 exited with status 4 (out of luck)" in run.output
+
+
+def test_a_second_interrupt_kills_parts_that_do_not_listen(start: Start) -> None:
+    run = start(router="stubborn")
+    run.until("READY")
+    run.interrupt()
+    run.until("draining")
+    run.interrupt()
+    assert run.end() == 130
+
+
+def test_an_interrupt_before_ready_stops_all_parts_at_once(start: Start) -> None:
+    run = start(rank_0="mute")
+    run.until("rank 0     | pid")
+    run.interrupt()
+    run.until("stopping before the replica was ready")
+    run.until("controller | stopped in good order")
+    run.interrupt()  # rank 0 would be killed anyway when its grace is over
+    assert run.end() == 130
+    assert run.output.endswith("failure: \n")
+
+
+def test_what_a_part_has_started_ends_with_it(start: Start) -> None:
+    run = start(router="parent")
+    run.until("READY")
+    assert len(run.seen) == 4
+    run.interrupt()
+    assert run.end() == 0  # `end` has checked that the child is gone too
+
+
+def test_a_closed_output_ends_all_parts(start: Start) -> None:
+    run = start()
+    run.until("READY")
+    assert run.process.stdout is not None
+    run.process.stdout.close()
+    run.interrupt()  # what is now said cannot be written
+    assert run.process.wait(timeout=20) != 0
+    _, left = psutil.wait_procs(run.seen.values(), timeout=5)
+    assert left == []
