@@ -49,9 +49,9 @@ def reference_text(served: Served, prompt: str, tokens: int) -> str:
     """Greedy continuation by transformers, in fp32."""
     tokenizer = AutoTokenizer.from_pretrained(served.checkpoint)
     model = AutoModelForCausalLM.from_pretrained(served.checkpoint, dtype=torch.float32)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+    encoded = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**encoded, max_new_tokens=tokens, do_sample=False)
+    return str(tokenizer.decode(out[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_a_chat_streams_its_text_its_end_and_its_usage(client: openai.OpenAI) -> None:
