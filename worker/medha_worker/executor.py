@@ -356,7 +356,7 @@ def _run_guarded(
         if len(parts) == 1:
             _log.warning("%s failed: %s", parts[0].entry.id, error)
             failures.append(
-                EntryFailed(parts[0].entry.id, _reason(error), f"{type(error).__name__}: {error}")
+                EntryFailed(parts[0].entry.id, failure_reason(error), f"{type(error).__name__}: {error}")
             )
             return []
         _log.warning("a batch of %d sequences failed, so each runs alone: %s", len(parts), error)
@@ -364,7 +364,8 @@ def _run_guarded(
     return [result for part in parts for result in _run_guarded(run, [part], failures)]
 
 
-def _reason(error: Exception) -> FailureReason:
+def failure_reason(error: Exception) -> FailureReason:
+    """Whether memory ran out, or something else went wrong; CPU kernels say so in the text alone."""
     text = str(error).lower()
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return "out_of_memory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,14 @@ class PoolRequest:
 def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
     """Blocks of the pool: `kvCache.size`, or the fraction of `free_bytes`, but no more than can ever be used.
 
-    `free_bytes` is what this rank may still take, weights loaded and the warm-up over.
+    `free_bytes` is what this rank may still take, weights loaded. The warm-up is over and has given its activations
+    back, so they are taken off here: every step will need them again.
 
     Raises:
         OutOfMemory: a sequence of `max_model_len` tokens would not fit; the text names the numbers and the mend.
     """
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
+    free_bytes = max(free_bytes - request.activation_bytes, 0)
     if request.size_bytes is None:
         pool_bytes = int(free_bytes * request.memory_fraction)
         source = f"{request.memory_fraction:.0%} (kvCache.memoryFraction) of {_mib(free_bytes)} free"
@@ -60,19 +63,58 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
 
 
 def host_free_bytes(ranks_on_host: int, root: Path = Path("/")) -> int:
-    """Memory that one of the ranks on this host may still take: the machine's, within its cgroup's limit."""
+    """Memory that one of the ranks on this host may still take: the machine's, within every cgroup limit above it.
+
+    A cgroup's usage counts file pages that the kernel drops when memory is wanted (the checkpoint that was just
+    read among them), so those count as free.
+    """
     free = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_FILES:
-        limit, usage = _read_bytes(root / limit_file), _read_bytes(root / usage_file)
+    for directory, names in _cgroup_directories(root):
+        limit = _read_bytes(directory / names.limit)
+        usage = _read_bytes(directory / names.usage)
         if limit is not None and usage is not None:
-            free = min(free, max(limit - usage, 0))
+            droppable = _read_statistic(directory / "memory.stat", names.inactive_file)
+            free = min(free, max(limit - usage + min(droppable, usage), 0))
     return free // ranks_on_host
 
 
-_CGROUP_FILES = (
-    ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory.current"),  # version 2
-    ("sys/fs/cgroup/memory/memory.limit_in_bytes", "sys/fs/cgroup/memory/memory.usage_in_bytes"),  # version 1
+@dataclass(frozen=True, slots=True)
+class _CgroupNames:
+    mount: str
+    limit: str
+    usage: str
+    inactive_file: str  # in memory.stat, the cgroups below included
+
+
+_VERSION_2 = _CgroupNames("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
+_VERSION_1 = _CgroupNames(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 )
+
+
+def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupNames]]:
+    """This process's memory cgroup and all above it: the tightest limit of them counts.
+
+    In a container the path may be the host's and not be visible; the mount itself is then the container's group.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            names = _VERSION_2
+        elif "memory" in controllers.split(","):
+            names = _VERSION_1
+        else:
+            continue
+        mount = root / names.mount
+        inner = mount / path.lstrip("/")
+        while inner != mount:
+            yield inner, names
+            inner = inner.parent
+        yield mount, names
 
 
 def _read_bytes(path: Path) -> int | None:
@@ -82,6 +124,15 @@ def _read_bytes(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _read_statistic(path: Path, name: str) -> int:
+    """One line of a cgroup's `memory.stat`, in bytes; 0 where there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _mib(count: int) -> str:

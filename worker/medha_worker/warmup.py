@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import resource
+import logging
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.messages import StepProfile
+from medha.errors import OutOfMemory
+from medha.messages import Sampling, StepProfile
 from medha.predictor import Work
+from medha_worker.executor import failure_reason
 from medha_worker.model.batch import SequenceSpan
+from medha_worker.model.sampler import SequenceSampler, draw
 from medha_worker.model.transformer import Transformer
 
 REPEATS = 3
 CONTEXT_TOKENS = 2048
+
+_GREEDY = Sampling(temperature=0.0)
+_COSTLY = Sampling(temperature=1.0, top_p=0.9)  # takes the most memory to draw with
+
+_log = logging.getLogger("medha.warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,8 @@ def warm_up(
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
-    The activations' size is how much the process's peak memory grew, without the scratch KV of the warm-up.
+    The activations' size is how much the process's resident memory grew at its peak, the kernels' own buffers
+    included; the scratch KV of the warm-up was resident before.
     """
     chunk = min(max_chunk_tokens, max_model_len)
     context = min(CONTEXT_TOKENS, max_model_len - 1)
@@ -53,10 +63,12 @@ def warm_up(
     block_tokens = 16
     longest = max(work.context + work.count for works in shapes for work in works)
     scratch = model.new_kv_cache(-(-longest // block_tokens), block_tokens)
-    scratch_bytes = sum(pool.numel() * pool.element_size() for pool in (*scratch.keys, *scratch.values))
-    before = _peak_bytes()
+    for pool in (*scratch.keys, *scratch.values):
+        pool.fill_(0)  # its pages become resident now, not while the activations are measured
+    _forget_peak()
+    before = _resident_bytes()
 
-    def run(works: Sequence[Work]) -> float:
+    def run(works: Sequence[Work], sampling: Sampling = _GREEDY) -> float:
         started = clock()
         rows = sum(work.count for work in works)
         blocks = np.arange(scratch.num_blocks)  # sequences may overlap here: only the time matters
@@ -71,15 +83,37 @@ def warm_up(
             spans,
             scratch,
         )
-        model.logits(hidden[torch.tensor([span.row_start + span.row_count - 1 for span in spans])]).max(
-            dim=-1
-        )
+        last_rows = torch.tensor([span.row_start + span.row_count - 1 for span in spans])
+        drawn = [_sampler(sampling, model.config.vocab_size)] * len(works)
+        draw(model.logits(hidden[last_rows]), drawn)
         return clock() - started
 
+    try:
+        run([Work(0, chunk)])
+        run([Work(0, 1)] * max_running, _COSTLY)
+    except (RuntimeError, MemoryError) as error:
+        if failure_reason(error) != "out_of_memory":
+            raise
+        raise OutOfMemory(
+            f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights "
+            f"({error}); lower scheduling.maxChunkTokens or scheduling.maxRunning"
+        ) from error
+    activation_bytes = max(_peak_bytes() - before, 0)
     for works in shapes:
         run(works)
     seconds = [statistics.median(run(works) for _ in range(REPEATS)) for works in shapes]
-    return WarmUp(fit_profile(shapes, seconds), max(_peak_bytes() - before - scratch_bytes, 0))
+    return WarmUp(fit_profile(shapes, seconds), activation_bytes)
+
+
+def _sampler(sampling: Sampling, vocab_size: int) -> SequenceSampler:
+    return SequenceSampler(
+        sampling,
+        seed=0,
+        sample_index=0,
+        tokens=np.zeros(1, dtype=np.int32),
+        prompt_length=1,
+        vocab_size=vocab_size,
+    )
 
 
 def fit_profile(shapes: Sequence[Sequence[Work]], seconds: Sequence[float]) -> StepProfile:
@@ -117,5 +151,22 @@ def _non_negative_least_squares(
     return best
 
 
+def _resident_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return _status_bytes("VmHWM")
+
+
+def _forget_peak() -> None:
+    """Let the peak start again from what is resident, or loading the weights would hide the activations (proc(5))."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        _log.warning("activations may be overestimated, the peak before them cannot be reset: %s", error)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

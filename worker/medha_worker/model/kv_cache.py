@@ -5,8 +5,10 @@ are one tensor [kv_heads, slots, head_dim], block b being slots `b * block_token
 is therefore a strided view that attention reads in place, without gathering.
 """
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from medha_worker.model.batch import SlotRun
@@ -29,10 +31,9 @@ class KVCache:
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         shape = (kv_heads, num_blocks * block_tokens, head_dim)
-        # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN). The
-        # kernel hands out zeroed pages on first touch, so an unused part of the pool costs nothing.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
+        self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_block(
@@ -72,3 +73,14 @@ class KVCache:
 
 # A slice copy costs about as much as scattering this many rows.
 _ROWS_PER_SLICE_COPY = 8
+_CACHE_LINE_BYTES = 64
+
+
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose pages a CPU takes on first touch: `torch.zeros` writes them all, a second for each gigabyte."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _CACHE_LINE_BYTES, dtype=np.uint8)  # calloc: zeroed pages of the kernel's
+    first = -raw.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)

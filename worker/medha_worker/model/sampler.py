@@ -41,6 +41,7 @@ _MASK_64 = 2**64 - 1
 # A u of 52 bits keeps the race's noise inside (-3.7, 36.8): further below the best logit nothing can win.
 _NOISE_SPAN = 42.0
 _FIRST_NUCLEUS_WIDTH = 1024
+_ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds the float64 scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,12 +177,14 @@ def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | U
         for index, sequence in enumerate(sequences)
         if drawable[index] and sequence.sampling.temperature > 0
     ]
-    if racing:
-        chosen = torch.tensor(racing, device=logits.device)
-        parameters = [sequences[index].sampling for index in racing]
-        filtered = filter_logits(adjusted[chosen], parameters)
-        keys = [_mix(sequences[index].stream + sequences[index].position) for index in racing]
-        tokens[chosen] = _race(filtered, keys)
+    at_once = max(1, _ELEMENTS_AT_ONCE // logits.shape[1])
+    for first in range(0, len(racing), at_once):
+        rows = racing[first : first + at_once]
+        chosen = torch.tensor(rows, device=logits.device)
+        filtered = filter_logits(adjusted[chosen], [sequences[row].sampling for row in rows])
+        tokens[chosen] = _race(
+            filtered, [_mix(sequences[row].stream + sequences[row].position) for row in rows]
+        )
     ids = tokens.tolist()
     logprobs = _logprobs(logits, sequences, ids)
     return [

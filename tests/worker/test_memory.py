@@ -1,0 +1,222 @@
+"""KV pool sizing over played cgroups, and the fit of the predictor's constants."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from medha.errors import OutOfMemory
+from medha.messages import StepProfile
+from medha.predictor import Predictor, Work
+from medha_worker import warmup
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.memory import MIB, PoolRequest, host_free_bytes, pool_blocks
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.transformer import Transformer
+
+REQUEST = PoolRequest(
+    block_bytes=MIB,
+    block_size_tokens=16,
+    max_model_len=1000,  # 63 blocks
+    max_running=100,
+    size_bytes=None,
+    memory_fraction=0.5,
+    weights_bytes=300 * MIB,
+    activation_bytes=40 * MIB,
+)
+
+
+def test_the_pool_is_the_fraction_of_what_activations_leave() -> None:
+    assert pool_blocks(REQUEST, 1040 * MIB) == 500
+
+
+def test_the_pool_is_no_larger_than_all_sequences_can_use() -> None:
+    assert pool_blocks(replace(REQUEST, max_running=4), 10_000 * MIB) == 4 * 63
+
+
+def test_a_size_that_is_named_is_taken() -> None:
+    assert pool_blocks(replace(REQUEST, size_bytes=200 * MIB + 5), 1000 * MIB) == 200
+
+
+def test_a_length_that_does_not_fit_the_fraction_names_numbers_and_mend() -> None:
+    with pytest.raises(OutOfMemory) as caught:
+        pool_blocks(REQUEST, 100 * MIB)
+    text = str(caught.value)
+    for part in ("maxModelLen 1000", "63 MiB", "50% (kvCache.memoryFraction) of 60 MiB", "300 MiB", "40 MiB"):
+        assert part in text
+    assert "lower model.maxModelLen to 480" in text
+    assert pool_blocks(replace(REQUEST, max_model_len=480), 100 * MIB) == 30
+
+
+def test_a_length_that_does_not_fit_the_named_size_names_the_size_that_would() -> None:
+    with pytest.raises(OutOfMemory, match=r"raise kvCache\.size to at least 63 MiB"):
+        pool_blocks(replace(REQUEST, size_bytes=62 * MIB), 1000 * MIB)
+
+
+def test_a_size_beyond_what_is_free_is_refused() -> None:
+    with pytest.raises(OutOfMemory, match=r"kvCache\.size asks for 500 MiB, but 460 MiB are free"):
+        pool_blocks(replace(REQUEST, size_bytes=500 * MIB), 500 * MIB)
+
+
+def test_nothing_free_is_refused_and_not_a_negative_pool() -> None:
+    with pytest.raises(OutOfMemory, match=r"of 0 MiB free holds 0 tokens"):
+        pool_blocks(REQUEST, 10 * MIB)
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+GROUP_2 = "sys/fs/cgroup"
+GROUP_1 = "sys/fs/cgroup/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "free"),
+    [
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "1000000",
+            },
+            8_000_000,
+            id="version 2",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "1000000",
+                f"{GROUP_2}/memory.stat": "anon 5\ninactive_file 400000\nactive_file 9\n",
+            },
+            8_400_000,
+            id="file pages can be dropped",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b",
+                f"{GROUP_2}/a/b/memory.max": "max",
+                f"{GROUP_2}/a/b/memory.current": "10",
+                f"{GROUP_2}/a/memory.max": "5000000",
+                f"{GROUP_2}/a/memory.current": "2000000",
+                f"{GROUP_2}/memory.max": "9000000",
+                f"{GROUP_2}/memory.current": "2000000",
+            },
+            3_000_000,
+            id="the tightest limit above",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/pod\n3:cpuset:/\n0::/",
+                f"{GROUP_1}/pod/memory.limit_in_bytes": "7000000",
+                f"{GROUP_1}/pod/memory.usage_in_bytes": "3000000",
+                f"{GROUP_1}/pod/memory.stat": "inactive_file 1\ntotal_inactive_file 500000\n",
+                f"{GROUP_1}/memory.limit_in_bytes": "9223372036854771712",
+                f"{GROUP_1}/memory.usage_in_bytes": "3000000",
+            },
+            4_500_000,
+            id="version 1",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/not/visible/here",
+                f"{GROUP_2}/memory.max": "6000000",
+                f"{GROUP_2}/memory.current": "7000000",
+            },
+            0,
+            id="a container's own view, over its limit",
+        ),
+    ],
+)
+def test_memory_is_counted_within_the_cgroup(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    root = write(tmp_path, files)
+    assert host_free_bytes(1, root) == free
+    assert host_free_bytes(4, root) == free // 4
+
+
+def test_without_a_cgroup_the_machines_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = psutil.virtual_memory()._replace(available=123_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: machine)
+    assert host_free_bytes(3, tmp_path) == 41_000
+
+
+# --- the warm-up --------------------------------------------------------------------------------------
+
+SHAPES = [
+    [Work(0, 1)],
+    [Work(0, 64)],
+    [Work(0, 2048)],
+    [Work(2048, 1)],
+    [Work(2048, 1)] * 8,
+    [Work(0, 1)] * 32,
+    [Work(2048, 256)],
+]
+
+
+def test_the_fit_finds_the_constants_that_made_the_times() -> None:
+    profile = StepProfile(2e-3, 3e-5, 4e-9, 5e-5)
+    seconds = [Predictor(profile).step_seconds(works) for works in SHAPES]
+    fitted = warmup.fit_profile(SHAPES, seconds)
+    for name in StepProfile.__dataclass_fields__:
+        assert getattr(fitted, name) == pytest.approx(getattr(profile, name), rel=1e-6)
+
+
+def test_noise_never_makes_a_constant_negative() -> None:
+    """The step constant is 0 here, so half of all noise pulls it below."""
+    random = np.random.default_rng(0)
+    exact = [Predictor(StepProfile(0.0, 3e-5, 4e-9, 5e-5)).step_seconds(works) for works in SHAPES]
+    pinned = 0
+    for _ in range(50):
+        noisy = [value * random.uniform(0.7, 1.3) for value in exact]
+        fitted = warmup.fit_profile(SHAPES, noisy)
+        constants = [getattr(fitted, name) for name in StepProfile.__dataclass_fields__]
+        assert min(constants) >= 0
+        pinned += constants[0] == 0
+        predicted = [Predictor(fitted).step_seconds(works) for works in SHAPES]
+        assert max(abs(a / b - 1) for a, b in zip(predicted, noisy, strict=True)) < 0.6
+    assert 5 < pinned < 50
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=1)
+    return Transformer.load(directory, ModelConfig.from_directory(directory))
+
+
+def test_the_warm_up_measures_more_memory_for_larger_chunks(model: Transformer) -> None:
+    """Hidden states alone are 512 bytes a token; a chunk of 16384 tokens makes several copies of them."""
+    ticks = itertools.count()
+
+    def activation_bytes(chunk: int) -> int:
+        return warmup.warm_up(
+            model,
+            max_chunk_tokens=chunk,
+            max_running=4,
+            max_model_len=16384,
+            clock=lambda: float(next(ticks)),
+        ).activation_bytes
+
+    small, large = activation_bytes(64), activation_bytes(16384)
+    assert large > small
+    assert large >= 16384 * 512 * 2
+
+
+def test_a_batch_that_does_not_fit_the_warm_up_names_the_mend(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr(model, "forward", exhausted)
+    with pytest.raises(OutOfMemory, match=r"lower scheduling\.maxChunkTokens or scheduling\.maxRunning"):
+        warmup.warm_up(model, max_chunk_tokens=64, max_running=2, max_model_len=256, clock=lambda: 0.0)
