@@ -8,7 +8,7 @@ Three things are measured, engines taking turns within each round so that a nois
 
 * `streams`  1, 8 and 32 concurrent streams of equal prompts: TTFT, TPOT and output tokens per second;
 * `length`   one prompt alone, from 1K to 32K tokens: TTFT, and how it grows;
-* `steps`    where Medha's time goes: the share of wall time that ranks spend in steps, from its own metrics.
+* `steps`    where Medha's time goes: the share of wall time that its rank computes, from the controller's record.
 
 Peers: `transformers`' padded `generate` and its continuous batching, in process (no HTTP, no streaming: they
 are spared what Medha pays); a claim is made against the faster of the two. Ratios are Medha / peer.
@@ -204,7 +204,15 @@ def medha_server(checkpoint: Path, threads: int) -> Iterator[str]:
         },
     }
     manifest.write_text(yaml.safe_dump(document), encoding="utf-8")
-    command = [sys.executable, "-m", "medha_cli.main", "up", str(manifest)]
+    command = [
+        sys.executable,
+        "-m",
+        "medha_cli.main",
+        "up",
+        str(manifest),
+        "--record",
+        str(record_file(checkpoint)),
+    ]
     with served(command, f"http://127.0.0.1:{port}", "/ready") as url:
         yield url
 
@@ -273,10 +281,17 @@ def median_timing(timings: list[Timing]) -> Timing:
     return ordered[len(ordered) // 2]
 
 
-def metric_sum(url: str, name: str) -> float:
-    text = httpx.get(url + "/metrics", timeout=30).text
-    rows = [row.rsplit(" ", 1) for row in text.splitlines() if row.startswith((name + " ", name + "{"))]
-    return sum(float(value) for _, value in rows)
+def record_file(checkpoint: Path) -> Path:
+    return checkpoint.parent / "events.jsonl"
+
+
+def computed_seconds(checkpoint: Path) -> float:
+    """Time that the rank has spent inside steps so far."""
+    total = 0.0
+    for line in record_file(checkpoint).read_text(encoding="utf-8").splitlines()[2:]:
+        if '"type":"Done"' in line:
+            total += json.loads(line)["event"]["body"]["compute_seconds"]
+    return total
 
 
 @click.command(help=__doc__)
@@ -337,7 +352,7 @@ def main(
             results.extend(medians.values())
             return medians
 
-        before = time.perf_counter(), metric_sum(url, "medha_step_seconds_sum")
+        before = computed_seconds(checkpoint)
         medha_seconds = 0.0
         for count in track(streams, description="concurrent streams", console=console):
             medians = measure(count, prompt_tokens, output_tokens, list(engines), rounds)
@@ -356,7 +371,7 @@ def main(
                         "peer": best.engine,
                     }
                 )
-        steps = metric_sum(url, "medha_step_seconds_sum") - before[1]
+        steps = computed_seconds(checkpoint) - before
         names = ["medha", "transformers generate", *(["vllm"] if "vllm" in engines else [])]
         for length in track(lengths, description="prompt length", console=console):
             medians = measure(1, length, 2, names, 1)

@@ -186,7 +186,7 @@ class Controller:
         if self._settings.metrics_port is not None:
             serve_metrics(registry, self._settings.metrics_host, self._settings.metrics_port)
         if self._settings.record_file is not None:
-            self._record = self._settings.record_file.open("w", encoding="utf-8")
+            self._record = self._settings.record_file.open("w", encoding="utf-8", buffering=1)
             header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
             self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
         self._announced: Load | None = None
