@@ -1,0 +1,45 @@
+"""The pages of `docs/` that are written by the program: `python -m medha_cli.reference docs` (`make gen`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from medha.metrics import reference_page
+from medha_cli.main import main
+
+
+def pages() -> dict[str, str]:
+    """File name in `docs/` -> what it should hold."""
+    return {"cli.md": cli_page(), "metrics.md": reference_page()}
+
+
+def cli_page() -> str:
+    """The help of `medha` and of every command below it."""
+    parts = ["# The command line\n\nWritten by `make gen` from the program's own help.\n"]
+    for path, command in _commands("medha", main):
+        context = click.Context(command, info_name=path, terminal_width=100, max_content_width=100)
+        context.help_option_names = ["-h", "--help"]
+        text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
+        parts.append(f"## {path}\n\n```text\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+def _commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command, info_name=path)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from _commands(f"{path} {name}", below)
+
+
+if __name__ == "__main__":
+    for file_name, page in pages().items():
+        target = Path(sys.argv[1]) / file_name
+        target.write_text(page, encoding="utf-8")
+        sys.stdout.write(f"wrote {target}\n")

@@ -1,0 +1,85 @@
+"""Every import contract is kept, and would be noticed if it were broken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("core", "worker", "router", "operator", "sim", "cli")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
+
+LAYERS, CORE, NO_TORCH, MODEL, LOOP = range(5)
+VIOLATIONS = [
+    (LAYERS, "core/medha/slo.py", "import medha_worker"),
+    (LAYERS, "router/medha_router/settings.py", "import medha_worker.bundle"),
+    (LAYERS, "worker/medha_worker/bundle.py", "import medha_cli"),
+    (LAYERS, "operator/medha_operator/__init__.py", "import medha_sim"),
+    (CORE, "core/medha/policy.py", "import time"),
+    (CORE, "core/medha/engine.py", "from asyncio import Queue"),
+    (CORE, "core/medha/packer.py", "def late():\n    import torch"),
+    (NO_TORCH, "router/medha_router/app.py", "import torch"),
+    (NO_TORCH, "operator/medha_operator/__init__.py", "import torch.nn"),
+    (NO_TORCH, "sim/medha_sim/__init__.py", "import transformers"),
+    (NO_TORCH, "cli/medha_cli/up.py", "import medha_worker.rank"),
+    (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
+    (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
+    (LOOP, "worker/medha_worker/controller.py", "import torch"),
+    (LOOP, "worker/medha_worker/link.py", "import medha_worker.executor"),
+]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages and pyproject.toml alone, to be changed at will."""
+    copy = tmp_path_factory.mktemp("tree")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def lint_imports(tree: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"],
+        cwd=tree,
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(str(tree / folder) for folder in FOLDERS),
+            "COLUMNS": "400",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_all_contracts_are_kept(tree: Path) -> None:
+    status, output = lint_imports(tree)
+    assert status == 0, output
+    assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in output
+
+
+@pytest.mark.parametrize(("contract", "file", "violation"), VIOLATIONS)
+def test_a_forbidden_import_breaks_its_contract(tree: Path, contract: int, file: str, violation: str) -> None:
+    path = tree / file
+    text = path.read_text(encoding="utf-8")
+    path.write_text(f"{text}\n{violation}\n", encoding="utf-8")
+    try:
+        status, output = lint_imports(tree)
+    finally:
+        path.write_text(text, encoding="utf-8")
+    assert status == 1, output
+    assert f"{CONTRACTS[contract]} BROKEN" in output
+
+
+def test_every_contract_is_seen_failing() -> None:
+    assert {contract for contract, _, _ in VIOLATIONS} == set(range(len(CONTRACTS)))

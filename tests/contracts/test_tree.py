@@ -1,0 +1,59 @@
+"""What is checked in says nothing about one machine, and generated pages are what the program would write."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from medha_cli.reference import pages
+
+ROOT = Path(__file__).parents[2]
+
+# Written in pieces, so that this file does not contain what it looks for.
+HOSTS = (
+    "py" + "pi.org",
+    "python" + "hosted",
+    "registry.np" + "mjs",
+    "proxy.go" + "lang",
+    "deb.deb" + "ian.org",
+)
+MACHINE_PATHS = ("/wo" + "rk/", "/ro" + "ot/", "/fa" + "rm/", "/home/" + r"\w")
+FORBIDDEN = re.compile("|".join([*map(re.escape, HOSTS), *(f"(?<![\\w.]){path}" for path in MACHINE_PATHS)]))
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_tracked_files_name_no_registry_and_no_path_of_one_machine() -> None:
+    found = []
+    for path in tracked():
+        for number, line in enumerate(
+            path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1
+        ):
+            if FORBIDDEN.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert found == []
+
+
+@pytest.mark.parametrize("line", ["index-url = https://" + HOSTS[0], "cd " + MACHINE_PATHS[1] + "x"])
+def test_the_search_finds_what_it_looks_for(line: str) -> None:
+    assert FORBIDDEN.search(line)
+
+
+@pytest.mark.parametrize("name", sorted(pages()))
+def test_a_generated_page_is_up_to_date(name: str) -> None:
+    written = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert written == pages()[name], "run `make gen` and commit the result"
+
+
+def test_every_pinned_version_is_exact() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.!]+", pin)] == []
