@@ -65,7 +65,7 @@ format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated pages anew: docs/cli.md and docs/metrics.md
+gen: $(STAMP) ## write the generated pages anew: docs/cli.md, docs/metrics.md, docs/modules.md
 	$(BIN)/python -m medha_cli.reference docs
 
 .PHONY: clean

@@ -154,7 +154,7 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
     commands: list[Command] = []
     match state.phase:
         case Phase.STARTING:
-            state, commands = _fail(state, now, f"{_how(event)} before the replica was ready")
+            state, commands = _fail(state, now, f"before the replica was ready, {_how(event)}")
         case Phase.SERVING:
             state, commands = _fail(state, now, _how(event))
         case Phase.DRAINING:
@@ -162,7 +162,7 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
             if event.status in clean:
                 state, commands = _ask_next_group(state, now)
             else:
-                state, commands = _fail(state, now, f"{_how(event)} while draining")
+                state, commands = _fail(state, now, f"while draining, {_how(event)}")
         case Phase.STOPPING | Phase.KILLING | Phase.ENDED:
             pass
     if not state.running:
@@ -221,4 +221,4 @@ def _how(event: Exited) -> str:
             how = f"was killed by signal {-event.status}"
     else:
         how = f"exited with status {event.status}"
-    return f"{event.part} {how}" + (f" ({event.last_line})" if event.last_line else "")
+    return f"{event.part} {how}" + (f"; its last line: {event.last_line}" if event.last_line else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,21 @@ import click
 from medha.metrics import reference_page
 from medha_cli.main import main
 
+_ROOT = Path(__file__).resolve().parents[2]  # the pages are written in a checkout, never in an installation
+_PACKAGES = (
+    "core/medha",
+    "router/medha_router",
+    "worker/medha_worker",
+    "worker/medha_worker/model",
+    "operator/medha_operator",
+    "sim/medha_sim",
+    "cli/medha_cli",
+)
+
 
 def pages() -> dict[str, str]:
     """File name in `docs/` -> what it should hold."""
-    return {"cli.md": cli_page(), "metrics.md": reference_page()}
+    return {"cli.md": cli_page(), "metrics.md": reference_page(), "modules.md": modules_page()}
 
 
 def cli_page() -> str:
@@ -26,6 +38,22 @@ def cli_page() -> str:
         text = "\n".join(line.rstrip() for line in command.get_help(context).splitlines())
         parts.append(f"## {path}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
+
+
+def modules_page() -> str:
+    """Every module of the repository with the first sentence or two of its docstring."""
+    parts = ["# The modules\n\nWritten by `make gen` from the modules' own docstrings.\n"]
+    for package in _PACKAGES:
+        folder = _ROOT / package
+        rows = [f"- **{path.stem}** {_first_paragraph(path)}" for path in sorted(folder.glob("[!_]*.py"))]
+        text = "\n".join([f"## {package}", "", _first_paragraph(folder / "__init__.py"), "", *rows])
+        parts.append(text.rstrip() + "\n")
+    return "\n".join(parts)
+
+
+def _first_paragraph(path: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(docstring.split("\n\n")[0].split())
 
 
 def _commands(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:

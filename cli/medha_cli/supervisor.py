@@ -160,7 +160,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "MEDHA_PARENT_PID": str(os.getpid())},
         )
         self.pid = self._process.pid
         assert self._process.stdout is not None

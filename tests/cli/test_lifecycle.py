@@ -133,7 +133,7 @@ def test_a_failure_keeps_its_status_when_the_user_loses_patience() -> None:
 
 def test_a_part_that_fails_or_hangs_while_draining_is_a_failure() -> None:
     state, _ = run(*DRAINING, (3.0, Exited("rank 0", -11)))
-    assert state.failure == "rank 0 was killed by SIGSEGV while draining"
+    assert state.failure == "while draining, rank 0 was killed by SIGSEGV"
     state, commands = run(*DRAINING, (2.0 + DRAIN_SECONDS + GRACE_SECONDS, TimePassed()))
     assert state.failure.startswith("router did not stop in time")
     assert commands == [Terminate("controller"), Terminate("rank 0"), Terminate("rank 1")]

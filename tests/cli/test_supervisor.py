@@ -115,7 +115,7 @@ def test_a_part_that_fails_at_the_start_ends_the_run_and_is_named_with_its_last_
     run = start(controller="crash")
     assert run.end() == 1
     assert (
-        "failure: controller exited with status 3 (the model is upside down) before the replica was ready"
+        "failure: before the replica was ready, controller exited with status 3; its last line: the model is upside down"
         in run.output
     )
     assert "READY" not in run.output
@@ -141,7 +141,7 @@ def test_a_part_that_ends_by_itself_while_serving_has_failed(start: Start, tmp_p
     run.until("READY")
     (tmp_path / "now").touch()
     assert run.end() == 1
-    assert "failure: rank 0 exited with status 4 (out of luck)" in run.output
+    assert "failure: rank 0 exited with status 4; its last line: out of luck" in run.output
 
 
 def test_a_second_interrupt_kills_parts_that_do_not_listen(start: Start) -> None:

@@ -53,6 +53,20 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert written == pages()[name], "run `make gen` and commit the result"
 
 
+def test_every_module_says_in_its_docstring_what_it_is() -> None:
+    lines = pages()["modules.md"].splitlines()
+    assert [line for line in lines if line.startswith("- ") and line.endswith("** ")] == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for page in [path for path in tracked() if path.suffix == ".md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not (page.parent / target).exists():
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert broken == []
+
+
 def test_every_pinned_version_is_exact() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
