@@ -59,11 +59,13 @@ def test_every_module_says_in_its_docstring_what_it_is() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    broken = []
-    for page in [path for path in tracked() if path.suffix == ".md"]:
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8")):
-            if "://" not in target and not (page.parent / target).exists():
-                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in tracked()
+        if page.suffix == ".md"
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not (page.parent / target).exists()
+    ]
     assert broken == []
 
 
