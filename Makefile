@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 		echo "Installing torch: where only its GPU build is at hand this downloads about 3 GB and takes minutes."; \
 		echo "A CPU build (2.13.0+cpu, 200 MB) is preferred by itself where pip is offered one, e.g. by PIP_FIND_LINKS=folder."; \
 	fi
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt hatchling
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt hatchling editables
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --no-build-isolation \
 		--editable '.[operator,router,worker,sim,dev]'
 	@touch $@
