@@ -11,9 +11,9 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType
@@ -47,6 +47,9 @@ class Part:
 
     name: str
     argv: tuple[str, ...]
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # where the user's own does not say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,12 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "MEDHA_PARENT_PID": str(os.getpid())},
+            env={
+                **part.environment,
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                "MEDHA_PARENT_PID": str(os.getpid()),
+            },
         )
         self.pid = self._process.pid
         assert self._process.stdout is not None
