@@ -194,7 +194,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 
 def test_the_warm_up_measures_more_memory_for_larger_chunks(model: Transformer) -> None:
-    """Hidden states alone are 512 bytes a token; a chunk of 16384 tokens makes several copies of them."""
+    """Hidden states alone are 512 bytes a token; a chunk of 4096 tokens makes several copies of them."""
     ticks = itertools.count()
 
     def activation_bytes(chunk: int) -> int:
@@ -202,13 +202,13 @@ def test_the_warm_up_measures_more_memory_for_larger_chunks(model: Transformer) 
             model,
             max_chunk_tokens=chunk,
             max_running=4,
-            max_model_len=16384,
+            max_model_len=4096,
             clock=lambda: float(next(ticks)),
         ).activation_bytes
 
-    small, large = activation_bytes(64), activation_bytes(16384)
+    small, large = activation_bytes(64), activation_bytes(4096)
     assert large > small
-    assert large >= 16384 * 512 * 2
+    assert large >= 4096 * 512 * 2
 
 
 def test_a_batch_that_does_not_fit_the_warm_up_names_the_mend(

@@ -48,6 +48,9 @@ class Link:
         """A link that many peers connect to."""
         socket = _socket(context, zmq.ROUTER)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
+        socket.setsockopt(
+            zmq.ROUTER_HANDOVER, 1
+        )  # a restarted peer takes its identity over from its former self
         socket.bind(endpoint)
         return cls(socket, bound=True)
 

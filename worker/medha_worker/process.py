@@ -19,8 +19,12 @@ def configure_logging(level: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Be killed when the parent process dies, however it dies, so that no orphan keeps a GPU or a port."""
-    parent = os.getppid()
+    """Be killed when the parent process dies, however it dies, so that no orphan keeps a GPU or a port.
+
+    A parent that died while we were still importing has left us to another one. Who sets `MEDHA_PARENT_PID` lets
+    us notice; the id 1 alone says nothing, because in a container it may well be the parent.
+    """
+    parent = int(os.environ.get("MEDHA_PARENT_PID", os.getppid()))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

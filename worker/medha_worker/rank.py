@@ -66,6 +66,7 @@ class Rank:
         self._control = Link.connect(self._context, settings.control, identity)
         self._tokens = Link.connect(self._context, settings.tokens, identity)
         self._stopping = False
+        self._loading = True
 
     def run(self) -> None:
         """Load, report, and run steps until told to stop.
@@ -74,6 +75,7 @@ class Rank:
             MedhaError: the model cannot be served as the manifest asks, or the state has parted from the controller's.
         """
         executor, ready = self._load()
+        self._loading = False
         for link in (self._control, self._tokens):
             link.send(ready)
         while not self._stopping:
@@ -86,8 +88,10 @@ class Rank:
                     return
 
     def stop(self) -> None:
-        """Ask the loop to end after the step that runs; safe in a signal handler."""
+        """End after the step that runs, or at once while loading; called by a signal's handler."""
         self._stopping = True
+        if self._loading:
+            raise SystemExit(0)
 
     def report(self, error: BaseException) -> None:
         """Tell the controller why this rank ends."""

@@ -1,0 +1,133 @@
+"""Links over real sockets: what cannot be read is dropped and counted, nothing else is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from medha.messages import Shutdown, StageFree, Tokens
+from medha.wire import tokens_from_frame, tokens_to_frame
+from medha_worker.link import Link, rank_identity
+
+SECONDS = 5.0
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def bound(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> Iterator[Link]:
+    link = Link.bind(context, f"ipc://{tmp_path}/link")
+    yield link
+    link.close()
+
+
+@pytest.fixture
+def connect(context: zmq.Context[zmq.Socket[bytes]], tmp_path: Path) -> Iterator[Callable[[int], Link]]:
+    links: list[Link] = []
+
+    def connect(rank: int) -> Link:
+        links.append(Link.connect(context, f"ipc://{tmp_path}/link", rank_identity(rank)))
+        return links[-1]
+
+    yield connect
+    for link in links:
+        link.close()
+
+
+def test_messages_pass_both_ways_under_the_peers_identity(
+    bound: Link, connect: Callable[[int], Link]
+) -> None:
+    peers = [connect(0), connect(1)]
+    for index, peer in enumerate(peers):
+        peer.send(StageFree(step_id=index, stage=0))
+    heard = [bound.receive(SECONDS) for _ in peers]
+    assert {received.peer: received.message for received in heard if received is not None} == {
+        b"rank-0": StageFree(0, 0),
+        b"rank-1": StageFree(1, 0),
+    }
+    bound.send(Shutdown("enough"), peer=b"rank-1")
+    received = peers[1].receive(SECONDS)
+    assert received is not None
+    assert (received.peer, received.message) == (b"", Shutdown("enough"))
+    assert peers[0].receive() is None
+
+
+def test_token_ids_pass_as_a_raw_frame(bound: Link, connect: Callable[[int], Link]) -> None:
+    ids = np.arange(300_000, dtype=np.int32)
+    connect(0).send(Tokens("p", 0, len(ids)), tokens_to_frame(ids))
+    received = bound.receive(SECONDS)
+    assert received is not None
+    assert received.payload is not None
+    np.testing.assert_array_equal(tokens_from_frame(received.payload), ids)
+
+
+def test_malformed_messages_are_dropped_and_counted(
+    bound: Link, connect: Callable[[int], Link], caplog: pytest.LogCaptureFixture
+) -> None:
+    peer = connect(0)
+    pickled = b"\x80\x04\x8c\x05posix\x8c\x06system\x93."
+    malformed = [
+        [b""],
+        [b"{"],
+        [b"[]"],
+        [pickled],
+        [b'{"v":1,"type":"Nonsense","body":{}}'],
+        [b'{"v":99,"type":"StageFree","body":{"step_id":1,"stage":0}}'],
+        [b'{"v":1,"type":"StageFree","body":{"step_id":"one","stage":0}}'],
+        [b'{"v":1,"type":"StageFree","body":{"step_id":1,"stage":0}}', b"one frame too many"],
+        [b'{"v":1,"type":"Tokens","body":{"prompt":"p","offset":0,"total":1}}'],
+    ]
+    for frames in malformed:
+        peer.socket.send_multipart(frames)
+    peer.send(StageFree(7, 0))
+    with caplog.at_level(logging.WARNING):
+        received = bound.receive(SECONDS)
+    assert received is not None
+    assert received.message == StageFree(7, 0)
+    assert bound.malformed == len(malformed)
+    assert len(caplog.records) == len(malformed)
+
+
+def test_nothing_is_dropped_while_the_receiver_is_busy(bound: Link, connect: Callable[[int], Link]) -> None:
+    """More messages than ZeroMQ's own high-water mark of 1000 on each side."""
+    peer = connect(0)
+    for index in range(5000):
+        peer.send(StageFree(index, 0))
+    for index in range(5000):
+        received = bound.receive(SECONDS)
+        assert received is not None
+        assert received.message == StageFree(index, 0)
+
+
+def test_a_message_to_an_unknown_peer_is_an_error(bound: Link) -> None:
+    with pytest.raises(zmq.ZMQError) as caught:
+        bound.send(Shutdown(), peer=b"rank-9")
+    assert caught.value.errno == zmq.EHOSTUNREACH
+
+
+def test_a_restarted_peer_takes_its_identity_over(bound: Link, connect: Callable[[int], Link]) -> None:
+    """Its former self may still count as connected, if nobody has read the link since it went."""
+    former = connect(0)
+    former.send(StageFree(1, 0))
+    assert bound.receive(SECONDS) is not None
+    later = connect(0)
+    later.send(StageFree(2, 0))
+    received = bound.receive(SECONDS)
+    assert received is not None
+    assert received.message == StageFree(2, 0)
+    bound.send(Shutdown(), peer=b"rank-0")
+    assert later.receive(SECONDS) is not None
+
+
+def test_receive_returns_none_when_nothing_comes(bound: Link) -> None:
+    assert bound.receive(0.01) is None

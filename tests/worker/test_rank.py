@@ -1,0 +1,353 @@
+"""A real rank process under a controller that the test plays, over real ZeroMQ."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import zmq
+from transformers import AutoModelForCausalLM
+
+from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.errors import CheckpointInvalid
+from medha.messages import (
+    Admit,
+    Done,
+    Extent,
+    Message,
+    RankFault,
+    RankReady,
+    Sampling,
+    Shutdown,
+    StageFree,
+    Step,
+    StepEntry,
+    Tokens,
+)
+from medha.wire import encode, tokens_to_frame
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.link import Link, rank_identity
+from medha_worker.rank import RankSettings, eos_token_ids
+
+START_SECONDS = 60.0
+ANSWER_SECONDS = 20.0
+MODEL = ModelSpec(name="tiny", source=ModelSource(path="unused"), max_model_len=512)
+SPEC = MedhaReplicaSpec(
+    model=MODEL,
+    kv_cache=KvCacheSpec(size="4Mi"),
+    scheduling=SchedulingSpec(max_chunk_tokens=64, max_running=8),
+    threads=1,
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=1)
+    return directory
+
+
+class Stage:
+    """A rank process, and the controller that the test plays."""
+
+    def __init__(self, folder: Path, checkpoint: Path, spec: MedhaReplicaSpec = SPEC) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        endpoints = {name: f"ipc://{folder}/{name}" for name in ("control", "tokens")}
+        self.control = Link.bind(self.context, endpoints["control"])
+        self.tokens = Link.bind(self.context, endpoints["tokens"])
+        settings = RankSettings(rank=0, spec=spec, model_directory=checkpoint, **endpoints)
+        self.settings = folder / "settings.json"
+        self.settings.write_text(settings.model_dump_json(by_alias=True))
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "medha_worker.rank", "--settings", str(self.settings)]
+
+    def receive(self, timeout_seconds: float = ANSWER_SECONDS) -> Message:
+        received = self.control.receive(timeout_seconds)
+        assert received is not None, "the rank is silent"
+        assert received.peer == rank_identity(0)
+        return received.message
+
+    def ready(self) -> RankReady:
+        message = self.receive(START_SECONDS)
+        assert isinstance(message, RankReady), message
+        also = self.tokens.receive(ANSWER_SECONDS)
+        assert also is not None, "the token link's peer is not known"
+        return message
+
+    def send(self, message: Message) -> None:
+        self.control.send(message, peer=rank_identity(0))
+
+    def send_tokens(self, name: str, ids: np.ndarray, piece: int = 1000) -> None:
+        for offset in range(0, len(ids), piece):
+            frame = tokens_to_frame(ids[offset : offset + piece])
+            self.tokens.send(Tokens(name, offset, len(ids)), frame, peer=rank_identity(0))
+
+    def run(self, step: Step) -> Done:
+        self.send(step)
+        return self.done(step.step_id)
+
+    def done(self, step_id: int) -> Done:
+        assert self.receive() == StageFree(step_id, stage=0)
+        message = self.receive()
+        assert isinstance(message, Done), message
+        assert message.step_id == step_id
+        return message
+
+    def ended(self) -> tuple[int, str]:
+        """Exit status and log of a process that ends by itself."""
+        _, log = self.process.communicate(timeout=ANSWER_SECONDS)
+        return self.process.returncode, log
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.control.close()
+        self.tokens.close()
+        self.context.term()
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stage, RankReady]]:
+    """One rank for the tests that leave it as they found it."""
+    stage = Stage(tmp_path_factory.mktemp("rank"), checkpoint)
+    try:
+        yield stage, stage.ready()
+    finally:
+        stage.close()
+
+
+@pytest.fixture
+def start(checkpoint: Path, tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    """Starts a rank of the test's own."""
+    started: list[Stage] = []
+
+    def start(spec: MedhaReplicaSpec = SPEC, directory: Path = checkpoint) -> Stage:
+        started.append(Stage(tmp_path, directory, spec))
+        return started[-1]
+
+    yield start
+    for stage in started:
+        stage.close()
+
+
+def greedy_admit(name: str, tokens: int, **more: object) -> Admit:
+    fields = {
+        "prompt": "p",
+        "tokens": tokens,
+        "prompt_length": tokens,
+        "seed": 0,
+        "sampling": Sampling(temperature=0.0, ignore_eos=True),
+        "reserved_tokens": tokens + 64,
+        **more,
+    }
+    return Admit(id=name, **fields)  # type: ignore[arg-type]
+
+
+def entry(name: str, start: int, count: int, *, samples: bool = True) -> StepEntry:
+    return StepEntry(name, 0, (Extent(start, count),), samples)
+
+
+# --- serving ------------------------------------------------------------------------------------------
+
+
+def test_a_rank_reports_what_it_holds(served: tuple[Stage, RankReady], checkpoint: Path) -> None:
+    _, ready = served
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    assert (ready.rank, ready.block_size_tokens, ready.max_model_len, ready.vocab_size) == (0, 16, 512, 512)
+    block_bytes = 2 * 2 * 2 * 32 * 16 * 4  # K and V, layers, KV heads, head dim, tokens, float32
+    assert ready.kv_blocks == 4 * 2**20 // block_bytes
+    assert ready.kv_bytes == ready.kv_blocks * block_bytes
+    assert 0.9 < ready.weights_bytes / weights < 1.1
+    assert ready.activation_bytes > 0
+    assert ready.profile.step_seconds + ready.profile.linear_seconds_per_token > 0
+    assert ready.load_seconds > 0
+
+
+def test_a_rank_says_what_transformers_says(served: tuple[Stage, RankReady], checkpoint: Path) -> None:
+    """A prompt in pieces and chunks, a fork of it, 20 tokens of both."""
+    stage, _ = served
+    ids = np.random.default_rng(0).integers(7, 512, 70).astype(np.int32)
+    reference = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    expected = reference.generate(
+        torch.from_numpy(ids.astype(np.int64))[None],
+        attention_mask=torch.ones(1, 70, dtype=torch.int64),
+        max_new_tokens=20,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )[0, 70:].tolist()
+
+    stage.send_tokens("p", ids, piece=32)
+    texts: dict[str, list[int]] = {"a": [], "b": []}
+    steps = [
+        Step(0, 0, (entry("a", 0, 33, samples=False),), admits=(greedy_admit("a", 70),)),
+        Step(1, 0, (entry("a", 33, 37),)),
+        Step(
+            2,
+            0,
+            (entry("a", 70, 1), entry("b", 69, 1)),
+            admits=(greedy_admit("b", 70, fork_of="a", shared_tokens=69, sample_index=1),),
+        ),
+        *(Step(index, 0, (entry("a", 68 + index, 1), entry("b", 67 + index, 1))) for index in range(3, 22)),
+    ]
+    for step in steps:
+        done = stage.run(step)
+        assert done.failures == ()
+        assert done.compute_seconds > 0
+        for sample in done.samples:
+            texts[sample.id].append(sample.token)
+    stage.run(Step(99, 0, (), releases=("a", "b"), forgets=("p",)))
+    assert texts["a"][:20] == expected
+    assert texts["b"] == expected
+
+
+def test_token_ids_may_come_after_the_step_that_needs_them(served: tuple[Stage, RankReady]) -> None:
+    stage, _ = served
+    ids = np.arange(7, 47, dtype=np.int32)
+    stage.send(Step(0, 0, (entry("a", 0, 40),), admits=(greedy_admit("a", 40),)))
+    assert stage.control.receive(0.3) is None
+    stage.send_tokens("p", ids)
+    assert [sample.id for sample in stage.done(0).samples] == ["a"]
+    stage.run(Step(1, 0, (), releases=("a",), forgets=("p",)))
+
+
+def test_malformed_messages_are_dropped(served: tuple[Stage, RankReady]) -> None:
+    stage, _ = served
+    for frames in ([b"not json"], [b"{}"], [b""], [b'{"v":1,"type":"Step","body":{"step_id":"x"}}']):
+        stage.control.socket.send_multipart([rank_identity(0), *frames])
+    header, frame = encode(Tokens("p", 0, 2), b"\x01\x00\x00\x00\x02\x00\x00\x00")
+    stage.control.socket.send_multipart([rank_identity(0), header, frame, b"one too many"])
+    done = stage.run(Step(7, 0, ()))
+    assert (done.samples, done.failures) == ((), ())
+
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+def test_shutdown_and_signals_end_a_rank_cleanly(start: Callable[..., Stage]) -> None:
+    """Ctrl-C is ignored, because the supervisor turns it into a drain; Shutdown and SIGTERM end with status 0."""
+    stage = start()
+    stage.ready()
+    stage.process.send_signal(signal.SIGINT)
+    stage.run(Step(0, 0, ()))
+    stage.send(Shutdown("the test is over"))
+    status, log = stage.ended()
+    assert status == 0
+    assert "the test is over" in log
+    assert "Traceback" not in log
+
+
+def test_sigterm_lets_the_step_that_runs_finish(start: Callable[..., Stage]) -> None:
+    stage = start()
+    stage.ready()
+    stage.send(Step(0, 0, (entry("a", 0, 40),), admits=(greedy_admit("a", 40),)))
+    assert stage.control.receive(0.3) is None  # it waits for ids, in the middle of the step
+    stage.process.terminate()
+    stage.send_tokens("p", np.arange(7, 47, dtype=np.int32))
+    assert [sample.id for sample in stage.done(0).samples] == ["a"]
+    assert stage.ended()[0] == 0
+
+
+def test_sigterm_ends_a_rank_that_still_loads(start: Callable[..., Stage]) -> None:
+    stage = start()
+    assert stage.process.stderr is not None
+    assert "loading" in stage.process.stderr.readline()
+    stage.process.terminate()
+    assert stage.ended()[0] == 0
+
+
+@pytest.mark.parametrize("moment", ["while it imports", "when it is ready"])
+def test_a_rank_does_not_outlive_its_parent(start: Callable[..., Stage], moment: str) -> None:
+    stage = start()
+    stage.process.kill()  # a rank of our own child takes its place
+    program = (
+        "import os, subprocess, sys, time\n"
+        "os.environ['MEDHA_PARENT_PID'] = str(os.getpid())\n"
+        f"child = subprocess.Popen({stage.command!r}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        try:
+            if moment == "when it is ready":
+                stage.ready()
+        finally:
+            parent.kill()
+    try:
+        child.wait(timeout=ANSWER_SECONDS)
+    finally:
+        if child.is_running():
+            child.kill()
+
+
+# --- faults -------------------------------------------------------------------------------------------
+
+
+def fault_of(stage: Stage) -> str:
+    message = stage.receive(START_SECONDS)
+    assert isinstance(message, RankFault), message
+    status, log = stage.ended()
+    assert status == 1
+    assert "Traceback" not in log
+    return message.detail
+
+
+def test_a_pool_that_cannot_hold_the_longest_request_is_a_fault_that_names_the_mend(
+    start: Callable[..., Stage],
+) -> None:
+    spec = SPEC.model_copy(update={"kv_cache": KvCacheSpec(size="100Ki")})
+    detail = fault_of(start(spec))
+    assert "maxModelLen 512" in detail
+    assert "raise kvCache.size" in detail
+
+
+def test_a_checkpoint_that_is_not_there_is_a_fault(start: Callable[..., Stage], tmp_path: Path) -> None:
+    assert "config.json" in fault_of(start(SPEC, tmp_path / "nowhere"))
+
+
+def test_a_parted_state_is_a_fault(start: Callable[..., Stage]) -> None:
+    stage = start()
+    stage.ready()
+    stage.send(Step(0, 0, (), state_hash=12345))
+    assert "the ledgers differ" in fault_of(stage)
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        pytest.param({"generation_config.json": {"eos_token_id": [1, 3]}}, (1, 3), id="a list"),
+        pytest.param({"config.json": {"eos_token_id": 2}}, (2,), id="the configuration's"),
+        pytest.param(
+            {"generation_config.json": {"eos_token_id": 5}, "config.json": {"eos_token_id": 2}},
+            (5,),
+            id="both",
+        ),
+        pytest.param({"generation_config.json": {}, "config.json": {"eos_token_id": 0}}, (0,), id="zero"),
+        pytest.param({}, (), id="none"),
+    ],
+)
+def test_where_the_ids_that_end_a_text_come_from(
+    tmp_path: Path, files: dict[str, object], ids: tuple[int, ...]
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert eos_token_ids(tmp_path) == ids
+
+
+def test_an_end_id_that_is_no_id_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(CheckpointInvalid, match="eos_token_id"):
+        eos_token_ids(tmp_path)
