@@ -1,7 +1,7 @@
 """Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +14,7 @@ from medha_worker.model import attention, flash
 from medha_worker.model.attention import TorchAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.flash import flash_attention
-from medha_worker.model.tiles import KeyTile, tiled_attention
+from medha_worker.model.tiles import RowTile
 
 BLOCK_TOKENS = 16
 
@@ -145,17 +145,6 @@ def test_input_that_would_crash_or_misalign_the_operator_is_stopped(
 # Tiles
 
 
-def tiles_of(
-    k: torch.Tensor, v: torch.Tensor, size: int, hidden_first: torch.Tensor | None = None
-) -> Callable[[], Iterator[KeyTile]]:
-    def tiles() -> Iterator[KeyTile]:
-        for start in range(0, k.shape[1], size):
-            hidden = hidden_first if start == 0 else None
-            yield k[:, start : start + size], v[:, start : start + size], hidden
-
-    return tiles
-
-
 @pytest.mark.parametrize(
     ("offsets", "case"),
     [
@@ -176,7 +165,22 @@ def test_tiles_are_exact_wherever_the_scores_lie(offsets: tuple[float, float], c
     k = torch.cat([k, level], dim=2)
     v = torch.cat([v, normal(2, 50, 1, seed=3)], dim=2)
     hidden = torch.ones(20, 20, dtype=torch.bool).triu_(1)
-    output, log_sum_exp = tiled_attention(q, tiles_of(k, v, 20, hidden))
+    mask = torch.zeros(20, 20).masked_fill(hidden, -math.inf)
+    tile = RowTile(q, torch.empty(2, 20, 10))
+    parts = [
+        (k[:, first : first + 10].transpose(1, 2), v[:, first : first + 10]) for first in range(20, 50, 10)
+    ]
+
+    def sweep(visit: Callable[..., None]) -> None:
+        visit([(k[:, :20].transpose(1, 2), v[:, :20])], mask)
+        visit(parts)
+
+    sweep(tile.add)
+    if tile.overflowed:
+        sweep(tile.measure)
+        tile.restart()
+        sweep(tile.add)
+    output, log_sum_exp = tile.result()
     everything = torch.cat([hidden, torch.zeros(20, 30, dtype=torch.bool)], dim=1)
     wanted, wanted_sum = plain_attention(q, k, v, everything)
     # A score of 600 is known to 6e-5 in float32, and so is the logarithm of its weight.

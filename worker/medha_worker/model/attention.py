@@ -19,7 +19,7 @@ import torch
 
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.flash import flash_attention
-from medha_worker.model.tiles import TILE_KEYS, TILE_ROWS, KeyTile, tiled_attention
+from medha_worker.model.tiles import TILE_KEYS, TILE_ROWS, KeyTile, RowTile, key_tiles
 
 # A run of at least this many tokens is read in place; shorter ones are gathered together.
 _IN_PLACE_TOKENS = 128
@@ -202,44 +202,48 @@ def _attend_tiled(
     rows, kv_heads, group, head_dim = q.shape
     step = max(1, TILE_ROWS // group)
     future = torch.full((step, step), -math.inf, device=q.device).triu_(1)
-    future = future.repeat_interleave(group, dim=0)  # [step * group, step]
+    future = future.repeat_interleave(group, dim=0)  # [step * group, step]: of a token, all rows alike
     # As many heads at a time as there are threads, each with its tile in its core's cache.
-    heads_together = min(kv_heads, torch.get_num_threads())
-    scaled = (q * scale).transpose(0, 1)
-    own_keys, own_values = k.transpose(0, 1), v.transpose(0, 1)
-    for head in range(0, kv_heads, heads_together):
-        heads = slice(head, head + heads_together)
-        head_pool = (pool[0][heads], pool[1][heads])
-        for first in range(0, rows, step):
-            last = min(first + step, rows)
-            mask = future[: (last - first) * group, : last - first]
-            own = (own_keys[heads, :last], own_values[heads, :last])
+    together = min(kv_heads, torch.get_num_threads())
+    scratch = q.new_empty(together, min(step, rows) * group, TILE_KEYS)
+    folded = (q * scale).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
+    starts = range(0, rows, step)
+    for first_head in range(0, kv_heads, together):
+        heads = slice(first_head, min(first_head + together, kv_heads))
+        own_keys, own_values, head_pool = k[heads], v[heads], (pool[0][heads], pool[1][heads])
+        tiles = []
+        for start in starts:
+            tile_q = folded[heads, start * group : (start + step) * group]
+            tiles.append(RowTile(tile_q, scratch[: tile_q.shape[0], : tile_q.shape[1]]))
 
-            def tiles(
-                first: int = first,
-                mask: torch.Tensor = mask,
-                own: Pool = own,
-                head_pool: Pool = head_pool,
-            ) -> Iterator[KeyTile]:
-                # The diagonal comes first: every row sees a key of it.
-                yield own[0][:, first:], own[1][:, first:], mask
-                for start in range(0, first, TILE_KEYS):
-                    stop = min(start + TILE_KEYS, first)
-                    yield own[0][:, start:stop], own[1][:, start:stop], None
-                for piece in _tile_segments(segments):
-                    yield *_load(piece, head_pool), None
+        def sweep(
+            tiles: list[RowTile] = tiles,
+            own_keys: torch.Tensor = own_keys,
+            own_values: torch.Tensor = own_values,
+            head_pool: Pool = head_pool,
+        ) -> Iterator[tuple[RowTile, list[KeyTile], torch.Tensor | None]]:
+            """Every row tile with all keys that it sees: first its own tokens, the only ones that need a mask."""
+            for start, tile in zip(starts, tiles, strict=True):
+                stop = min(start + step, rows)
+                diagonal = (own_keys[:, start:stop].transpose(1, 2), own_values[:, start:stop])
+                yield tile, [diagonal], future[: (stop - start) * group, : stop - start]
+                yield tile, key_tiles(own_keys[:, :start], own_values[:, :start]), None
+            for segment in segments:
+                past = key_tiles(*_load(segment, head_pool))
+                for tile in tiles:
+                    yield tile, past, None
 
-            folded = scaled[heads, first:last].reshape(-1, (last - first) * group, head_dim)
-            result, _ = tiled_attention(folded, tiles)
-            result = result.view(-1, last - first, group, head_dim)
-            output[first:last, heads] = result.transpose(0, 1)
-
-
-def _tile_segments(segments: Sequence[Segment]) -> Iterator[Segment]:
-    for segment in segments:
-        if isinstance(segment, SlotRun):
-            for start in range(segment.start, segment.stop, TILE_KEYS):
-                yield SlotRun(start, min(start + TILE_KEYS, segment.stop))
-        else:
-            for start in range(0, segment.numel(), TILE_KEYS):
-                yield segment[start : start + TILE_KEYS]
+        for tile, keys, mask in sweep():
+            tile.add(keys, mask)
+        if any(tile.overflowed for tile in tiles):
+            # A score far above all of the first keys: rare enough to compute everything again.
+            for tile, keys, mask in sweep():
+                tile.measure(keys, mask)
+            for tile in tiles:
+                tile.restart()
+            for tile, keys, mask in sweep():
+                tile.add(keys, mask)
+        for start, tile in zip(starts, tiles, strict=True):
+            result = tile.result()[0].view(heads.stop - heads.start, -1, group, head_dim)
+            output[start : start + step, heads] = result.transpose(0, 1)

