@@ -255,15 +255,17 @@ def _nucleus_threshold(row: Tensor, top_p: float) -> Tensor:
 
 
 def _race(filtered: Tensor, keys: Sequence[int]) -> Tensor:
-    """Winners, int64 [rows], of the Gumbel-max race over `filtered`, float64 [rows, vocab] with maximum 0."""
-    runs = filtered > -_NOISE_SPAN
-    rows, tokens = runs.nonzero(as_tuple=True)
+    """Winners, int64 [rows], of the Gumbel-max race over `filtered`, float64 [rows, vocab] with maximum 0; uses it up."""
+    vocab = filtered.shape[1]
+    scores = filtered.flatten()
+    running = (scores > -_NOISE_SPAN).nonzero().squeeze(1)
+    row = torch.div(running, vocab, rounding_mode="floor")
     key = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=filtered.device)
-    uniform = _uniform(key[rows], tokens)
-    noise = -torch.log(-torch.log1p(-uniform))
-    race = torch.full_like(filtered, _NEGATIVE_INFINITY)
-    race[rows, tokens] = filtered[rows, tokens] + noise
-    return race.argmax(dim=-1)
+    uniform = _uniform(key.index_select(0, row), running - row * vocab)
+    noise = uniform.neg_().log1p_().neg_().log_().neg_()
+    # What does not run is far below: its lowest rival has 0 - 3.7, and nothing is added to it here.
+    scores[running] += noise
+    return scores.view_as(filtered).argmax(dim=-1)
 
 
 def _logprobs(
@@ -326,9 +328,9 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 def _uniform(key: Tensor, token: Tensor) -> Tensor:
     """SplitMix64 of the stream `key` at counter `token`, as float64 in (0, 1); both int64 [n]."""
-    value = key + (token + 1) * _signed(_GOLDEN_GAMMA)
-    value = (value ^ _shift_right(value, 30)) * _signed(_MIX_1)
-    value = (value ^ _shift_right(value, 27)) * _signed(_MIX_2)
-    value = value ^ _shift_right(value, 31)
+    value = (token + 1).mul_(_signed(_GOLDEN_GAMMA)).add_(key)
+    value.bitwise_xor_(_shift_right(value, 30)).mul_(_signed(_MIX_1))
+    value.bitwise_xor_(_shift_right(value, 27)).mul_(_signed(_MIX_2))
+    value.bitwise_xor_(_shift_right(value, 31))
     # 52 bits, so that adding a half stays exact and u can be neither 0 nor 1.
     return (_shift_right(value, 12).double() + 0.5) * 2.0**-52
