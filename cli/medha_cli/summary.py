@@ -11,26 +11,26 @@ from rich.table import Table
 from rich.text import Text
 
 from medha.api import MedhaReplica
-from medha.messages import RankReady
+from medha.messages import RankReady, Readiness
 
 
 def summary(
-    replica: MedhaReplica, url: str, dtype: str, ranks: Sequence[RankReady], process_ids: dict[str, int]
+    replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
 ) -> list[RenderableType]:
-    """The start table and the examples; `ranks` is what each rank reported (at least one)."""
+    """The start table and the examples; `readiness` names at least one rank."""
     return [
         Text(),
-        start_table(replica, url, dtype, ranks, process_ids),
+        start_table(replica, url, dtype, readiness, process_ids),
         Text(),
         Text(examples(url, replica)),
     ]
 
 
 def start_table(
-    replica: MedhaReplica, url: str, dtype: str, ranks: Sequence[RankReady], process_ids: dict[str, int]
+    replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
 ) -> Table:
     """Where the replica is, what it is made of, and what fits into it. Bytes are of the fullest rank."""
-    spec, shape = replica.spec, replica.spec.parallelism
+    spec, shape, ranks = replica.spec, replica.spec.parallelism, readiness.ranks
     pool_tokens = min(rank.kv_blocks * rank.block_size_tokens for rank in ranks)
     context_tokens = min(rank.max_model_len for rank in ranks)
     table = Table(title=f"{replica.metadata.name} is ready", title_justify="left", show_header=False)
@@ -53,6 +53,7 @@ def start_table(
             f"activations {_bytes(max(rank.activation_bytes for rank in ranks))}, "
             f"KV {_bytes(max(rank.kv_bytes for rank in ranks))}",
         ),
+        ("Metrics", f"{url}/metrics (requests), {readiness.metrics_url} (scheduling)"),
         ("Processes", ", ".join(f"{part} {pid}" for part, pid in process_ids.items())),
     ):
         table.add_row(Text(what), Text(value))

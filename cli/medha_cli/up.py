@@ -23,7 +23,7 @@ from rich.console import Console, RenderableType
 
 from medha.api import MedhaReplica, quantity_bytes
 from medha.errors import ConfigInvalid, PartFailed
-from medha.messages import RankReady
+from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.summary import checkpoint_dtype, summary
@@ -85,7 +85,7 @@ def command(file: Path, port: int | None, record: Path | None, run_dir: Path | N
 
         def ready_summary(process_ids: dict[str, int]) -> list[RenderableType]:
             dtype = checkpoint_dtype(directory, replica.spec.model.dtype)
-            return summary(replica, replica_files.url(), dtype, replica_files.ranks(), process_ids)
+            return summary(replica, replica_files.url(), dtype, replica_files.readiness(), process_ids)
 
         state = supervise(
             groups,
@@ -121,9 +121,9 @@ class RunFiles:
         """Where the router listens; only once it does."""
         return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
 
-    def ranks(self) -> list[RankReady]:
-        """What the ranks reported; only once all are ready."""
-        return TypeAdapter(list[RankReady]).validate_json(self.ranks_ready.read_bytes())
+    def readiness(self) -> Readiness:
+        """What controller and ranks reported; only once all are ready."""
+        return TypeAdapter(Readiness).validate_json(self.ranks_ready.read_bytes())
 
     def is_ready(self) -> bool:
         """Whether the router answers that it has a replica to send requests to."""

@@ -170,6 +170,14 @@ class RouterSpec(Model):
     """Requests that wait for a replica; more get status 429 with Retry-After."""
 
 
+class MetricsSpec(Model):
+    """Where the replica controller serves its Prometheus metrics; the router serves its own on its HTTP port."""
+
+    host: str = Field(default="127.0.0.1", json_schema_extra=_restart())
+    port: int = Field(default=0, ge=0, le=65535, json_schema_extra=_restart())
+    """0 takes any free port; the table that `medha up` prints names it."""
+
+
 class LifecycleSpec(Model):
     drain_seconds: float = Field(default=30.0, ge=0, le=86400, json_schema_extra=_live())
     """How long running requests may take to finish after a stop was asked for."""
@@ -185,6 +193,7 @@ class MedhaReplicaSpec(Model):
     service_classes: tuple[ServiceClass, ...] = (ServiceClass(name="default"),)
     """The first is the default one."""
     router: RouterSpec = RouterSpec()
+    metrics: MetricsSpec = MetricsSpec()
     lifecycle: LifecycleSpec = LifecycleSpec()
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=_restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""

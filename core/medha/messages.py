@@ -356,6 +356,14 @@ class RankFault:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class Readiness:
+    """What a controller writes into its ready file, once all ranks are ready and it serves."""
+
+    ranks: tuple[RankReady, ...]
+    metrics_url: str
+
+
 # --- inside a controller ---------------------------------------------------------------------------
 
 

@@ -9,7 +9,6 @@ their own socket ahead of the step that admits a sequence of that prompt.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import signal
@@ -23,6 +22,7 @@ import click
 import zmq
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
 
 from medha.api import MedhaReplicaSpec, ServiceClass
 from medha.config import ReplicaConfig, derive
@@ -41,6 +41,7 @@ from medha.messages import (
     FetchBundle,
     RankFault,
     RankReady,
+    Readiness,
     Refused,
     ServiceClassTerms,
     Shutdown,
@@ -79,12 +80,9 @@ class ControllerSettings(BaseModel):
     """ZeroMQ endpoint that the ranks connect to; the controller binds."""
     rank_tokens: str
     ready_file: Path | None = None
-    """Written once, when all ranks are ready: a JSON list of what they reported."""
+    """Written once, when all ranks are ready: a JSON `Readiness`."""
     record_file: Path | None = None
     """Every (time, event) of the controller, one JSON object a line, to be replayed."""
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int | None = None
-    """Serves Prometheus metrics there; None serves none."""
     log_level: str = "info"
 
 
@@ -183,8 +181,8 @@ class Controller:
         self._prompts = PromptStore(config.max_model_len)
         registry = CollectorRegistry()
         self._observer = Observer(registry, malformed=self._malformed)
-        if self._settings.metrics_port is not None:
-            serve_metrics(registry, self._settings.metrics_host, self._settings.metrics_port)
+        metrics = self._settings.spec.metrics
+        self._metrics_url = serve_metrics(registry, metrics.host, metrics.port)
         if self._settings.record_file is not None:
             self._record = self._settings.record_file.open("w", encoding="utf-8", buffering=1)
             header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
@@ -201,7 +199,7 @@ class Controller:
         )
         if self._settings.ready_file is not None:
             partial = self._settings.ready_file.with_suffix(".partial")
-            partial.write_text(json.dumps([dataclasses.asdict(ready) for ready in ranks]), encoding="utf-8")
+            partial.write_bytes(to_json(Readiness(tuple(ranks), self._metrics_url)))
             partial.rename(self._settings.ready_file)  # so that nobody reads half of it
 
     # --- events -------------------------------------------------------------------------------------

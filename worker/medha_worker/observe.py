@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from medha.engine import ReplicaController
+from medha.errors import ConfigInvalid
 from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Refused, Step
 from medha.metrics import CONTROLLER_METRICS, Metric
 
@@ -124,9 +125,19 @@ class Observer:
         self._malformed_before = malformed
 
 
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
-    """Answer `GET /metrics` from a thread of its own."""
-    start_http_server(port, addr=host, registry=registry)
+def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> str:
+    """Answer `GET /metrics` from a thread of its own; returns the URL. Port 0 takes any free one.
+
+    Raises:
+        ConfigInvalid: nothing can listen there.
+    """
+    try:
+        server, _ = start_http_server(port, addr=host, registry=registry)
+    except OSError as error:
+        raise ConfigInvalid(
+            f"spec.metrics: cannot listen on {host} port {port}: {error.strerror}; set spec.metrics.port to 0"
+        ) from error
+    return f"http://{host}:{server.server_port}/metrics"
 
 
 def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
