@@ -230,6 +230,15 @@ def test_scattered_blocks_give_the_same_logits_as_contiguous_ones(
             assert largest_error(run_chunks(pair.model, tokens, chunks, blocks), wanted) <= TOLERANCE
 
 
+def test_a_chunk_longer_than_every_internal_tile_gives_the_same_logits(pair_of: PairMaker) -> None:
+    """Rows of the MLP, rows and keys of attention are each computed in pieces of at most 512."""
+    pair = pair_of("llama")
+    tokens = random_tokens(1020)
+    wanted = pair.reference_logits(tokens)
+    for chunks in ([1020], [60, 900, 60]):
+        assert largest_error(run_chunks(pair.model, tokens, chunks), wanted) <= TOLERANCE
+
+
 def test_a_mixed_batch_gives_each_sequence_what_it_gets_alone(pair_of: PairMaker) -> None:
     """Chunks of prefill and decodes of six sequences share each step; only the last row of each gets logits."""
     model = pair_of("qwen3").model
