@@ -39,6 +39,7 @@ from medha.messages import (
     Emit,
     Failed,
     FetchBundle,
+    Message,
     RankFault,
     RankReady,
     Readiness,
@@ -127,8 +128,7 @@ class Controller:
                 self._step(Drain())
             self._announce()
         self._announce(force=True)
-        for rank in range(len(ranks)):
-            self._rank_control.send(Shutdown(reason="drained"), peer=rank_identity(rank))
+        self._to_ranks(self._rank_control, Shutdown(reason="drained"))
 
     def stop(self) -> None:
         """Ask the loop to drain and end; safe in a signal handler."""
@@ -188,8 +188,7 @@ class Controller:
             header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
             self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
         self._announced: Load | None = None
-        self._announced_at = float("-inf")
-        self._announce(force=True)
+        self._announced_at = float("-inf")  # the first turn of the loop announces
 
     def _report_ready(self, ranks: list[RankReady]) -> None:
         _log.info(
@@ -243,8 +242,7 @@ class Controller:
         match command:
             case Step() as step:
                 self._send_prompts(step)
-                for rank in range(self._config.topology.ranks):
-                    self._rank_control.send(step, peer=rank_identity(rank))
+                self._to_ranks(self._rank_control, step)
             case Emit() | Refused() | Failed() as answer:
                 self._router_control.send(answer)
 
@@ -259,8 +257,19 @@ class Controller:
             for offset in range(0, len(ids), TOKENS_PER_FRAME):
                 frame = tokens_to_frame(ids[offset : offset + TOKENS_PER_FRAME])
                 piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids))
-                for rank in range(self._config.topology.ranks):
-                    self._rank_tokens.send(piece, frame, peer=rank_identity(rank))
+                self._to_ranks(self._rank_tokens, piece, frame)
+
+    def _to_ranks(self, link: Link, message: Message, payload: bytes | None = None) -> None:
+        """Send one message to every rank.
+
+        Raises:
+            PartFailed: a rank is not connected any more.
+        """
+        for rank in range(self._config.topology.ranks):
+            try:
+                link.send(message, payload, peer=rank_identity(rank))
+            except zmq.ZMQError as error:
+                raise PartFailed(f"rank {rank} is gone ({error}); its own log says why") from error
 
     def _send_bundle(self, fetch: FetchBundle) -> None:
         if fetch.digest != self._bundle.digest:
