@@ -151,6 +151,7 @@ def write_parts(
             "control_endpoint": router_control,
             "tokens_endpoint": router_tokens,
             "ready_file": str(files.router_ready),
+            "scratch_directory": str(files.directory),
             "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
             "max_waiting": spec.router.max_waiting,
             "drain_seconds": spec.lifecycle.drain_seconds,

@@ -20,6 +20,9 @@ class RouterSettings(BaseModel):
     """ZeroMQ ROUTER that replica controllers connect their token DEALER to."""
     ready_file: str | None = None
     """Written as JSON {"url", "control", "tokens"} once everything is bound; the same line is logged."""
+    scratch_directory: str | None = None
+    """Where replicas' tokenizers are kept for the tokenising processes; default: the system's temporary folder.
+    Who removes it afterwards also removes what a killed router leaves."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_waiting: int = Field(default=4096, ge=1)
     """Sequences that wait for a replica; more get status 429 with Retry-After."""

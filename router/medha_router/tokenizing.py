@@ -50,7 +50,7 @@ class Tokenizing:
         self._settings = settings
         self._observe_seconds = observe_seconds
         self._bundles: dict[str, Bundle] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-")
+        self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-", dir=settings.scratch_directory)
         self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones

@@ -127,6 +127,9 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
     controller = json.loads((tmp_path / "controller.json").read_text())
     rank = json.loads((tmp_path / "rank-0.json").read_text())
     assert (router["drain_seconds"], router["max_body_bytes"]) == (7, 2**20)
+    assert router["scratch_directory"] == str(
+        tmp_path
+    )  # removed with the run, even after a router was killed
     assert controller["record_file"] == str(Path.cwd() / "events")
     assert controller["spec"] == rank["spec"] == replica.spec.model_dump(mode="json", by_alias=True)
     assert (controller["router_control"], controller["router_tokens"]) == (

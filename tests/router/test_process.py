@@ -98,6 +98,16 @@ def test_what_is_open_after_the_drain_limit_ends_with_an_error_and_is_cancelled(
     router.http.close()
 
 
+def test_what_it_writes_lies_in_its_scratch_directory_until_it_ends(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    router = start_router(tmp_path, scratch_directory=str(scratch))
+    kept = list(scratch.iterdir())
+    assert stop_router(router) == 0
+    assert len(kept) == 1
+    assert list(scratch.iterdir()) == []
+
+
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     settings_file = tmp_path / "settings.json"
