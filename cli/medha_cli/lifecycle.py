@@ -64,7 +64,10 @@ class TimePassed:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
+    """Ask a part to stop: after its open requests (`drain`), or at once, with an error for each of them."""
+
     part: str
+    drain: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,12 +189,18 @@ def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
 
 
 def _fail(state: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, list[Command]]:
-    """Stop everything because of `reason`; the first failure is the one that is reported."""
-    return _stop(replace(state, exit_status=1, failure=state.failure or reason), now, FAILED_GRACE_SECONDS)
+    """Stop everything because of `reason`; the first failure is the one that is reported.
+
+    Nothing can be drained without the part that failed, so parts that were asked to drain are asked again.
+    """
+    state = replace(state, exit_status=1, failure=state.failure or reason, asked=frozenset())
+    return _stop(state, now, FAILED_GRACE_SECONDS, drain=False)
 
 
-def _stop(state: Lifecycle, now: float, grace_seconds: float) -> tuple[Lifecycle, list[Command]]:
-    commands: list[Command] = [Terminate(part) for part in state.in_order if part not in state.asked]
+def _stop(
+    state: Lifecycle, now: float, grace_seconds: float, *, drain: bool = True
+) -> tuple[Lifecycle, list[Command]]:
+    commands: list[Command] = [Terminate(part, drain) for part in state.in_order if part not in state.asked]
     return replace(state, phase=Phase.STOPPING, asked=state.running, deadline=now + grace_seconds), commands
 
 

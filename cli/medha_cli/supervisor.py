@@ -47,9 +47,9 @@ class Part:
 
     name: str
     argv: tuple[str, ...]
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # where the user's own does not say otherwise
+    # Added to the environment, where the user's own does not say otherwise.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    end_signal: signal.Signals = signal.SIGTERM  # stops it at once, where SIGTERM drains it first
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +108,8 @@ def supervise(
                 state, commands = handle(state, event, time.monotonic())
                 for command in commands:
                     match command:
-                        case Terminate(name):
-                            running[name].terminate()
+                        case Terminate(name, drain):
+                            running[name].terminate(drain=drain)
                         case Kill(name):
                             running[name].kill()
                         case Present():
@@ -155,6 +155,7 @@ class _Process:
 
     def __init__(self, part: Part, events: SimpleQueue[Event | Printed]) -> None:
         self._name = part.name
+        self._end_signal = part.end_signal
         self._events = events
         self._last_line = ""
         self._process = subprocess.Popen(
@@ -177,9 +178,9 @@ class _Process:
         self._waiter = Thread(target=self._await_end, daemon=True)
         self._waiter.start()
 
-    def terminate(self) -> None:
+    def terminate(self, *, drain: bool) -> None:
         if self._process.returncode is None:
-            os.kill(self.pid, signal.SIGTERM)
+            os.kill(self.pid, signal.SIGTERM if drain else self._end_signal)
 
     def kill(self) -> None:
         """End the part and everything that it has started."""

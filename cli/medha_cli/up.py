@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -194,7 +195,7 @@ def write_parts(
 def _part(
     name: str, module: str, settings: str, environment: Mapping[str, str] = MappingProxyType({})
 ) -> Part:
-    return Part(name, (sys.executable, "-m", module, "--settings", settings), environment)
+    return Part(name, (sys.executable, "-m", module, "--settings", settings), environment, signal.SIGUSR1)
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:

@@ -62,13 +62,20 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
 
 
 async def serve(settings: RouterSettings, parent_pid: int) -> int:
-    """Serve until SIGTERM, then drain; or until `parent_pid` is no longer the parent, then end.
+    """Serve until SIGTERM, then drain; or until SIGUSR1 or the loss of `parent_pid` as parent, then end at once.
 
     Returns the exit status: 1 if a bug ended it.
     """
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
+    end = asyncio.Event()
+
+    def end_now() -> None:
+        end.set()
+        stop.set()
+
+    loop.add_signal_handler(signal.SIGUSR1, end_now)
 
     observer = Observer(CollectorRegistry())
     tokenizing = Tokenizing(settings, observer.tokenized)
@@ -96,7 +103,7 @@ async def serve(settings: RouterSettings, parent_pid: int) -> int:
         door.draining = True
         if stop.is_set():
             log.info("stopping; %d requests are open", door.open_requests)
-            await _drained(door, settings.drain_seconds)
+            await _drained(door, settings.drain_seconds, end)
         link.end_all("this router is stopping")
         server.should_exit = True
         await serving
@@ -107,13 +114,13 @@ async def serve(settings: RouterSettings, parent_pid: int) -> int:
     return 1 if link.broken.is_set() else 0
 
 
-async def _drained(door: Door, limit_seconds: float) -> None:
+async def _drained(door: Door, limit_seconds: float, end: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limit_seconds
-    while door.open_requests and loop.time() < deadline:  # noqa: ASYNC110 - a plain count is enough
+    while door.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
         await asyncio.sleep(0.02)
     if door.open_requests:
-        log.warning("%d requests are cut off after %g s", door.open_requests, limit_seconds)
+        log.warning("%d requests are cut off", door.open_requests)
 
 
 async def _parent_gone(parent_pid: int | None) -> None:

@@ -87,7 +87,7 @@ def test_any_end_while_serving_is_a_failure_and_stops_the_others(part: str, stat
     assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
     assert part in state.failure
     assert "the last line" in state.failure
-    assert commands == [Terminate(other) for other in ALL if other != part]
+    assert commands == [Terminate(other, drain=False) for other in ALL if other != part]
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:
@@ -109,7 +109,7 @@ def test_an_end_before_ready_and_a_start_that_takes_too_long_are_failures() -> N
     state, commands = run((60.0, TimePassed()))
     assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
     assert "readySeconds" in state.failure
-    assert commands == [Terminate(part) for part in ALL]
+    assert commands == [Terminate(part, drain=False) for part in ALL]
 
 
 def test_an_interrupt_before_ready_stops_all_at_once_with_status_0() -> None:
@@ -136,11 +136,11 @@ def test_a_part_that_fails_or_hangs_while_draining_is_a_failure() -> None:
     assert state.failure == "while draining, rank 0 was killed by SIGSEGV"
     state, commands = run(*DRAINING, (2.0 + DRAIN_SECONDS + GRACE_SECONDS, TimePassed()))
     assert state.failure.startswith("router did not stop in time")
-    assert commands == [Terminate("controller"), Terminate("rank 0"), Terminate("rank 1")]
+    assert commands == [Terminate(part, drain=False) for part in ALL]
 
 
 def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
-    """Random histories: ENDED exactly when nothing runs; no part is asked twice; a killed run stays killed."""
+    """Random histories: ENDED exactly when nothing runs; no part is asked the same twice; a killed run stays killed."""
     for seed in range(300):
         dice = random.Random(seed)
         state, now, asked = begin(GROUPS, 0.0, ready_seconds=60, drain_seconds=30), 0.0, []
@@ -152,7 +152,7 @@ def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
             event = dice.choice([Ready(), Interrupt(), TimePassed(), TimePassed(), *exits])
             before = state
             state, commands = handle(state, event, now)
-            asked += [command.part for command in commands if isinstance(command, Terminate)]
+            asked += [command for command in commands if isinstance(command, Terminate)]
             assert (state.phase is Phase.ENDED) == (not state.running)
             assert state.running <= before.running
             if before.phase is Phase.KILLING:
