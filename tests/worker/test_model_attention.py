@@ -1,7 +1,7 @@
 """Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_worker.model import attention, flash
+from medha_worker.model import attention, flash, tiles
 from medha_worker.model.attention import TorchAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.flash import flash_attention
@@ -191,6 +191,13 @@ def test_tiles_are_exact_wherever_the_scores_lie(offsets: tuple[float, float], c
 # The backend
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
 def run_backend(
     spans: list[SequenceSpan], kv_heads: int, group: int, dtype: torch.dtype, slots: int = 4096
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,6 +253,20 @@ def test_every_case_of_the_backend_equals_a_plain_softmax(
 ) -> None:
     found, wanted = run_backend(spans_of(SHAPES, shuffled=shuffled), kv_heads, group, dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_as_many_heads_as_threads_at_a_time_leaves_no_head_out() -> None:
+    """Three KV heads on two threads: two together, then one."""
+    found, wanted = run_backend(spans_of(SHAPES, shuffled=False), 3, 2, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
+
+
+def test_scores_that_overflow_a_tile_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way through the backend: no score here is really too large, so the bound is lowered."""
+    monkeypatch.setattr(tiles, "_LARGE", 1.0)
+    found, wanted = run_backend(spans_of(SHAPES, shuffled=False), 2, 4, torch.float32)
+    torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
 
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
