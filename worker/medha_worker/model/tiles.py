@@ -6,7 +6,7 @@ exp() within float32: here it is the maximum over the first tile, or none at all
 remains per score is the two products, one exp and one addition, on a tile that stays in a core's cache.
 
 Each tile takes four small operators, and between them torch's threads must not fall asleep: with libgomp set
-`GOMP_SPINCOUNT=10000` (some ten microseconds), or whole prefills lose a third of their rate where the wait policy is
+`GOMP_SPINCOUNT=3000` (some microseconds), or whole prefills lose a third of their rate where the wait policy is
 passive. Threads of our own in place of torch's were measured too: slower, for they fight with torch's for the cores.
 """
 
