@@ -29,6 +29,7 @@ from medha_worker.link import Link, rank_identity
 from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Progress
 from medha_worker.process import configure_logging, end_with_parent
@@ -126,6 +127,7 @@ class Rank:
     def _load(self) -> tuple[Executor, RankReady]:
         settings, spec = self._settings, self._settings.spec
         started = time.monotonic()
+        keep_freed_memory()
         ranks_here = spec.parallelism.tensor * spec.parallelism.stream * spec.parallelism.kv
         torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // ranks_here))
         config = ModelConfig.from_directory(
