@@ -6,6 +6,7 @@ a client that asks for tools must not get plain text.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -76,9 +77,9 @@ class GenerationRequest(_Request):
     skip_special_tokens: bool | None = None
     service_tier: str | None = None
 
+    @abstractmethod
     def asked_logprobs(self) -> int | None:
         """How many alternatives each token's log-probability comes with; None: no log-probabilities."""
-        raise NotImplementedError
 
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens
