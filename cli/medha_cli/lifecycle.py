@@ -13,7 +13,8 @@ What may happen, and what follows::
     STOPPING --grace is over--> KILLING
 
 DRAINING asks the parts in order, one group after the other: the router first, because it knows the open
-requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at once.
+requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at once, and after
+a failure without draining: what has failed cannot finish anybody's request.
 Every state that waits has a deadline, so it always ends; it ends when no part is left, never before.
 """
 

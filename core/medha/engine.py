@@ -357,8 +357,9 @@ class ReplicaController:
     def _grow(self) -> tuple[list[Grow], list[Request]]:
         """Let requests that reserved no output of their own grow on; name one for which no KV is left.
 
-        The others that find none wait for the blocks of that one, or of those in quarantine. Its blocks are released only after this step is built: ranks apply releases before grows and admits,
-        so a release in between would give the ledgers different tables.
+        The others that find none wait for the blocks of that one, or of those in quarantine. Its blocks are
+        released only after this step is built: ranks apply releases before grows and admits, so a release in
+        between would give the ledgers different tables.
         """
         grows: list[Grow] = []
         exhausted: list[Request] = []
