@@ -109,10 +109,15 @@ class KvCacheSpec(Model):
 class SchedulingSpec(Model):
     """How steps are formed (DESIGN §5)."""
 
-    policy: Literal["fcfs", "edf", "lrs", "srpt", "lars"] = Field(default="lars", json_schema_extra=_live())
-    """Order of prefills. `lars` is length-aware relative slack (paper B §4)."""
+    policy: Literal["fcfs", "edf", "lrs", "srpt", "lars", "guarded"] = Field(
+        default="lars", json_schema_extra=_live()
+    )
+    """Order of prefills. `lars` is length-aware relative slack (paper B §4); `guarded` keeps the largest set of
+    requests that can still all be on time (docs/scheduling.md)."""
     lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=_live())
     """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
+    given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=_live())
+    """Part of the time of prefills that `guarded` guarantees to requests that can no longer be on time."""
     max_step_seconds: float = Field(default=0.5, ge=0.001, le=60, json_schema_extra=_live())
     """Bound of a step when nothing decodes, so that an arriving request is seen within it. Seconds."""
     min_chunk_tokens: int = Field(default=32, ge=1, le=8192, json_schema_extra=_live())

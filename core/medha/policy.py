@@ -1,20 +1,105 @@
-"""The order of prefills: pure key functions of (state of a request, now), smallest first.
+"""The order of prefills: vectorised keys over columns of requests, smallest first.
 
 Keys change with time, so they are computed anew for each decision and never kept in a heap.
-Notation of DESIGN §5: arrival a, relative deadline d, total prefill work w, remaining work r.
+Notation of DESIGN §5: arrival a, relative deadline d, total prefill work w, remaining work r, slack
+s(t) = a + d - t - r(t).  `guarded`, which has state, is in :mod:`medha.guarded`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-_SMALLEST_WORK_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+_SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
+_FIRST_ROWS = 16  # a step rarely reads more
+_GROWTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """What a policy may look at: one row for each request whose prefill is not over. Arrays of equal length.
+
+    Seconds on the controller's clock.
+    """
+
+    arrival: Floats
+    """a"""
+    deadline: Floats
+    """a + d"""
+    work_seconds: Floats
+    """w: the whole prefill, alone"""
+    remaining_seconds: Floats
+    """r(t): what of it is not yet dispatched"""
+    tie: Ints
+    """Unique, in the order of arrival: makes every order total."""
+
+    def slack(self, now: float) -> Floats:
+        """s(t) = a + d - t - r(t)"""
+        return self.deadline - now - self.remaining_seconds
+
+    def relative_slack(self, now: float) -> Floats:
+        """rho = s / w (paper B §4)"""
+        return self.slack(now) / np.maximum(self.work_seconds, _SMALLEST_SECONDS)
+
+
+def keys(policy: str, columns: Columns, now: float, lars_denominator: str = "work") -> Floats:
+    """Keys of a policy without state, smallest first; ties go by `columns.tie`.
+
+    fcfs  a                first come, first served
+    edf   a + d            earliest deadline first
+    lrs   s                least remaining slack
+    srpt  r                shortest remaining processing time
+    lars  s / w            length-aware relative slack (paper B §4); `lars_denominator` "deadline" gives
+          s / d            paper A eq. 7, with the current time added
+    """
+    match policy:
+        case "fcfs":
+            return columns.arrival
+        case "edf":
+            return columns.deadline
+        case "lrs":
+            return columns.slack(now)
+        case "srpt":
+            return columns.remaining_seconds
+        case "lars" if lars_denominator == "work":
+            return columns.relative_slack(now)
+        case "lars":
+            return columns.slack(now) / np.maximum(columns.deadline - columns.arrival, _SMALLEST_SECONDS)
+    raise AssertionError(f"the manifest allows no policy {policy!r}")
+
+
+def urgent_first(keys: Floats, tie: Ints) -> Iterator[int]:
+    """Rows by (key, tie), smallest first, sorted only as far as they are read.
+
+    A step reads a few rows of perhaps thousands: each batch is cut off by selection (linear time) and only the
+    batch is sorted.
+    """
+    total = len(keys)
+    below, wanted = -np.inf, _FIRST_ROWS
+    rows: Ints = np.flatnonzero(keys == below)
+    done = 0
+    while done < total:
+        yield from rows[np.lexsort((tie[rows], keys[rows]))].tolist()
+        done += len(rows)
+        if done + wanted >= total:
+            rows = np.flatnonzero(keys > below)
+            yield from rows[np.lexsort((tie[rows], keys[rows]))].tolist()
+            return
+        cut = float(np.partition(keys, done + wanted - 1)[done + wanted - 1])
+        rows = np.flatnonzero((keys > below) & (keys <= cut))
+        below, wanted = cut, wanted * _GROWTH
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillState:
-    """What a policy may look at (seconds)."""
+    """What a policy may look at, of one request (seconds)."""
 
     arrival: float  # on the controller's clock
     deadline_after: float  # d
@@ -27,44 +112,24 @@ class PrefillState:
 
     def relative_slack(self, now: float) -> float:
         """rho = s / w (paper B §4)"""
-        return self.slack(now) / max(self.work_seconds, _SMALLEST_WORK_SECONDS)
+        return self.slack(now) / max(self.work_seconds, _SMALLEST_SECONDS)
 
 
 PolicyKey = Callable[[PrefillState, float], float]
 
 
-def fcfs(state: PrefillState, now: float) -> float:  # noqa: ARG001 - every key has the same arguments
-    """First come, first served: a."""
-    return state.arrival
-
-
-def edf(state: PrefillState, now: float) -> float:  # noqa: ARG001 - every key has the same arguments
-    """Earliest deadline first: a + d."""
-    return state.arrival + state.deadline_after
-
-
-def lrs(state: PrefillState, now: float) -> float:
-    """Least remaining slack: s."""
-    return state.slack(now)
-
-
-def srpt(state: PrefillState, now: float) -> float:  # noqa: ARG001 - every key has the same arguments
-    """Shortest remaining processing time: r."""
-    return state.remaining_seconds
-
-
-def lars(state: PrefillState, now: float) -> float:
-    """Length-aware relative slack: s / w (paper B §4)."""
-    return state.relative_slack(now)
-
-
-def lars_by_deadline(state: PrefillState, now: float) -> float:
-    """Relative slack over the deadline: s / d (paper A eq. 7, with the current time added)."""
-    return state.slack(now) / max(state.deadline_after, _SMALLEST_WORK_SECONDS)
-
-
 def policy_key(policy: str, lars_denominator: str = "work") -> PolicyKey:
-    """The key function that the manifest's `scheduling.policy` names."""
-    if policy == "lars" and lars_denominator == "deadline":
-        return lars_by_deadline
-    return {"fcfs": fcfs, "edf": edf, "lrs": lrs, "srpt": srpt, "lars": lars}[policy]
+    """The key of one request; the engine's own order until it keeps columns (`guarded` is then no key)."""
+    policy = "edf" if policy == "guarded" else policy
+
+    def key(state: PrefillState, now: float) -> float:
+        one = Columns(
+            arrival=np.array([state.arrival]),
+            deadline=np.array([state.arrival + state.deadline_after]),
+            work_seconds=np.array([state.work_seconds]),
+            remaining_seconds=np.array([state.remaining_seconds]),
+            tie=np.zeros(1, dtype=np.int64),
+        )
+        return float(keys(policy, one, now, lars_denominator)[0])
+
+    return key
