@@ -1,18 +1,28 @@
-"""Predicted time of a whole step, and of a whole prefill.
+"""Predicted time of a whole step, and of a whole prefill, on one lane.
 
-First form: a step costs a constant, a term per token (linear layers), a term per (query, key) pair
-(attention) and a term per sequence (its own attention call, sampling). The constants are measured by a
-rank's warm-up steps. A slowly moving factor corrects the prediction by what steps really took, because an
-over-prediction shrinks chunks silently and an under-prediction breaks TPOT.
+A step's linear layers cost a function of its tokens, its attention a sum over its sequences, its output head a function
+of its sequences; `medha.profile` says how much. The step's time is not the sum of its parts' times alone: two chunks
+share the reading of the weights, which is why a second prefill can be nearly free (paper B §4.2), and why the packer
+asks for whole batches. `Tally` answers that question in constant time.
+
+A slowly moving factor corrects every prediction by what steps really took, because an over-prediction shrinks chunks
+silently and an under-prediction breaks TPOT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil
+
+import numpy as np
 
 from medha.messages import StepProfile
+from medha.prefill import Chunking, Counts, PrefillTable, Seconds
+from medha.profile import Profile
+from medha.topology import Topology
+
+TOKENS_PER_LANE = 512 * 1024
+"""KV tokens of one request that a lane holds before the next lane joins (DESIGN §5)."""
 
 _CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a change
 _CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
@@ -20,59 +30,206 @@ _CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the pro
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The part of one sequence in a step: `count` query tokens behind `context` tokens of KV."""
+    """The part of one sequence in a step on one lane: `count` query tokens behind `context` tokens of KV.
+
+    `attention_only`: a helper lane's share, `count` foreign queries over its whole shard of `context` tokens; every
+    query sees all of it, and no linear layer runs for them here.
+    """
 
     context: int
     count: int
+    attention_only: bool = False
 
     @property
     def pairs(self) -> float:
-        """(query, key) pairs of causal attention: each query sees the context, itself and its predecessors."""
-        return self.count * (self.context + (self.count + 1) / 2)
+        """(query, key) pairs: causally, each query sees the context, itself and its predecessors."""
+        keys = self.context if self.attention_only else self.context + (self.count + 1) / 2
+        return self.count * keys
 
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """A prediction, explained (seconds)."""
+    """A prediction, explained (seconds, after correction)."""
 
-    step: float
-    linear: float
-    attention: float
-    sequences: float
+    launch: float = 0.0  # fixed costs of a step, and of each layer's attention
+    linear: float = 0.0  # linear and elementwise operations of the layers
+    attention: float = 0.0
+    collectives: float = 0.0  # all-reduces of tensor parallelism
+    head: float = 0.0  # output head and sampling
+    hops: float = 0.0  # from stage to stage; of a latency alone
+    exchange: float = 0.0  # queries and partials between coupled lanes
 
     @property
     def total(self) -> float:
-        return self.step + self.linear + self.attention + self.sequences
+        in_layers = self.linear + self.attention + self.collectives + self.exchange
+        return self.launch + in_layers + self.head + self.hops
+
+
+class Tally:
+    """A step under construction: what has been added, and what the step would take with one part more.
+
+    Every operation takes the same short time, however many sequences are in. Sums are of plain floats, so removing
+    what was added may leave a rounding error in the last digits.
+    """
+
+    __slots__ = ("_attention", "_predictor", "sequences", "tokens")
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self.tokens = 0  # that pass the linear layers
+        self.sequences = 0  # that may be sampled
+        self._attention = 0.0  # of one layer, before correction
+
+    def add(self, work: Work) -> None:
+        """Put `work` into the step."""
+        self._count(work, 1)
+
+    def remove(self, work: Work) -> None:
+        """Take out a `work` that was added."""
+        self._count(work, -1)
+
+    def add_decodes(self, contexts_sum: int, count: int) -> None:
+        """Put in `count` sequences of one query token each, behind `contexts_sum` tokens of KV together."""
+        attention = self._predictor.profile.attention
+        self.tokens += count
+        self.sequences += count
+        self._attention += count * attention.sequence_seconds
+        self._attention += (contexts_sum + count) * attention.decode_seconds_per_token
+
+    def seconds(self) -> float:
+        """`Predictor.stage_seconds` of all that is in."""
+        return self._predictor._stage(self.tokens, self.sequences, self._attention)
+
+    def seconds_with(self, context: int, count: int) -> float:
+        """The same, with `count` query tokens behind `context` tokens of KV added."""
+        predictor = self._predictor
+        attention = self._attention + predictor.profile.attention.seconds(context, count)
+        return predictor._stage(self.tokens + count, self.sequences + 1, attention)
+
+    def largest(self, context: int, most: int, budget_seconds: float) -> int:
+        """The largest count up to `most` behind `context` with which the step ends within the budget, or 0."""
+        if most <= 0 or self.seconds_with(context, most) <= budget_seconds:
+            return max(most, 0)
+        low, high = 0, most  # fits at low (a chunk of none), not at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.seconds_with(context, middle) <= budget_seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _count(self, work: Work, sign: int) -> None:
+        if not work.attention_only:
+            self.tokens += sign * work.count
+            self.sequences += sign
+        attention = self._predictor.profile.attention
+        self._attention += sign * attention.seconds(work.context, work.count, foreign=work.attention_only)
 
 
 class Predictor:
-    """Predicts from a profile; `observe` moves the correction."""
+    """Predicts one lane of a replica from a profile; `observe` moves the correction."""
 
-    def __init__(self, profile: StepProfile) -> None:
-        self.profile = profile
+    def __init__(
+        self,
+        profile: StepProfile | Profile,
+        topology: Topology | None = None,
+        chunking: Chunking | None = None,
+        tokens_per_lane: int = TOKENS_PER_LANE,
+    ) -> None:
+        """`chunking`: how a lone prefill is cut, for `prefill_seconds`; it joins a lane each `tokens_per_lane`."""
+        self.topology = topology or Topology()
+        stages = self.topology.stream
+        self.profile = Profile.of_warm_up(profile, stages) if isinstance(profile, StepProfile) else profile
         self.correction = 1.0
+        self.tokens_per_lane = tokens_per_lane
+        self._most_layers = -(-self.profile.layers // stages)
+        self._last_layers = self.profile.layers // stages  # the last stage also has the head
+        self._launch = self.profile.launch_seconds
+        self._attention_launch = self.profile.attention.launch_seconds
+        self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
+        self._per_layer: list[float] = []  # the same: reading one number of a list is faster
+        self._head: list[float] = []  # by sequences
+        self._chunking = chunking or Chunking()
+        self._table = self._new_table()
 
-    def explain(self, works: Iterable[Work]) -> StepTerms:
-        """The terms of a step over `works`, each after correction."""
-        tokens, pairs, sequences = 0, 0.0, 0
-        for work in works:
-            tokens += work.count
-            pairs += work.pairs
-            sequences += 1
-        return self._terms(tokens, pairs, sequences)
+    # --- steps --------------------------------------------------------------------------------------
 
-    def step_seconds(self, works: Iterable[Work]) -> float:
-        """Predicted time of one step over `works`."""
-        return self.explain(works).total
+    def stage_seconds(self, works: Iterable[Work]) -> float:
+        """How long the slowest stage is busy with a step over `works`."""
+        return self._tallied(works).seconds()
 
-    def prefill_seconds(self, context: int, tokens: int, chunk_tokens: int) -> float:
-        """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone, in full chunks."""
-        missing = tokens - context
-        if missing <= 0:
-            return 0.0
-        chunks = ceil(missing / chunk_tokens)
-        terms = self._terms(missing, Work(context, missing).pairs, chunks)
-        return terms.total + (chunks - 1) * self.profile.step_seconds * self.correction
+    step_seconds = stage_seconds
+
+    def latency_seconds(self, works: Iterable[Work]) -> float:
+        """From the step's entry into stage 0 until the result of the last stage."""
+        return self.explain(works, whole=True).total
+
+    def coupled_seconds(self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int) -> float:
+        """How long the slowest stage is busy with a step of coupled lanes.
+
+        In each layer the lanes meet twice, when queries and when partials are exchanged: they wait for the slowest
+        linear part and for the slowest attention, which need not be the same lane's.
+        """
+        return self.coupled_tally_seconds(
+            [self._tallied(works) for works in works_by_lane], exchanged_queries
+        )
+
+    def coupled_tally_seconds(self, lanes: Sequence[Tally], exchanged_queries: int) -> float:
+        """`coupled_seconds` of tallies."""
+        tokens = max(lane.tokens for lane in lanes)
+        sequences = max(lane.sequences for lane in lanes)
+        attention = max(lane._attention for lane in lanes)
+        if exchanged_queries:
+            exchange = self.profile.exchange
+            attention += exchange.latency_seconds + exchanged_queries * exchange.seconds_per_row
+        return self._stage(tokens, sequences, attention)
+
+    def tally(self) -> Tally:
+        """An empty step, to be filled."""
+        return Tally(self)
+
+    def explain(self, works: Iterable[Work], *, whole: bool = False) -> StepTerms:
+        """The terms of `stage_seconds`, or where `whole`, of `latency_seconds`."""
+        tally = self._tallied(works)
+        if not (tally.tokens or tally._attention):
+            return StepTerms()
+        profile, factor, stages = self.profile, self.correction, self.topology.stream
+        tokens, rows = np.array([tally.tokens]), np.array([tally.sequences])
+        head = float(profile.head.seconds(rows)[0])
+        in_layers = self._layer_seconds(tally.tokens) + tally._attention + self._attention_launch
+        last_is_slowest = self._last_layers * in_layers + head >= self._most_layers * in_layers
+        layers = self._last_layers if last_is_slowest else self._most_layers
+        if whole:
+            layers = profile.layers
+        collectives = float(profile.all_reduce.seconds(tokens)[0])
+        return StepTerms(
+            launch=((stages if whole else 1) * self._launch + layers * self._attention_launch) * factor,
+            linear=layers * (self._layer_seconds(tally.tokens) - collectives) * factor,
+            attention=layers * tally._attention * factor,
+            collectives=layers * collectives * factor,
+            head=(head if whole or last_is_slowest else 0.0) * factor,
+            hops=(stages - 1) * float(profile.hop.seconds(tokens)[0]) * factor if whole else 0.0,
+        )
+
+    # --- prefills -----------------------------------------------------------------------------------
+
+    def prefill_seconds(self, context: int, tokens: int, chunk_tokens: int | None = None) -> float:
+        """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
+        if chunk_tokens is not None and chunk_tokens != self._chunking.max_tokens:
+            self._chunking = Chunking(max_tokens=chunk_tokens, min_tokens=min(32, chunk_tokens))
+            self._table = self._new_table()
+        return float(self.prefill_seconds_many(np.array([context]), np.array([tokens]))[0])
+
+    def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
+        """`prefill_seconds` of many sequences at once."""
+        return self.uncorrected_prefill_seconds_many(contexts, tokens) * self.correction
+
+    def uncorrected_prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
+        """The same before correction: a column of them stays valid while the correction moves."""
+        return self._table.seconds(np.asarray(contexts, np.int64), np.asarray(tokens, np.int64))
+
+    # --- correction ---------------------------------------------------------------------------------
 
     def observe(self, predicted_seconds: float, observed_seconds: float) -> None:
         """Move the correction towards what a step really took."""
@@ -82,11 +239,65 @@ class Predictor:
         low, high = _CORRECTION_BOUNDS
         self.correction += _CORRECTION_WEIGHT * (min(high, max(low, wanted)) - self.correction)
 
-    def _terms(self, tokens: int, pairs: float, sequences: int) -> StepTerms:
-        profile, factor = self.profile, self.correction
-        return StepTerms(
-            step=profile.step_seconds * factor,
-            linear=tokens * profile.linear_seconds_per_token * factor,
-            attention=pairs * profile.attention_seconds_per_pair * factor,
-            sequences=sequences * profile.sequence_seconds * factor,
-        )
+    # --- one step, from its sums --------------------------------------------------------------------
+
+    def _tallied(self, works: Iterable[Work]) -> Tally:
+        tally = Tally(self)
+        for work in works:
+            tally.add(work)
+        return tally
+
+    def _stage(self, tokens: int, sequences: int, attention: float) -> float:
+        """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
+        if not (tokens or attention):
+            return 0.0
+        in_layer = self._layer_seconds(tokens) + attention + self._attention_launch
+        last = self._last_layers * in_layer + self._head_seconds(sequences)
+        most = self._most_layers * in_layer
+        return (self._launch + max(last, most)) * self.correction
+
+    def _layer_seconds(self, tokens: int) -> float:
+        if tokens >= len(self._per_layer):
+            upto = np.arange(max(2 * tokens, 4096) + 1)
+            self._per_layer_array = self.profile.linear_seconds(upto) + self.profile.all_reduce.seconds(upto)
+            self._per_layer = self._per_layer_array.tolist()
+        return self._per_layer[tokens]
+
+    def _head_seconds(self, sequences: int) -> float:
+        if sequences >= len(self._head):
+            upto = np.arange(max(2 * sequences, 512) + 1)
+            self._head = np.maximum.accumulate(self.profile.head.seconds(upto)).tolist()
+        return self._head[sequences]
+
+    # --- a lone sequence's chunks, vectorised -------------------------------------------------------
+
+    def _new_table(self) -> PrefillTable:
+        return PrefillTable(self._chunking, self._lone_stage, self._lone_drain)
+
+    def _lone_layer(self, contexts: Counts, counts: Counts) -> Seconds:
+        """One layer of a chunk alone; once its KV passes a lane's share, the lanes that hold it work together."""
+        profile = self.profile
+        lanes = np.minimum(-(-(contexts + counts) // self.tokens_per_lane), self.topology.kv)
+        shard = np.maximum(self.tokens_per_lane, -(-contexts // self.topology.kv))
+        own = np.minimum(contexts, shard)
+        seconds = profile.attention.seconds_many(own, counts) + profile.attention.launch_seconds
+        seconds += np.where(lanes > 1, profile.exchange.seconds(counts), 0.0)
+        self._layer_seconds(int(counts.max(initial=0)))
+        return seconds + self._per_layer_array[counts]
+
+    def _lone_stage(self, contexts: Counts, counts: Counts) -> Seconds:
+        in_layer = self._lone_layer(contexts, counts)
+        last = self._last_layers * in_layer + self._head_seconds(1)
+        return np.where(counts > 0, self._launch + np.maximum(self._most_layers * in_layer, last), 0.0)
+
+    def _lone_drain(self, contexts: Counts, counts: Counts) -> Seconds:
+        """What a chunk's result takes beyond its time in the slowest stage: the other stages and the hops."""
+        stages = self.topology.stream
+        if stages == 1:
+            return np.zeros(len(counts))
+        whole = stages * self._launch + self.profile.layers * self._lone_layer(contexts, counts)
+        whole += self._head_seconds(1) + (stages - 1) * self.profile.hop.seconds(counts)
+        return np.where(counts > 0, whole - self._lone_stage(contexts, counts), 0.0)
+
+
+__all__ = ["Chunking", "Predictor", "StepTerms", "Tally", "Work"]

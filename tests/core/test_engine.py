@@ -21,6 +21,7 @@ from medha.messages import (
     Step,
     StepProfile,
 )
+from medha.predictor import Predictor
 
 ACTIONS = st.lists(
     st.one_of(
@@ -481,7 +482,7 @@ def _order_of_first_tokens(replica_of: Any, submit_of: Any, policy: str) -> list
         step_seconds=0.1,
         min_chunk_tokens=100,
     )
-    replica.controller.predictor.profile = StepProfile(0.0, 1e-3, 0.0, 0.0)
+    replica.controller.predictor = Predictor(StepProfile(0.0, 1e-3, 0.0, 0.0))
     replica.submit(submit_of("long", 10_000, 1, deadline_after_seconds=16.0))
     while replica.now < 5:
         replica.advance()

@@ -1,0 +1,115 @@
+"""How long prompts take alone: cumulative seconds at chunk ends, in one pass.
+
+Paper B's algorithm 3 simulates every length from zero, which is quadratic. The chunks of a long prompt begin with the
+chunks of each shorter one, so one walk over the chunks serves all lengths: the last, partial chunk is computed exactly,
+and a prompt that stands between two chunk ends first completes that chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+Seconds = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Cost = Callable[[Counts, Counts], Seconds]
+"""(contexts, counts) -> seconds of one sequence's chunk alone in a step; never less for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """Chunks of a lone prefill: as large as the budget allows, in whole multiples of the smallest chunk."""
+
+    max_tokens: int = 2048
+    min_tokens: int = 32
+    budget_seconds: float = inf  # of a stage
+
+    def size_at(self, context: int, cost: Cost) -> int:
+        """The largest chunk behind `context` tokens that fits the budget; at least the smallest one."""
+        step = min(self.min_tokens, self.max_tokens)
+        if _one(cost, context, self.max_tokens) <= self.budget_seconds:
+            return self.max_tokens
+        low, high = 1, -(-self.max_tokens // step)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _one(cost, context, middle * step) <= self.budget_seconds:
+                low = middle
+            else:
+                high = middle
+        return low * step
+
+
+class PrefillTable:
+    """Seconds between any two lengths of a lone prompt; grows to the longest one asked for."""
+
+    def __init__(self, chunking: Chunking, stage: Cost, drain: Cost) -> None:
+        """`stage`: how long a chunk keeps the slowest stage busy; `drain`: until its result, after that."""
+        self._chunking = chunking
+        self._stage = stage
+        self._drain = drain
+        self._ends: Counts = np.zeros(1, dtype=np.int64)
+        self._sums: Seconds = np.zeros(1)
+
+    @property
+    def ends(self) -> Counts:
+        """Chunk ends walked so far, tokens, from 0."""
+        return self._ends
+
+    def seconds(self, contexts: Counts, tokens: Counts) -> Seconds:
+        """From each of `contexts` to the result at `tokens`; 0 where nothing is left."""
+        if len(tokens) == 0:
+            return np.zeros(0)
+        self._reach(int(tokens.max()))
+        ends, sums = self._ends, self._sums
+        contexts = np.minimum(contexts, tokens)
+        first = np.searchsorted(ends, contexts, side="left")  # the end of the chunk that is under way
+        last = np.searchsorted(ends, tokens, side="right") - 1  # the last end that is passed
+        within = last < first  # both lie inside one chunk
+        tail_start = np.where(within, contexts, ends[last])
+        begun = np.where(within, 0, ends[first] - contexts)
+        total = self._stage(tail_start, tokens - tail_start)
+        total += self._stage(contexts, begun)
+        total += np.where(within, 0.0, sums[last] - sums[first])
+        # The last chunk is the partial one, or where tokens end with a chunk, that chunk.
+        whole = tokens == tail_start
+        start = np.where(whole, np.maximum(ends[np.maximum(last - 1, 0)], contexts), tail_start)
+        total += self._drain(start, tokens - start)
+        return np.where(tokens > contexts, total, 0.0)
+
+    def _reach(self, tokens: int) -> None:
+        """Walk on until a chunk ends at `tokens` or beyond; runs of equal chunks are one numpy call."""
+        if self._ends[-1] >= tokens:
+            return
+        goal = max(tokens, 2 * int(self._ends[-1]))
+        ends, sums = [self._ends], [self._sums]
+        position, total = int(self._ends[-1]), float(self._sums[-1])
+        while position < goal:
+            size = self._chunking.size_at(position, self._stage)
+            starts = np.arange(position, self._last_start(position, size, goal) + 1, size)
+            run = total + np.cumsum(self._stage(starts, np.full(len(starts), size)))
+            ends.append(starts + size)
+            sums.append(run)
+            position, total = int(starts[-1]) + size, float(run[-1])
+        self._ends, self._sums = np.concatenate(ends), np.concatenate(sums)
+
+    def _last_start(self, position: int, size: int, goal: int) -> int:
+        """The last start before `goal` at which a chunk of `size` tokens still fits the budget."""
+        step = min(self._chunking.min_tokens, self._chunking.max_tokens)
+        low, high = position, max(goal - 1, position)
+        if size <= step or _one(self._stage, high, size) <= self._chunking.budget_seconds:
+            return high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _one(self._stage, middle, size) <= self._chunking.budget_seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _one(cost: Cost, context: int, count: int) -> float:
+    return float(cost(np.array([context]), np.array([count]))[0])
