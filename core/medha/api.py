@@ -104,6 +104,10 @@ class KvCacheSpec(Model):
     """Share of the memory left after weights and a warm-up step. 0.8 leaves room for the allocator's slack."""
     block_size_tokens: int = Field(default=16, ge=1, le=1024, json_schema_extra=_restart())
     """Tokens per block: the unit of allocation and of sharing."""
+    tokens_per_lane: int = Field(default=524_288, ge=1, le=2**31 - 1, json_schema_extra=_restart())
+    """Prompt tokens of one request that a lane holds before the next lane joins (KVP). Shorter prompts stay on one."""
+    prefix_caching: bool = Field(default=True, json_schema_extra=_restart())
+    """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin alike."""
 
 
 class SchedulingSpec(Model):

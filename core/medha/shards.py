@@ -1,0 +1,245 @@
+"""Where the KV of a request lies: which lane holds which token positions (DESIGN §5, KVP).
+
+A short request lies on one lane. A long one is cut into shards: lanes are taken in the order of their free KV, each
+holds at most `tokens_per_lane` of the prompt, and the next lane joins only when the one before is full. What is
+reserved for the output is dealt out in stripes to the lane that holds the fewest tokens, so that no shard fills
+first and the attention of a decode takes equally long everywhere.
+
+All of it is decided at admission, for all lanes at once or not at all. A request that waits holds nothing, so two
+long requests can never each hold what the other needs (lane-by-lane growth deadlocks in exactly that way).
+
+On a lane, the tokens of a request lie densely, in the order of their positions: the *local* position of a token is
+the number of earlier tokens on the same lane. Segments begin at multiples of the block size, so a block of a lane
+always holds a whole block of the sequence: whatever is cached by the content of a block stays valid in any map.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+STRIPE_TOKENS = 256
+"""Output tokens that go to one lane before the next one's turn; at least one block."""
+MAX_STRIPES = 128
+"""Longer outputs get wider stripes, so that a map stays small enough to ride on a step message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Token positions `start .. stop` (exclusive) lie on `lane`."""
+
+    lane: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a range of positions that lies on one lane, at local positions from `local_start` on."""
+
+    lane: int
+    start: int
+    stop: int
+    local_start: int
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """A partition of the positions `0 .. tokens` of one request into segments, in ascending order.
+
+    `version` rises by one each time that the map grows; what is already placed never moves.
+    """
+
+    segments: tuple[Segment, ...]
+    version: int = 0
+    _starts: list[int] = field(init=False, repr=False, compare=False)
+    _local_starts: list[int] = field(init=False, repr=False, compare=False)
+    _tokens_on: dict[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        starts: list[int] = []
+        local_starts: list[int] = []
+        tokens_on: dict[int, int] = {}
+        position = 0
+        for segment in self.segments:
+            assert segment.start == position < segment.stop, f"{self.segments} is no partition"
+            position = segment.stop
+            starts.append(segment.start)
+            local_starts.append(tokens_on.get(segment.lane, 0))
+            tokens_on[segment.lane] = local_starts[-1] + segment.stop - segment.start
+        object.__setattr__(self, "_starts", starts)
+        object.__setattr__(self, "_local_starts", local_starts)
+        object.__setattr__(self, "_tokens_on", tokens_on)
+
+    @property
+    def tokens(self) -> int:
+        """Positions that have a place."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def owner(self) -> int:
+        """The lane that runs the linear layers; it holds position 0."""
+        return self.segments[0].lane
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """Every lane that holds a part, in the order in which they join."""
+        return tuple(self._tokens_on)
+
+    def tokens_on(self, lane: int) -> int:
+        """Tokens to reserve on a lane; 0 if the request has nothing there."""
+        return self._tokens_on.get(lane, 0)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Lane and local position of a token."""
+        assert 0 <= position < self.tokens, f"position {position} of {self.tokens}"
+        index = bisect_right(self._starts, position) - 1
+        return self.segments[index].lane, self._local_starts[index] + position - self._starts[index]
+
+    def pieces(self, start: int, stop: int) -> Iterator[Piece]:
+        """The range `start .. stop` (exclusive) cut at the borders of lanes, in ascending order."""
+        assert 0 <= start <= stop <= self.tokens, f"positions {start} to {stop} of {self.tokens}"
+        index = max(bisect_right(self._starts, start) - 1, 0)
+        while start < stop:
+            segment = self.segments[index]
+            end = min(stop, segment.stop)
+            yield Piece(segment.lane, start, end, self._local_starts[index] + start - segment.start)
+            start = end
+            index += 1
+
+    def local_lengths(self, computed: int) -> dict[int, int]:
+        """KV tokens on each lane once positions `0 .. computed` are there, of lanes that hold any."""
+        lengths: dict[int, int] = {}
+        for piece in self.pieces(0, min(computed, self.tokens)):
+            lengths[piece.lane] = piece.local_start + piece.stop - piece.start
+        return lengths
+
+    def participants(self, computed: int) -> tuple[int, ...]:
+        """Lanes that take part in attention once `computed` tokens have KV, the owner first.
+
+        Lanes join progressively: one that holds only later positions does nothing yet.
+        """
+        lanes = dict.fromkeys([self.owner])
+        for segment in self.segments:
+            if segment.start >= computed or len(lanes) == len(self._tokens_on):
+                break
+            lanes[segment.lane] = None
+        return tuple(lanes)
+
+    def grown(self, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int) -> ShardMap | None:
+        """This map with places for `tokens` positions, or None if the free KV (tokens) of the lanes is short.
+
+        The lanes that take part already are used first, so that a growing output couples no further lane without
+        need; a part of the last block that is still empty is used up before.
+        """
+        if tokens <= self.tokens:
+            return self
+        rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+        segments = list(self.segments)
+        if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
+            return None
+        return ShardMap(tuple(segments), self.version + 1)
+
+
+def place(
+    prompt_tokens: int,
+    reserved_tokens: int,
+    free_by_lane: Sequence[int],
+    *,
+    block_size_tokens: int,
+    tokens_per_lane: int,
+    lane_tokens: int,
+    pending_seconds: Sequence[float] | None = None,
+    preferred: Sequence[int] = (),
+) -> ShardMap | None:
+    """Places for a request of `prompt_tokens` that reserves `reserved_tokens` in all, or None if it must wait.
+
+    A request whose prompt fits one shard goes to the lane with the least `pending_seconds` of prefill among those
+    with room (ties: most free KV). A longer one takes lanes in the order of free KV. `preferred` lanes, which hold a
+    cached prefix of it, come first in this order where they have room.
+
+    Args:
+        free_by_lane: free KV of each lane, tokens.
+        tokens_per_lane: prompt tokens of one request that a lane holds at most, unless all lanes hold as many.
+        lane_tokens: KV tokens of a whole lane; a request that is larger is cut even below `tokens_per_lane`.
+    """
+    assert 0 < prompt_tokens <= reserved_tokens
+    size = block_size_tokens
+    fair_share = -(-prompt_tokens // len(free_by_lane))  # no lane is left that could take more than the cap
+    cap = max(_whole_blocks(tokens_per_lane, size), _up_to_blocks(fair_share, size))
+    rooms = {lane: _whole_blocks(free, size) for lane, free in enumerate(free_by_lane)}
+    rank = {lane: index for index, lane in enumerate(preferred)}
+    if prompt_tokens <= cap and reserved_tokens <= lane_tokens:
+        seconds = pending_seconds or [0.0] * len(rooms)
+        with_room = [lane for lane, room in rooms.items() if room >= reserved_tokens]
+        if not with_room:
+            return None
+        lane = min(with_room, key=lambda lane: (rank.get(lane, len(rank)), seconds[lane], -rooms[lane], lane))
+        return ShardMap((Segment(lane, 0, reserved_tokens),))
+
+    segments: list[Segment] = []
+    order = sorted(rooms, key=lambda lane: (rank.get(lane, len(rank)), -rooms[lane], lane))
+    position = 0
+    for lane in order:
+        if position == prompt_tokens:
+            break
+        stop = min(position + min(cap, rooms[lane]), prompt_tokens)
+        if stop > position:
+            segments.append(Segment(lane, position, stop))
+            rooms[lane] -= _up_to_blocks(stop - position, size)
+            position = stop
+    if position < prompt_tokens:
+        return None
+    joined = tuple(segment.lane for segment in segments)
+    if not _stripe(segments, reserved_tokens, rooms, (*joined, *order), size):
+        return None
+    return ShardMap(tuple(segments))
+
+
+def _stripe(
+    segments: list[Segment], tokens: int, rooms: dict[int, int], lanes: Sequence[int], block_size_tokens: int
+) -> bool:
+    """Append stripes up to position `tokens`, each to the lane with the fewest tokens; False if room is short.
+
+    `rooms` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is opened only when
+    those that do have no room left.
+    """
+    position = segments[-1].stop
+    size = block_size_tokens
+    inside_block = min(-position % size, tokens - position)
+    if inside_block:
+        last = segments[-1]
+        segments[-1] = Segment(last.lane, last.start, position := last.stop + inside_block)
+    held: dict[int, int] = {}
+    for segment in segments:
+        held[segment.lane] = held.get(segment.lane, 0) + segment.stop - segment.start
+    stripe = _up_to_blocks(max(STRIPE_TOKENS, (tokens - position) // MAX_STRIPES, 1), size)
+    turn = {lane: index for index, lane in enumerate(dict.fromkeys(lanes))}
+    while position < tokens:
+        open_lanes = [lane for lane in held if rooms[lane] > 0]
+        if not open_lanes:
+            fresh = [lane for lane in (*turn, *rooms) if rooms[lane] > 0 and lane not in held]
+            if not fresh:
+                return False
+            held[fresh[0]] = 0
+            continue
+        lane = min(open_lanes, key=lambda lane: (held[lane], turn.get(lane, len(turn) + lane)))
+        stop = min(position + min(stripe, rooms[lane]), tokens)
+        last = segments[-1]
+        if last.lane == lane:
+            segments[-1] = Segment(lane, last.start, stop)
+        else:
+            segments.append(Segment(lane, position, stop))
+        rooms[lane] -= _up_to_blocks(stop - position, size)
+        held[lane] += stop - position
+        position = stop
+    return True
+
+
+def _whole_blocks(tokens: int, block_size_tokens: int) -> int:
+    return tokens // block_size_tokens * block_size_tokens
+
+
+def _up_to_blocks(tokens: int, block_size_tokens: int) -> int:
+    return -(-tokens // block_size_tokens) * block_size_tokens
