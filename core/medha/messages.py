@@ -26,6 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from medha.shards import Segment
+
 FinishReason = Literal["stop", "length"]
 """Why a replica ends a request: a stop token id was sampled, or a limit of tokens was reached."""
 
@@ -94,6 +96,9 @@ class Submit:
     tpot_target_seconds: float | None = None  # None: by service class
     service_class: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
+    block_hashes: str = (
+        ""  # of the prompt's whole blocks (`medha.prefix`); the replica's own, whatever the router sends
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +186,7 @@ class Emit:
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0  # prompt tokens whose KV was there already; told with the first output token
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +202,35 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockRun:
+    """Blocks `first .. first + count` (exclusive) of a lane's pool."""
+
+    first: int
+    count: int
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Blocks `start .. start + count` of a sequence's table on `lane` are remembered as a cached prefix.
+
+    Their KV is computed. They stay when the sequence is released, until an admit or a grow names them in `evicts`.
+    """
+
+    id: str
+    start: int
+    count: int
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
     """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
 
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
-    whole blocks by reference and the rest of the last block by copy.
+    whole blocks by reference and the rest of the last block by copy. `segments` say which lane holds what (none:
+    all on lane 0); `evicts` are remembered blocks to be given up first, and `cached` those that begin the table of
+    each lane: together the KV of the first `cached_tokens` tokens.
     """
 
     id: str
@@ -213,14 +243,23 @@ class Admit:
     sample_index: int = 0
     fork_of: str | None = None
     shared_tokens: int = 0
+    segments: tuple[Segment, ...] = ()
+    cached_tokens: int = 0
+    cached: tuple[BlockRun, ...] = ()
+    evicts: tuple[BlockRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """A sequence's reservation grows to `reserved_tokens`."""
+    """A sequence's reservation grows to `reserved_tokens`, once the remembered blocks `evicts` are given up.
+
+    `segments` replace those of its shard map from the first one's start on (none: it stays on one lane).
+    """
 
     id: str
     reserved_tokens: int
+    segments: tuple[Segment, ...] = ()
+    evicts: tuple[BlockRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +293,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Ranks apply, in this order: releases, forgets, grows, admits; then they run the entries.
+    """One batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
 
     The controller applies the same operations to its own ledger in the same order, so that the ledgers agree.
     """
@@ -270,6 +309,7 @@ class Step:
     state_hash: int | None = (
         None  # of the ledger once releases, grows and admits are applied; None: unchecked
     )
+    publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
 
 
 @dataclass(frozen=True, slots=True)
