@@ -295,9 +295,7 @@ def t30() -> Row:
             f"TTIT 128K CP{hosts}",
             "ms",
             paper,
-            lambda c, h=hosts: (
-                46.26 + 1e-3 * LAYERS * (pass_q_microseconds(h, c) - pass_q_microseconds(1, c))
-            ),
+            _scaled(1.0, ttit, hosts),
             direction=True,
             note="TP8's measured 46.26 ms plus what ring attention adds in each layer (T31)" + extra,
         )
