@@ -1,0 +1,389 @@
+"""The virtual clock: a heap of (time, sequence number, receiver, event) around real controllers and a real router.
+
+There is no other clock and no randomness here: the same arrivals and the same parts give the same log. A replica's
+controller is anything with `handle(event, now) -> commands` and `load()`: Medha's `ReplicaController`, or a
+baseline that emits the same `Step`s. Without a router, one replica gets each request the moment it arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from heapq import heappop, heappush
+from typing import Protocol
+
+from medha.engine import Load
+from medha.errors import ConfigInvalid
+from medha.messages import (
+    Announce,
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Emit,
+    Failed,
+    FetchBundle,
+    Refused,
+    Sampling,
+    Step,
+    Submit,
+    Tick,
+)
+from medha.routing import (
+    Arrive,
+    BundleKnown,
+    Deliver,
+    Fail,
+    NewSequence,
+    Received,
+    RouterCommand,
+    RouterCore,
+    RouterEvent,
+    Send,
+)
+from medha_sim.executor import Executor
+from medha_sim.records import Ending, RequestRecord, RunLog
+
+LOAD_SECONDS = (
+    0.05  # a replica announces a changed load at most this often, as the real controller process does
+)
+HEARTBEAT_SECONDS = 1.0  # and any load this often
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a workload."""
+
+    id: str
+    at_seconds: float
+    prompt_tokens: int
+    output_tokens: int  # it draws its stop token as the last of these
+    ttft_target_seconds: float
+    tpot_target_seconds: float
+    kind: str = "short"
+    service_class: str = "default"
+    max_tokens: int | None = None  # what the client names; None: it names none
+    prompt: str = ""  # requests of one prompt name; "": a prompt of its own
+
+
+@dataclass(frozen=True, slots=True)
+class FollowUp:
+    """The next turn of a conversation: it arrives `think_seconds` after the answer to the last one has ended."""
+
+    think_seconds: float
+    arrival: Arrival  # its `at_seconds` is not read
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Arrivals in the order of time, and what follows on them."""
+
+    arrivals: Sequence[Arrival]
+    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)  # id of a request -> the turn behind it
+
+    def every(self) -> Iterator[Arrival]:
+        yield from self.arrivals
+        for follow_up in self.follow_ups.values():
+            yield follow_up.arrival
+
+    def ends_at(self) -> dict[str, int]:
+        """Length, prompt and output together, at which each request draws its stop token."""
+        return {arrival.id: arrival.prompt_tokens + arrival.output_tokens for arrival in self.every()}
+
+
+class Controller(Protocol):
+    """What decides for one replica."""
+
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]: ...
+
+    def load(self) -> Load: ...
+
+
+@dataclass(slots=True)
+class SimulatedReplica:
+    """A controller and the ranks that it drives. `card` is its announcement; the load in it is filled in."""
+
+    controller: Controller
+    executor: Executor
+    card: Announce
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """One way, in seconds."""
+
+    client_seconds: float = 0.0  # a client's request to the router, and an answer back
+    replica_seconds: float = 0.0  # a message between router and replica
+
+
+Progress = Callable[[float], bool]
+"""Called with the virtual time at every sample of the state; True asks to stop."""
+
+
+class Simulation:
+    """One run. Make it, call `run` once, read the log."""
+
+    def __init__(
+        self,
+        replicas: Sequence[SimulatedReplica],
+        workload: Workload,
+        *,
+        router: RouterCore | None = None,
+        latencies: Latencies | None = None,
+        sample_seconds: float = 1.0,
+    ) -> None:
+        """`router` may be missing for a single replica: every request then goes to it at once.
+
+        Raises:
+            ConfigInvalid: several replicas, or none, and no router.
+        """
+        if router is None and len(replicas) != 1:
+            raise ConfigInvalid(f"{len(replicas)} replicas need a router; give one, or simulate one replica")
+        self.log = RunLog()
+        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._sequence = 0
+        self._workload = workload
+        self._arrivals = iter(workload.arrivals)
+        self._expected = len(workload.arrivals)  # requests still to come or to end
+        self._sample_seconds = sample_seconds
+        self._latencies = latencies or Latencies()
+        self._progress: Progress | None = None
+        self._stopped = False
+        self._router = None if router is None else _Router(router, self)
+        self._replicas = {replica.card.replica: _Replica(replica, self) for replica in replicas}
+        self._kv_tokens = sum(replica.card.kv_tokens_total for replica in replicas)
+
+    def run(self, until_seconds: float, progress: Progress | None = None) -> RunLog:
+        """Simulate until nothing moves or the clock passes `until_seconds`; what is open then is censored."""
+        self._progress = progress
+        if self._router is not None:
+            self._router.start()
+        for replica in self._replicas.values():
+            replica.start()
+        self._next_arrival()
+        self.at(0.0, self._sample)
+        heap = self._heap
+        now = 0.0
+        while heap and not self._stopped:
+            at, _, deliver = heappop(heap)
+            if at > until_seconds:
+                now = until_seconds
+                break
+            now = at
+            deliver(now)
+        self.log.window_seconds = now if self._stopped else until_seconds
+        self.log.interrupted = self._stopped
+        return self.log
+
+    # --- what the parts of a simulation use -----------------------------------------------------------
+
+    def at(self, time: float, deliver: Callable[[float], None]) -> None:
+        """Call `deliver(time)` then; calls of one time keep the order in which they were asked for."""
+        self._sequence += 1
+        heappush(self._heap, (time, self._sequence, deliver))
+
+    def to_replica(self, name: str, event: Submit | Cancel, now: float) -> None:
+        replica = self._replicas[name]
+        self.at(now + self._latencies.replica_seconds, lambda at: replica.take(event, at))
+
+    def from_replica(self, name: str, message: Emit | Refused | Failed | Announce, now: float) -> None:
+        if self._router is not None:
+            router = self._router
+            received = Received(name, message)
+            self.at(now + self._latencies.replica_seconds, lambda at: router.take(received, at))
+            return
+        match message:
+            case Emit():
+                self.delivered(message.id, len(message.tokens), message.finish_reason is not None, now)
+            case Refused():
+                self._end(message.id, "refused", now, f"{message.reason}: {message.detail}")
+            case Failed():
+                self._end(message.id, "failed", now, f"{message.reason}: {message.detail}")
+            case Announce():
+                pass
+
+    def delivered(self, id_: str, tokens: int, ended: bool, now: float) -> None:
+        """Output tokens leave for the client."""
+        at = now + self._latencies.client_seconds
+        if tokens:
+            self.log.emitted(id_, tokens, at)
+        if ended:
+            self._end(id_, "finished", at)
+
+    def failed(self, fail: Fail, now: float) -> None:
+        ending: Ending = "refused" if fail.kind in ("overloaded", "too_long", "invalid") else "failed"
+        self._end(fail.id, ending, now, f"{fail.kind}: {fail.detail}")
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is still to come or to end."""
+        return self._expected == 0
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _next_arrival(self) -> None:
+        arrival = next(self._arrivals, None)
+        if arrival is None:
+            return
+
+        def arrive(now: float) -> None:
+            self._next_arrival()
+            self._arrive(arrival, now)
+
+        self.at(arrival.at_seconds, arrive)
+
+    def _arrive(self, arrival: Arrival, now: float) -> None:
+        self.log.arrived(
+            RequestRecord(
+                id=arrival.id,
+                kind=arrival.kind,
+                service_class=arrival.service_class,
+                prompt_tokens=arrival.prompt_tokens,
+                output_tokens=arrival.output_tokens,
+                arrived_at=now,
+                ttft_target_seconds=arrival.ttft_target_seconds,
+                tpot_target_seconds=arrival.tpot_target_seconds,
+            )
+        )
+        sampling = Sampling(max_tokens=arrival.max_tokens)
+        prompt = arrival.prompt or arrival.id
+        if self._router is not None:
+            router = self._router
+            arrive = Arrive(
+                model=router.model,
+                digest=router.digest,
+                sequences=(NewSequence(arrival.id, prompt, arrival.prompt_tokens, 0, sampling),),
+                service_class=arrival.service_class,
+                deadline_after_seconds=arrival.ttft_target_seconds,
+                tpot_target_seconds=arrival.tpot_target_seconds,
+            )
+            self.at(now + self._latencies.client_seconds, lambda at: router.take(arrive, at))
+            return
+        submit = Submit(
+            id=arrival.id,
+            prompt=prompt,
+            tokens=arrival.prompt_tokens,
+            prompt_length=arrival.prompt_tokens,
+            seed=0,
+            deadline_after_seconds=arrival.ttft_target_seconds,
+            tpot_target_seconds=arrival.tpot_target_seconds,
+            service_class=arrival.service_class,
+            sampling=sampling,
+        )
+        self.to_replica(next(iter(self._replicas)), submit, now + self._latencies.client_seconds)
+
+    def _end(self, id_: str, ending: Ending, now: float, detail: str = "") -> None:
+        self.log.ended(id_, ending, now, detail)
+        self._expected -= 1
+        follow_up = self._workload.follow_ups.get(id_)
+        if follow_up is not None and ending == "finished":
+            arrival = follow_up.arrival
+            self._expected += 1
+            self.at(now + follow_up.think_seconds, lambda at: self._arrive(arrival, at))
+
+    def _sample(self, now: float) -> None:
+        """Write the state down, and ask whether to go on."""
+        loads = [replica.load() for replica in self._replicas.values()]
+        series = self.log.series
+        series.at.append(now)
+        series.running.append(sum(load.running for load in loads))
+        queued = 0 if self._router is None else self._router.core.waiting
+        series.waiting.append(queued + sum(load.waiting for load in loads))
+        free = sum(load.kv_tokens_free for load in loads)
+        series.kv_share.append(1 - free / self._kv_tokens if self._kv_tokens else 0.0)
+        if self._progress is not None and self._progress(now):
+            self._stopped = True
+        if self._heap:
+            self.at(now + self._sample_seconds, self._sample)
+
+
+class _Replica:
+    """One replica in a simulation."""
+
+    def __init__(self, replica: SimulatedReplica, simulation: Simulation) -> None:
+        self._controller = replica.controller
+        self._executor = replica.executor
+        self._card = replica.card
+        self._simulation = simulation
+        self._announced: Load | None = None
+        self._announced_at = 0.0
+        self._announces = False
+        self.load = replica.controller.load
+
+    def start(self) -> None:
+        if self._simulation._router is not None:
+            self._announces = True
+            self._heartbeat(0.0)
+
+    def take(self, event: ControllerEvent, now: float) -> None:
+        simulation = self._simulation
+        for command in self._controller.handle(event, now):
+            if isinstance(command, Step):
+                launched = self._executor.launch(command, now)
+                if command.entries:
+                    simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
+                for at, follows in launched.events:
+                    simulation.at(at, lambda then, follows=follows: self.take(follows, then))  # type: ignore[misc]
+            else:
+                simulation.from_replica(self._card.replica, command, now)
+        if self._announces and now - self._announced_at >= LOAD_SECONDS:
+            load = self.load()
+            if load != self._announced:
+                self._announce(load, now)
+
+    def _heartbeat(self, now: float) -> None:
+        if now == 0.0 or now >= self._announced_at + HEARTBEAT_SECONDS:
+            self._announce(self.load(), now)
+        if now == 0.0 or not self._simulation.idle:
+            self._simulation.at(self._announced_at + HEARTBEAT_SECONDS, self._heartbeat)
+
+    def _announce(self, load: Load, now: float) -> None:
+        self._announced, self._announced_at = load, now
+        card = replace(
+            self._card,
+            kv_tokens_free=load.kv_tokens_free,
+            running=load.running,
+            waiting=load.waiting,
+            pending_prefill_seconds=load.pending_prefill_seconds,
+        )
+        self._simulation.from_replica(self._card.replica, card, now)
+
+
+class _Router:
+    """The router in a simulation."""
+
+    def __init__(self, core: RouterCore, simulation: Simulation) -> None:
+        self.core = core
+        self.model = ""
+        self.digest = ""
+        self._simulation = simulation
+
+    def start(self) -> None:
+        cards = [replica._card for replica in self._simulation._replicas.values()]
+        self.model, self.digest = cards[0].model, cards[0].digest
+        for card in cards:
+            self.take(BundleKnown(card.digest), 0.0)
+        self._tick(0.0)
+
+    def take(self, event: RouterEvent, now: float) -> None:
+        self._carry_out(self.core.handle(event, now), now)
+
+    def _tick(self, now: float) -> None:
+        self.take(Tick(), now)
+        if now == 0.0 or not self._simulation.idle:
+            self._simulation.at(now + HEARTBEAT_SECONDS, self._tick)
+
+    def _carry_out(self, commands: Iterable[RouterCommand], now: float) -> None:
+        simulation = self._simulation
+        for command in commands:
+            match command:
+                case Deliver():
+                    ended = command.finish_reason is not None
+                    simulation.delivered(command.id, len(command.tokens), ended, now)
+                case Send(message=Submit() | Cancel() as message):
+                    simulation.to_replica(command.replica, message, now)
+                case Fail():
+                    simulation.failed(command, now)
+                case Send(message=FetchBundle()):
+                    pass
+                case _:
+                    pass

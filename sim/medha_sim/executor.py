@@ -1,0 +1,159 @@
+"""The ranks of one replica under a virtual clock: when each stage of a step is free, and what it samples.
+
+A step enters stage 0 of the lanes that it names, passes stage after stage, and leaves at the last. Each stage of
+each lane works on one step at a time, in the order of their launch (`StageFree` of stage 0 lets the controller
+launch the next one: stream pipelining, paper B §3.2). Lanes that share a step are in lock-step: stage s begins
+on all of them when it is free on all of them, and takes as long as the slowest.
+
+How long a stage is busy is the `StepCost`'s to say; `PredictorCost` asks a ground-truth predictor, which need not
+be the controller's own. `Perturbed` adds bias and noise, so that the controller's prediction error can be studied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import log, sqrt
+from typing import Protocol
+
+import numpy as np
+
+from medha.messages import ControllerEvent, Done, Sample, StageFree, Step
+from medha.predictor import Predictor, Work
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """How long a step keeps each stage busy, and how long it is under way behind each (seconds)."""
+
+    stage_seconds: tuple[float, ...]
+    transit_seconds: float = 0.0  # the hop to the next stage; behind the last one, sampling
+
+
+class StepCost(Protocol):
+    """The ground truth of one replica: what a step costs on its ranks."""
+
+    def __call__(self, step: Step) -> StepTiming:
+        """Called once for each step, in the order of launch, so that it may keep track of admits and releases."""
+
+
+class PredictorCost:
+    """What a predictor says, taken for the truth. Every stage is as slow as the slowest."""
+
+    def __init__(self, truth: Predictor) -> None:
+        """`truth` must be nobody else's: a controller's predictor corrects itself, the truth does not."""
+        self._truth = truth
+        self._stages = truth.topology.stream
+        self._hops: dict[int, float] = {}  # by tokens
+
+    def __call__(self, step: Step) -> StepTiming:
+        if not step.entries:
+            return StepTiming((0.0,) * self._stages)
+        tally = self._truth.tally()
+        tokens = 0
+        for entry in step.entries:
+            count = entry.token_count
+            tokens += count
+            tally.add(Work(entry.extents[0].start, count))
+        return StepTiming((tally.seconds(),) * self._stages, self._hop(tokens))
+
+    def _hop(self, tokens: int) -> float:
+        if self._stages == 1:
+            return 0.0
+        seconds = self._hops.get(tokens)
+        if seconds is None:
+            seconds = self._hops[tokens] = float(self._truth.profile.hop.seconds(np.array([tokens]))[0])
+        return seconds
+
+
+class Perturbed:
+    """Another cost, times `bias`, times log-normal noise of mean one (one draw a step; all stages share it)."""
+
+    def __init__(self, cost: StepCost, *, bias: float, noise: float, generator: np.random.Generator) -> None:
+        """`noise` is the standard deviation of the factor; `generator` is this object's alone."""
+        self._cost = cost
+        self._bias = bias
+        self._sigma = sqrt(log(1 + noise * noise))
+        self._generator = generator
+
+    def __call__(self, step: Step) -> StepTiming:
+        timing = self._cost(step)
+        factor = self._bias
+        if self._sigma > 0:
+            factor *= float(self._generator.lognormal(-self._sigma * self._sigma / 2, self._sigma))
+        return StepTiming(
+            tuple(seconds * factor for seconds in timing.stage_seconds), timing.transit_seconds * factor
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What one step leads to."""
+
+    events: tuple[tuple[float, ControllerEvent], ...]  # (when it reaches the controller, event)
+    timing: StepTiming
+
+
+class Executor:
+    """Runs steps on `lanes` pipelines of `stages` stages."""
+
+    def __init__(
+        self,
+        cost: StepCost,
+        *,
+        stages: int,
+        lanes: int,
+        ends_at: Mapping[str, int],
+        message_seconds: float = 0.0,
+    ) -> None:
+        """`ends_at` is the length, prompt and output together, at which a sequence draws its stop token;
+        `message_seconds` is what a message between controller and ranks takes, each way."""
+        self._cost = cost
+        self._stages = stages
+        self._message_seconds = message_seconds
+        self._ends_at = ends_at
+        self._free_at = [[0.0] * lanes for _ in range(stages)]  # [stage][lane]
+
+    def launch(self, step: Step, now: float) -> Launched:
+        """Put a step that the controller launches at `now` behind those already in the pipeline."""
+        timing = self._cost(step)
+        lanes = lanes_of(step)
+        at = now + self._message_seconds
+        left_first = at
+        for stage, busy in enumerate(timing.stage_seconds):
+            free_at = self._free_at[stage]
+            for lane in lanes:
+                if free_at[lane] > at:
+                    at = free_at[lane]
+            at += busy
+            for lane in lanes:
+                free_at[lane] = at
+            if stage == 0:
+                left_first = at
+            at += timing.transit_seconds
+        done = Done(step.step_id, self._samples(step), compute_seconds=max(timing.stage_seconds))
+        free = StageFree(step.step_id, 0)
+        message = self._message_seconds
+        return Launched(((left_first + message, free), (at + message, done)), timing)
+
+    def _samples(self, step: Step) -> tuple[Sample, ...]:
+        """One token for each sampling entry; its "id" is its position, so that a test sees gaps and repeats."""
+        samples = []
+        for entry in step.entries:
+            if entry.samples:
+                last = entry.extents[-1]
+                position = last.start + (last.count - 1) * last.stride + 1
+                stops = position + 1 >= self._ends_at[original_id(entry.id)]
+                samples.append(Sample(entry.id, position, "stop" if stops else None))
+        return tuple(samples)
+
+
+def lanes_of(step: Step) -> tuple[int, ...]:
+    """The lanes that a step couples."""
+    lanes: tuple[int, ...] = getattr(step, "lanes", (0,))
+    return lanes
+
+
+def original_id(wire_id: str) -> str:
+    """The workload's id of a sequence: the router appends `~n` to that of the n-th attempt after the first."""
+    return wire_id.partition("~")[0]

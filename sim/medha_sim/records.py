@@ -1,0 +1,133 @@
+"""What a simulation writes down: one record a request, a few numbers a step, and the state at intervals.
+
+Nothing is judged here; `metrics` does that. Times are seconds of the virtual clock, which starts at 0.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Literal
+
+from medha.messages import Step
+
+Ending = Literal["finished", "refused", "failed", "censored"]
+"""`censored`: it was still under way when the simulation stopped."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What became of one request (seconds of the virtual clock; None: it did not happen)."""
+
+    id: str
+    kind: str  # the part of the workload that it comes from, e.g. "short" or "long"
+    service_class: str
+    prompt_tokens: int
+    output_tokens: int  # that it wants
+    arrived_at: float
+    ttft_target_seconds: float
+    tpot_target_seconds: float
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float | None = None
+    tokens: int = 0  # that it got
+    worst_gap_seconds: float = 0.0  # longest wait between two of its tokens
+    late_gaps: int = 0  # gaps above its TPOT target
+    ending: Ending = "censored"
+    detail: str = ""
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
+
+    @property
+    def tpot_seconds(self) -> float | None:
+        """Mean time per output token behind the first; None below two tokens."""
+        if self.first_token_at is None or self.last_token_at is None or self.tokens < 2:
+            return None
+        return (self.last_token_at - self.first_token_at) / (self.tokens - 1)
+
+
+@dataclass(slots=True)
+class Series:
+    """State at intervals; equal lengths. The columns of one replica are summed over replicas."""
+
+    at: array[float] = field(default_factory=lambda: array("d"))
+    running: array[float] = field(default_factory=lambda: array("d"))
+    waiting: array[float] = field(default_factory=lambda: array("d"))  # in replicas and in the router
+    kv_share: array[float] = field(default_factory=lambda: array("d"))  # of all KV tokens, held
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """One row a step that computes something; equal lengths."""
+
+    at: array[float] = field(default_factory=lambda: array("d"))
+    predicted_seconds: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # by the controller, slowest stage
+    busy_seconds: array[float] = field(default_factory=lambda: array("d"))  # what the slowest stage took
+    prefill_tokens: array[int] = field(default_factory=lambda: array("q"))
+    decodes: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass(slots=True)
+class ChunkColumns:
+    """One row a prefill chunk; equal lengths."""
+
+    context: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass(slots=True)
+class RunLog:
+    """Everything that one simulation writes down."""
+
+    requests: dict[str, RequestRecord] = field(default_factory=dict)
+    series: Series = field(default_factory=Series)
+    steps: StepColumns = field(default_factory=StepColumns)
+    chunks: ChunkColumns = field(default_factory=ChunkColumns)
+    window_seconds: float = 0.0  # simulated; arrivals behind it are not in the log
+    interrupted: bool = False
+
+    def arrived(self, record: RequestRecord) -> None:
+        assert record.id not in self.requests, f"{record.id} arrives twice"
+        self.requests[record.id] = record
+
+    def emitted(self, id_: str, tokens: int, now: float) -> None:
+        """`tokens` more output tokens reach the client."""
+        record = self.requests[id_]
+        last = record.last_token_at
+        if last is None:
+            record.first_token_at = now
+        else:
+            gap = now - last
+            if gap > record.worst_gap_seconds:
+                record.worst_gap_seconds = gap
+            if gap > record.tpot_target_seconds:
+                record.late_gaps += 1
+        record.tokens += tokens
+        record.last_token_at = now
+
+    def ended(self, id_: str, ending: Ending, now: float, detail: str = "") -> None:
+        record = self.requests[id_]
+        assert record.ended_at is None, f"{id_} ends twice"
+        record.ending, record.ended_at, record.detail = ending, now, detail
+
+    def stepped(self, step: Step, busy_seconds: float, now: float) -> None:
+        """A replica launches a step."""
+        decodes = prefill_tokens = 0
+        for entry in step.entries:
+            count = entry.token_count
+            if count == 1 and entry.samples:
+                decodes += 1
+            else:
+                prefill_tokens += count
+                self.chunks.context.append(entry.extents[0].start)
+                self.chunks.tokens.append(count)
+        steps = self.steps
+        steps.at.append(now)
+        steps.predicted_seconds.append(step.predicted_seconds)
+        steps.busy_seconds.append(busy_seconds)
+        steps.prefill_tokens.append(prefill_tokens)
+        steps.decodes.append(decodes)
