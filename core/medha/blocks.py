@@ -1,20 +1,31 @@
 """The KV ledger of one lane: who holds which blocks. Numbers only, no tensors.
 
-The controller and every rank of a lane own one ledger each, and apply the same operations in the same
-order (`Step.releases`, `admits`, `grows`), so all of them agree on every block table without one ever
-crossing a wire. `state_hash` makes a disagreement visible.
+The controller and every rank of a lane own one ledger each, and apply the same operations in the same order
+(`medha.pools` names them and replays them), so all of them agree on every block table without one ever crossing
+a wire. `state_hash` makes a disagreement visible.
+
+A block is in one of three states: *held* by one or more sequences, *remembered* by nobody but the prefix cache, or
+*free*. A held block may be remembered too; it then stays when its last sequence releases it. Which blocks are worth
+remembering, and which of them go first, is decided by the controller's `medha.prefix`; a ledger is only told.
 
 A sequence holds the blocks of its whole reservation from admission on. That makes "no admitted sequence runs
 out" a fact of the ledger rather than a hope, and lets the ledger hand out *contiguous runs* of blocks: a
-CPU rank reads a contiguous run of KV in place, without gathering blocks.
+CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables are kept as runs, so that a million
+tokens cost no more than a thousand where the pool is not fragmented.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+Run = tuple[int, int]
+"""Consecutive blocks: the first one, and how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +39,9 @@ class BlockCopy:
 class BlockLedger:
     """Which of `blocks` KV blocks, of `block_size_tokens` tokens each, belong to which sequence.
 
-    Free blocks are kept as disjoint runs in ascending order. A request is served from the smallest run that
-    holds it whole (best fit), else from the longest runs first, so that tables stay in few runs.
-    Cost: O(runs) per operation.
+    A request is served from the smallest run of free blocks that holds it whole (best fit), else from the longest
+    runs first, so that tables stay in few runs. Cost per operation: O(runs touched * log(free runs)), and a numpy
+    pass over the blocks touched.
     """
 
     def __init__(self, blocks: int, block_size_tokens: int) -> None:
@@ -38,22 +49,30 @@ class BlockLedger:
         assert block_size_tokens > 0
         self.blocks = blocks
         self.block_size_tokens = block_size_tokens
-        self._free_runs: list[tuple[int, int]] = [(0, blocks)] if blocks else []  # (first block, length)
-        self._free = blocks
-        self._tables: dict[str, list[int]] = {}
-        self._holders = [0] * blocks  # sequences that hold each block; over one after a fork
+        self._free_runs = _FreeRuns(blocks)
+        self._idle_blocks = 0  # remembered, and held by no sequence
+        self._tables: dict[str, list[Run]] = {}
+        self._table_blocks: dict[str, int] = {}
+        self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
+        self._remembered = np.zeros(blocks, dtype=np.bool_)
 
     @property
     def free_blocks(self) -> int:
-        return self._free
+        """Blocks that nobody holds and nobody remembers."""
+        return self._free_runs.blocks
+
+    @property
+    def remembered_blocks(self) -> int:
+        """Blocks that no sequence holds, kept for their content alone."""
+        return self._idle_blocks
 
     @property
     def held_blocks(self) -> int:
-        return self.blocks - self._free
+        return self.blocks - self._free_runs.blocks - self._idle_blocks
 
     @property
     def free_tokens(self) -> int:
-        return self._free * self.block_size_tokens
+        return self._free_runs.blocks * self.block_size_tokens
 
     def __contains__(self, sequence: str) -> bool:
         return sequence in self._tables
@@ -61,43 +80,64 @@ class BlockLedger:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def table(self, sequence: str) -> Sequence[int]:
+    def table(self, sequence: str) -> npt.NDArray[np.int64]:
         """The block table of a sequence: token position p lies in block `table[p // block_size_tokens]`."""
-        return self._tables[sequence]
+        runs = self._tables[sequence]
+        if len(runs) == 1:
+            return np.arange(runs[0][0], runs[0][0] + runs[0][1])
+        return np.concatenate(
+            [np.arange(first, first + length) for first, length in runs] or [np.empty(0, np.int64)]
+        )
+
+    def runs(self, sequence: str, start: int = 0, stop: int | None = None) -> list[Run]:
+        """Blocks `start .. stop` (exclusive) of a sequence's table, as runs in table order."""
+        return _cut(self._tables[sequence], start, self._table_blocks[sequence] if stop is None else stop)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size_tokens)
 
     def reserved_tokens(self, sequence: str) -> int:
         """Tokens that the sequence's blocks can hold."""
-        return len(self._tables[sequence]) * self.block_size_tokens
+        return self._table_blocks[sequence] * self.block_size_tokens
 
     def fits(self, tokens: int) -> bool:
         """Whether a new sequence of `tokens` tokens, sharing nothing, can be reserved now."""
-        return self.blocks_for(tokens) <= self._free
+        return self.blocks_for(tokens) <= self.free_blocks
 
-    def reserve(self, sequence: str, tokens: int) -> bool:
-        """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False."""
+    def reserve(self, sequence: str, tokens: int, cached: Sequence[Run] = ()) -> bool:
+        """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False.
+
+        Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones.
+        """
         assert sequence not in self._tables, f"{sequence} already holds KV"
-        wanted = self.blocks_for(tokens)
-        if wanted > self._free:
+        shared = sum(length for _, length in cached)
+        wanted = self.blocks_for(tokens) - shared
+        assert wanted >= 0, f"{sequence} shares {shared} blocks but reserves {tokens} tokens"
+        if wanted > self.free_blocks:
             return False
-        self._tables[sequence] = self._take(wanted, after=None)
+        for first, length in cached:
+            assert self._remembered[first : first + length].all(), f"blocks {first}+{length} are not cached"
+        self._share(cached)
+        runs: list[Run] = []
+        for run in cached:
+            _append(runs, run)
+        self._extend(sequence, runs, shared, wanted, after=_end(runs))
         return True
 
     def grow(self, sequence: str, tokens: int) -> bool:
         """Let the reservation of a sequence reach `tokens` tokens, or change nothing and return False."""
-        table = self._tables[sequence]
-        wanted = self.blocks_for(tokens) - len(table)
-        if wanted > self._free:
+        held = self._table_blocks[sequence]
+        wanted = self.blocks_for(tokens) - held
+        if wanted > self.free_blocks:
             return False
         if wanted > 0:
-            table.extend(self._take(wanted, after=table[-1] if table else None))
+            runs = self._tables[sequence]
+            self._extend(sequence, runs, held, wanted, after=_end(runs))
         return True
 
     def fork_fits(self, shared_tokens: int, tokens: int) -> bool:
         """Whether `fork` with these arguments would succeed now."""
-        return self.blocks_for(tokens) - shared_tokens // self.block_size_tokens <= self._free
+        return self.blocks_for(tokens) - shared_tokens // self.block_size_tokens <= self.free_blocks
 
     def fork(self, parent: str, child: str, shared_tokens: int, tokens: int) -> list[BlockCopy] | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, and reserve `tokens` in all.
@@ -109,86 +149,184 @@ class BlockLedger:
         assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
         whole, partial_tokens = divmod(shared_tokens, self.block_size_tokens)
         wanted = self.blocks_for(tokens) - whole
-        if wanted > self._free:
+        if wanted > self.free_blocks:
             return None
-        shared = self._tables[parent][:whole]
-        for block in shared:
-            self._holders[block] += 1
-        own = self._take(wanted, after=None)
-        self._tables[child] = shared + own
+        shared = self.runs(parent, 0, whole)
+        self._share(shared)
+        self._extend(child, shared, whole, wanted, after=None)
         if partial_tokens == 0:
             return []
-        return [BlockCopy(source=self._tables[parent][whole], target=own[0])]
+        [(source, _)] = self.runs(parent, whole, whole + 1)
+        [(target, _)] = self.runs(child, whole, whole + 1)
+        return [BlockCopy(source, target)]
 
     def release(self, sequence: str) -> None:
-        """Give back what a sequence holds; blocks that others share stay theirs."""
-        freed = []
-        for block in self._tables.pop(sequence):
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                freed.append(block)
-        for first, length in _runs(sorted(freed)):
-            self._give(first, length)
+        """Give back what a sequence holds; blocks that others share stay theirs, remembered ones stay here."""
+        runs = self._tables.pop(sequence)
+        del self._table_blocks[sequence]
+        for first, length in sorted(runs):
+            holders = self._holders[first : first + length]
+            holders -= 1
+            unheld = holders == 0
+            remembered = unheld & self._remembered[first : first + length]
+            self._idle_blocks += int(np.count_nonzero(remembered))
+            self._give(first, unheld & ~remembered)
+
+    def remember(self, sequence: str, start: int, count: int) -> list[Run]:
+        """Keep blocks `start .. start + count` of a sequence's table for their content, also when it releases them."""
+        runs = self.runs(sequence, start, start + count)
+        assert sum(length for _, length in runs) == count, f"{sequence} has no blocks {start}+{count}"
+        for first, length in runs:
+            assert not self._remembered[first : first + length].any(), (
+                f"{first}+{length} is remembered already"
+            )
+            self._remembered[first : first + length] = True
+        return runs
+
+    def evict(self, runs: Iterable[Run]) -> None:
+        """Forget the content of remembered blocks; those that no sequence holds become free."""
+        for first, length in runs:
+            remembered = self._remembered[first : first + length]
+            assert remembered.all(), f"blocks {first}+{length} are not cached"
+            remembered[:] = False
+            unheld = self._holders[first : first + length] == 0
+            self._idle_blocks -= int(np.count_nonzero(unheld))
+            self._give(first, unheld)
 
     def state_hash(self) -> int:
-        """A 53-bit digest of every table (fits a JSON number); equal on all replicas of this ledger."""
+        """A 53-bit digest of every table and of what is remembered; equal on all replicas of this ledger."""
         digest = blake2b(digest_size=8)
         for sequence in sorted(self._tables):
             digest.update(b"%d:%s" % (len(sequence), sequence.encode()))
-            for first, length in _runs(self._tables[sequence]):
+            for first, length in self._tables[sequence]:
                 digest.update(b"%d+%d;" % (first, length))
-        return int.from_bytes(digest.digest(), "big") >> 11
+        digest.update(np.packbits(self._remembered).tobytes())
+        return int.from_bytes(digest.digest(), "big") >> 11  # 53 bits fit a JSON number
 
-    def _take(self, wanted: int, after: int | None) -> list[int]:
-        """Remove `wanted` free blocks from the free runs; first those that continue block `after`."""
-        taken: list[int] = []
-        while len(taken) < wanted:
-            missing = wanted - len(taken)
-            index = self._best_run(missing, after)
-            first, length = self._free_runs[index]
-            used = min(length, missing)
-            taken.extend(range(first, first + used))
-            if used == length:
-                del self._free_runs[index]
+    def check(self) -> None:
+        """Assert that no block is lost, held wrongly or counted twice; O(blocks), for tests."""
+        holders = np.zeros(self.blocks, dtype=np.int32)
+        for sequence in self._tables:
+            table = self.table(sequence)
+            assert len(table) == self._table_blocks[sequence] == len(set(table.tolist()))
+            holders[table] += 1
+        assert np.array_equal(holders, self._holders)
+        free = np.zeros(self.blocks, dtype=np.bool_)
+        for first, length in self._free_runs:
+            assert not free[first : first + length].any()
+            free[first : first + length] = True
+        assert np.array_equal(free, (holders == 0) & ~self._remembered), "a block is lost"
+        assert self._idle_blocks == np.count_nonzero(self._remembered & (holders == 0))
+
+    def _share(self, runs: Iterable[Run]) -> None:
+        """Count one more sequence on blocks that are held or remembered."""
+        for first, length in runs:
+            holders = self._holders[first : first + length]
+            self._idle_blocks -= int(length - np.count_nonzero(holders))
+            holders += 1
+
+    def _extend(self, sequence: str, runs: list[Run], held: int, wanted: int, after: int | None) -> None:
+        """Let a sequence have the table `runs` (`held` blocks), then `wanted` free ones, best those from `after` on."""
+        for first, length in self._free_runs.take(wanted, after):
+            self._holders[first : first + length] = 1
+            _append(runs, (first, length))
+        self._tables[sequence] = runs
+        self._table_blocks[sequence] = held + wanted
+
+    def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
+        """Blocks `first + i` become free where `freed[i]`."""
+        if freed.all():
+            if len(freed):
+                self._free_runs.give(first, len(freed))
+            return
+        borders = np.flatnonzero(np.diff(np.concatenate(([False], freed, [False])))).tolist()
+        for start, stop in zip(borders[::2], borders[1::2], strict=True):
+            self._free_runs.give(first + start, stop - start)
+
+
+class _FreeRuns:
+    """Disjoint, maximal runs of free blocks, found by place and by length."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = 0
+        self._lengths: dict[int, int] = {}  # first block -> length
+        self._by_place: list[int] = []  # first blocks, ascending
+        self._by_length: list[Run] = []  # (length, first block), ascending
+        if blocks:
+            self._insert(0, blocks)
+
+    def __iter__(self) -> Iterator[Run]:
+        return ((first, self._lengths[first]) for first in self._by_place)
+
+    def take(self, wanted: int, after: int | None) -> list[Run]:
+        """Remove `wanted` of the free blocks; first those from block `after` on, if that one is free."""
+        taken: list[Run] = []
+        while wanted:
+            if after is not None and after in self._lengths:
+                first = after
             else:
-                self._free_runs[index] = (first + used, length - used)
+                index = bisect_left(self._by_length, (wanted, -1))
+                if index == len(self._by_length):  # no run holds all: the longest, of those the first
+                    index = bisect_left(self._by_length, (self._by_length[-1][0], -1))
+                first = self._by_length[index][1]
+            length = self._remove(first)
+            used = min(length, wanted)
+            if used < length:
+                self._insert(first + used, length - used)
+            taken.append((first, used))
+            wanted -= used
             after = None
-        for block in taken:
-            self._holders[block] = 1
-        self._free -= wanted
         return taken
 
-    def _best_run(self, missing: int, after: int | None) -> int:
-        if after is not None:
-            index = bisect_left(self._free_runs, (after + 1, 0))
-            if index < len(self._free_runs) and self._free_runs[index][0] == after + 1:
-                return index
-        candidates = range(len(self._free_runs))
-        large_enough = [index for index in candidates if self._free_runs[index][1] >= missing]
-        if large_enough:
-            return min(large_enough, key=lambda index: self._free_runs[index][1])
-        return max(candidates, key=lambda index: self._free_runs[index][1])
-
-    def _give(self, first: int, length: int) -> None:
-        """Insert a free run and join it with its neighbours."""
-        self._free += length
-        index = bisect_left(self._free_runs, (first, 0))
-        if index < len(self._free_runs) and self._free_runs[index][0] == first + length:
-            length += self._free_runs.pop(index)[1]
+    def give(self, first: int, length: int) -> None:
+        """Add a run, and join it with its neighbours."""
+        behind = first + length
+        if behind in self._lengths:
+            length += self._remove(behind)
+        index = bisect_left(self._by_place, first)
         if index > 0:
-            before, before_length = self._free_runs[index - 1]
-            if before + before_length == first:
-                self._free_runs[index - 1] = (before, before_length + length)
-                return
-        insort(self._free_runs, (first, length))
+            before = self._by_place[index - 1]
+            if before + self._lengths[before] == first:
+                length += self._remove(before)
+                first = before
+        self._insert(first, length)
+
+    def _insert(self, first: int, length: int) -> None:
+        self._lengths[first] = length
+        insort(self._by_place, first)
+        insort(self._by_length, (length, first))
+        self.blocks += length
+
+    def _remove(self, first: int) -> int:
+        length = self._lengths.pop(first)
+        del self._by_place[bisect_left(self._by_place, first)]
+        del self._by_length[bisect_left(self._by_length, (length, first))]
+        self.blocks -= length
+        return length
 
 
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Maximal runs (first, length) of consecutive numbers in `blocks`, in their order."""
-    runs: list[tuple[int, int]] = []
-    for block in blocks:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return runs
+def _append(runs: list[Run], run: Run) -> None:
+    """Append a run; where it continues the last one, as part of that."""
+    if runs and _end(runs) == run[0]:
+        runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
+    else:
+        runs.append(run)
+
+
+def _end(runs: Sequence[Run]) -> int | None:
+    """The block behind the last one."""
+    return runs[-1][0] + runs[-1][1] if runs else None
+
+
+def _cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Blocks `start .. stop` (exclusive) of the blocks that `runs` list."""
+    found: list[Run] = []
+    position = 0
+    for first, length in runs:
+        skipped, end = max(start - position, 0), min(stop - position, length)
+        if skipped < end:
+            found.append((first + skipped, end - skipped))
+        position += length
+        if position >= stop:
+            break
+    return found
