@@ -6,11 +6,31 @@ one direction, dense bfloat16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from medha.errors import ConfigInvalid
+from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS
 from medha.profile import Attention, Link, Operation, Profile
 from medha.topology import Topology
+
+ATTENTION_BAND = 0.3
+"""No measurement of attention on these devices is at hand: take its time as known within this share, up or down."""
+
+ATTENTION_BANDWIDTH = 0.85
+"""Of memory bandwidth, in reading KV: paper A reports 0.9 for long decodes (MBU); FlashInfer's decode kernels 0.8-0.9."""
+
+WEIGHTS_BANDWIDTH = 0.92
+"""Of memory bandwidth, at most, in reading weights. A micro-benchmark that repeats one layer finds its small shards in
+the cache and seems to pass the data sheet (up to 1.8 times, H100 at TP8); a step, which reads all layers, does not."""
+
+ATTENTION_TILES = (16, 64, 128)
+"""Rows of FlashInfer's query tiles; query heads that share a KV head are folded into rows."""
+
+ATTENTION_LAUNCH_SECONDS = 10e-6
+"""Of each layer's attention: the measured floor of its kernel, and of the merge of its splits."""
+
+STEP_LAUNCH_SECONDS = 0.5e-3
+"""Assumed, of a step in each stage: input preparation and the launch of captured graphs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +44,8 @@ class Hardware:
     node_link_bytes_per_second: float  # between devices of a node
     fabric_link_bytes_per_second: float  # between nodes, for each device
     devices_per_node: int
+    attention_efficiency: float  # of peak FLOP/s, in prefill; see ATTENTION_BAND
+    fitted_as: str  # whose fitted fractions hold: measurements of this device, or of the nearest kin
     source: str
 
 
@@ -35,6 +57,8 @@ A100 = Hardware(
     node_link_bytes_per_second=300e9,
     fabric_link_bytes_per_second=25e9,
     devices_per_node=8,
+    attention_efficiency=0.60,
+    fitted_as="A100-80G",
     source="NVIDIA A100 80GB SXM data sheet (2021); DGX A100: NVLink 3, eight 200 Gb/s HDR adapters",
 )
 H100 = Hardware(
@@ -45,6 +69,8 @@ H100 = Hardware(
     node_link_bytes_per_second=450e9,
     fabric_link_bytes_per_second=50e9,
     devices_per_node=8,
+    attention_efficiency=0.52,
+    fitted_as="H100",
     source="NVIDIA H100 SXM data sheet (2023); DGX H100: NVLink 4, eight 400 Gb/s NDR adapters",
 )
 H200 = Hardware(
@@ -55,6 +81,8 @@ H200 = Hardware(
     node_link_bytes_per_second=450e9,
     fabric_link_bytes_per_second=50e9,
     devices_per_node=8,
+    attention_efficiency=0.52,
+    fitted_as="H100",
     source="NVIDIA H200 SXM data sheet (2024); DGX H200: NVLink 4, eight 400 Gb/s NDR adapters",
 )
 HARDWARE = {hardware.name: hardware for hardware in (A100, H100, H200)}
@@ -125,74 +153,123 @@ LLAMA31_405B = ModelShape("Llama-3.1-405B", 126, 16384, 128, 8, 128, 53248, 1282
 MODELS = {model.name: model for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B)}
 
 
-def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Profile:
-    """Costs of one lane of `topology`, from the data sheet and fitted efficiencies.
+def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
+    """One layer's linear and elementwise operations on one of `tensor` ranks, at the data sheet's full rates.
 
     Raises:
         ConfigInvalid: tensor parallelism does not divide the model's heads.
     """
-    tensor = topology.tensor
     if model.query_heads % tensor or (model.kv_heads % tensor and tensor % model.kv_heads):
         raise ConfigInvalid(
             f"parallelism.tensor is {tensor}, which does not divide the {model.query_heads} query heads and "
             f"{model.kv_heads} KV heads of {model.name}; choose a divisor of both, or a multiple of the KV heads"
         )
-    q_width = model.query_heads * model.head_dim // tensor
-    kv_heads = max(1, model.kv_heads // tensor)
-    kv_width = kv_heads * model.head_dim
-    wide = model.intermediate // tensor
-    flops, bandwidth, width = (
-        0.7 * hardware.peak_flops,
-        0.85 * hardware.memory_bytes_per_second,
-        model.dtype_bytes,
+    hidden, wide = model.hidden, model.intermediate // tensor
+    q_width, kv_width = _widths(model, tensor)
+    return (
+        _matrix("qkv", model, hardware, hidden, q_width + 2 * kv_width),
+        _matrix("output", model, hardware, q_width, hidden),
+        _matrix("gate_up", model, hardware, hidden, 2 * wide),
+        _matrix("down", model, hardware, wide, hidden),
+        _elementwise("norm", model, hardware, 2 * hidden, times=2),
+        _elementwise("rope", model, hardware, 2 * (q_width + kv_width)),
+        _elementwise("activation", model, hardware, 3 * wide),
+        _elementwise("residual", model, hardware, 3 * hidden, times=2),
     )
 
-    def gemm(name: str, k: int, n: int) -> Operation:
-        return Operation(
-            name,
-            launch_seconds=5e-6,
-            compute_seconds_per_row=2.0 * k * n / flops,
-            fixed_seconds=k * n * width / bandwidth,
-            memory_seconds_per_row=(k + n) * width / bandwidth,
-            tile_rows=64,
-        )
 
-    def elementwise(name: str, values_per_row: int) -> Operation:
-        return Operation(name, launch_seconds=3e-6, memory_seconds_per_row=values_per_row * width / bandwidth)
+def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Profile:
+    """Costs of one lane of `topology`: the data sheet's roofline, and the fractions of it that were measured.
 
-    hidden = model.hidden
-    linear = (
-        gemm("qkv", hidden, q_width + 2 * kv_width),
-        gemm("output", q_width, hidden),
-        gemm("gate_up", hidden, 2 * wide),
-        gemm("down", wide, hidden),
-        elementwise("norms", 4 * hidden),
-        elementwise("rope", 2 * (q_width + kv_width)),
-        elementwise("activation", 3 * wide),
-        elementwise("residuals", 6 * hidden),
-    )
-    attention_flops = 0.6 * hardware.peak_flops
+    Raises:
+        ConfigInvalid: tensor parallelism does not divide the model's heads.
+    """
+    tensor, width = topology.tensor, model.dtype_bytes
+    q_width, kv_width = _widths(model, tensor)
+    head = _matrix("head", model, hardware, model.hidden, model.vocab // tensor)
+    # The output head is a matrix product like the gate and up projection, and nearest to it in shape.
+    head_fraction = POOLED[hardware.fitted_as, "gate_up"]
     attention = Attention(
-        launch_seconds=10e-6,
-        seconds_per_pair=4.0 * q_width / attention_flops,
-        kv_seconds_per_token=2.0 * kv_width * model.kv_dtype_bytes / bandwidth,
+        launch_seconds=ATTENTION_LAUNCH_SECONDS,
+        seconds_per_pair=4.0 * q_width / (hardware.attention_efficiency * hardware.peak_flops),
+        kv_seconds_per_token=2.0
+        * kv_width
+        * model.kv_dtype_bytes
+        / (ATTENTION_BANDWIDTH * hardware.memory_bytes_per_second),
         rows_per_token=q_width // kv_width,
-        tiles=(16, 64, 128),
+        tiles=ATTENTION_TILES,
     )
-    link = hardware.node_link_bytes_per_second
-    ring = 2.0 * (tensor - 1) / tensor
+    partial_bytes = q_width * width + 4 * q_width // model.head_dim  # output, and a log-sum-exp for each head
     return Profile(
         name=f"{model.name} on {hardware.name}, {topology}",
-        source="roofline",
+        source=f"data sheet, and fractions of it measured on {hardware.fitted_as}",
         layers=model.layers,
-        linear=linear,
-        attention=attention,
-        head=gemm("head", hidden, model.vocab // tensor),
-        all_reduce=Link(2 * 30e-6, 2 * ring * hidden * width / (0.6 * link)) if tensor > 1 else Link(),
-        hop=Link(20e-6, hidden * width / tensor / (0.7 * hardware.fabric_link_bytes_per_second)),
-        exchange=Link(
-            2 * 20e-6,
-            (2 * q_width * width + 4 * q_width // model.head_dim)
-            / (0.7 * hardware.fabric_link_bytes_per_second),
+        launch_seconds=STEP_LAUNCH_SECONDS,
+        linear=tuple(
+            _reached(operation, _fraction(model, hardware, tensor, operation.name))
+            for operation in layer_operations(model, hardware, tensor)
         ),
+        attention=attention,
+        head=_reached(head, head_fraction),
+        all_reduce=_all_reduce(hardware, tensor).of_rows(model.hidden * width, times=2),
+        hop=_send(hardware).of_rows(model.hidden * width / tensor),
+        exchange=_send(hardware).of_rows((q_width * width + partial_bytes) / 2, times=2),
     )
+
+
+def _widths(model: ModelShape, tensor: int) -> tuple[int, int]:
+    """Values of a token's queries, and of its keys, on one of `tensor` ranks."""
+    return model.query_heads * model.head_dim // tensor, max(1, model.kv_heads // tensor) * model.head_dim
+
+
+def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outputs: int) -> Operation:
+    second_per_byte = 1 / hardware.memory_bytes_per_second
+    return Operation(
+        name,
+        compute_seconds_per_row=2.0 * inputs * outputs / hardware.peak_flops,
+        fixed_seconds=inputs * outputs * model.dtype_bytes * second_per_byte,
+        memory_seconds_per_row=(inputs + outputs) * model.dtype_bytes * second_per_byte,
+        tile_rows=TILE_ROWS.get(hardware.fitted_as, 1),
+    )
+
+
+def _elementwise(name: str, model: ModelShape, hardware: Hardware, values: int, times: int = 1) -> Operation:
+    """Of so many values read and written for each row."""
+    seconds = values * model.dtype_bytes / hardware.memory_bytes_per_second
+    return Operation(name, memory_seconds_per_row=seconds, times=times)
+
+
+def _fraction(
+    model: ModelShape, hardware: Hardware, tensor: int, operation: str
+) -> tuple[float, float, float]:
+    """The operation's own measurements, else those of all models on this hardware."""
+    measured = MEASURED.get((hardware.name, model.name, tensor, operation))
+    return measured or POOLED[hardware.fitted_as, operation]
+
+
+def _reached(ideal: Operation, fraction: tuple[float, float, float]) -> Operation:
+    efficiency, bandwidth, launch_seconds = fraction
+    return replace(
+        ideal,
+        launch_seconds=launch_seconds,
+        compute_seconds_per_row=ideal.compute_seconds_per_row / efficiency,
+        fixed_seconds=ideal.fixed_seconds / min(bandwidth, WEIGHTS_BANDWIDTH),
+        memory_seconds_per_row=ideal.memory_seconds_per_row / bandwidth,
+    )
+
+
+def _all_reduce(hardware: Hardware, devices: int) -> Link:
+    """Among the ranks of a pod; beyond a node, or for a number that was not measured, the nearest measured one."""
+    if devices == 1:
+        return Link()
+    measured = {
+        key[2]: lines
+        for key, lines in LINKS.items()
+        if key[:2] == (hardware.fitted_as, "all_reduce") and (key[2] == key[3] or key[3] == 8)
+    }
+    return Link(measured[min(measured, key=lambda count: (abs(count - devices), -count))])
+
+
+def _send(hardware: Hardware) -> Link:
+    """From a device to its peer on another node: stages and lanes are not assumed to share one."""
+    return Link(LINKS[hardware.fitted_as, "send_recv", 2, 1])

@@ -181,8 +181,7 @@ class Predictor:
         sequences = max(lane.sequences for lane in lanes)
         attention = max(lane._attention for lane in lanes)
         if exchanged_queries:
-            exchange = self.profile.exchange
-            attention += exchange.latency_seconds + exchanged_queries * exchange.seconds_per_row
+            attention += float(self.profile.exchange.seconds(np.array([exchanged_queries]))[0])
         return self._stage(tokens, sequences, attention)
 
     def tally(self) -> Tally:

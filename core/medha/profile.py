@@ -30,25 +30,34 @@ class Operation:
     fixed_seconds: float = 0.0  # weights read from memory
     memory_seconds_per_row: float = 0.0  # activations read and written
     tile_rows: int = 1  # rows are computed in whole tiles
+    times: int = 1  # in a layer
 
-    def seconds(self, rows: Counts) -> Seconds:
+    def seconds(self, rows: Counts | Seconds) -> Seconds:
         """Seconds over each of `rows`; no rows cost nothing."""
-        tiles = -(-rows // self.tile_rows) * self.tile_rows
+        padded = np.ceil(rows / self.tile_rows) * self.tile_rows
         busy = np.maximum(
-            tiles * self.compute_seconds_per_row, self.fixed_seconds + rows * self.memory_seconds_per_row
+            padded * self.compute_seconds_per_row, self.fixed_seconds + rows * self.memory_seconds_per_row
         )
-        return np.where(rows > 0, self.launch_seconds + busy, 0.0)
+        return np.where(rows > 0, self.times * (self.launch_seconds + busy), 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A transfer: `latency + rows * seconds_per_row`. A link that is not there costs nothing."""
+    """A transfer of rows (or bytes): the lowest of its lines `latency + rows * seconds_per_row`, one for each protocol.
 
-    latency_seconds: float = 0.0
-    seconds_per_row: float = 0.0
+    A link without lines costs nothing.
+    """
 
-    def seconds(self, rows: Counts) -> Seconds:
-        return np.where(rows > 0, self.latency_seconds + rows * self.seconds_per_row, 0.0)
+    lines: tuple[tuple[float, float], ...] = ()
+
+    def seconds(self, rows: Counts | Seconds) -> Seconds:
+        if not self.lines:
+            return np.zeros(len(rows))
+        return np.where(rows > 0, np.min([a + rows * b for a, b in self.lines], axis=0), 0.0)
+
+    def of_rows(self, bytes_per_row: float, times: int = 1) -> Link:
+        """This link of bytes as one of rows, used `times` times one after the other."""
+        return Link(tuple((times * a, times * b * bytes_per_row) for a, b in self.lines))
 
 
 @dataclass(frozen=True, slots=True)
