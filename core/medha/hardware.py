@@ -204,6 +204,7 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         name=f"{model.name} on {hardware.name}, {topology}",
         source=f"data sheet, and fractions of it measured on {hardware.fitted_as}",
         layers=model.layers,
+        tensor=tensor,
         launch_seconds=STEP_LAUNCH_SECONDS,
         linear=tuple(
             _reached(operation, _fraction(model, hardware, tensor, operation.name))

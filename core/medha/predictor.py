@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from medha.errors import ConfigInvalid
 from medha.messages import StepProfile
 from medha.prefill import Chunking, Counts, PrefillTable, Seconds
 from medha.profile import Profile
@@ -137,10 +138,21 @@ class Predictor:
         chunking: Chunking | None = None,
         tokens_per_lane: int = TOKENS_PER_LANE,
     ) -> None:
-        """`chunking`: how a lone prefill is cut, for `prefill_seconds`; it joins a lane each `tokens_per_lane`."""
+        """`chunking`: how a lone prefill is cut, for `prefill_seconds`; it joins a lane each `tokens_per_lane`.
+
+        Raises:
+            ConfigInvalid: the profile was made for another degree of tensor parallelism.
+        """
         self.topology = topology or Topology()
-        stages = self.topology.stream
-        self.profile = Profile.of_warm_up(profile, stages) if isinstance(profile, StepProfile) else profile
+        stages, tensor = self.topology.stream, self.topology.tensor
+        if isinstance(profile, StepProfile):
+            profile = Profile.of_warm_up(profile, stages, tensor)
+        if topology is not None and profile.tensor != tensor:
+            raise ConfigInvalid(
+                f"profile {profile.name!r} is of tensor parallelism {profile.tensor}, but parallelism.tensor is "
+                f"{tensor}; measure one for it with `medha profile`, or change the manifest"
+            )
+        self.profile = profile
         self.correction = 1.0
         self.tokens_per_lane = tokens_per_lane
         self._most_layers = -(-self.profile.layers // stages)
