@@ -62,7 +62,7 @@ class Arrival:
     kind: str = "short"
     service_class: str = "default"
     max_tokens: int | None = None  # what the client names; None: it names none
-    prompt: str = ""  # requests of one prompt name; "": a prompt of its own
+    conversation: str = ""  # turns of one conversation continue each other's prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Simulation:
             )
         )
         sampling = Sampling(max_tokens=arrival.max_tokens)
-        prompt = arrival.prompt or arrival.id
+        prompt = arrival.id
         if self._router is not None:
             router = self._router
             arrive = Arrive(

@@ -1,41 +1,212 @@
-"""Simulated replicas from a description: topology, ground truth, scheduling.
+"""What is simulated: a model on some hardware in some shape, and the replicas that follow from it.
 
-The same `ReplicaConfig` that `medha up` derives from a manifest and its ranks is built here from the model and the
-hardware that the user names.
+The `ReplicaConfig` is built as `medha up` derives it from a manifest and its ranks: long is where attention passes
+linear FLOPs unless the manifest says otherwise, and KV gets what weights leave of `memory_fraction`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
 from medha.config import ReplicaConfig
 from medha.engine import ReplicaController
-from medha.messages import Announce, StepProfile
-from medha.predictor import Predictor
-from medha_sim.driver import SimulatedReplica
-from medha_sim.executor import Executor, PredictorCost, StepCost
+from medha.errors import ConfigInvalid
+from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
+from medha.messages import Announce
+from medha.predictor import Chunking, Predictor
+from medha.profile import Profile
+from medha.routing import RouterCore
+from medha.topology import Topology
+from medha_sim.driver import Latencies, SimulatedReplica, Simulation, Workload
+from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
+from medha_sim.lengths import Counts
+from medha_sim.workloads import Targets
 
-MODEL = "simulated"
+MODEL_NAME = "simulated"
 DIGEST = "simulated"
+MAX_CHUNK_TOKENS = 8192
+"""Largest chunk where nothing else is said: an A100 pod needs it to be at full efficiency beside decodes."""
+
+
+def default_scheduling() -> SchedulingSpec:
+    return SchedulingSpec(max_chunk_tokens=MAX_CHUNK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbance:
+    """How the ground truth differs from what the controller's profile says."""
+
+    bias: float = 1.0  # every step takes so many times as long
+    noise: float = 0.0  # standard deviation of a log-normal factor of mean one, for each step
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One kind of replica, and how many of it."""
+
+    model: ModelShape = LLAMA3_8B
+    hardware: Hardware = A100
+    topology: Topology = field(default_factory=lambda: Topology(tensor=8, stream=2))
+    scheduling: SchedulingSpec = field(default_factory=default_scheduling)
+    service_classes: tuple[ServiceClass, ...] = (ServiceClass(name="default"),)
+    max_model_len: int = 1_100_000  # tokens; the longest Medha-SWE request and its answer
+    memory_fraction: float = 0.9  # of a device, for weights and KV
+    block_size_tokens: int = 16
+    replicas: int = 1
+    message_seconds: float = 0.0002  # between a controller and its ranks, one way
+    latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
+
+    def profile(self) -> Profile:
+        """What each step costs, as the controllers believe."""
+        return profile_for(self.model, self.hardware, self.topology)
+
+    def kv_tokens(self) -> int:
+        """Tokens of KV that one lane holds.
+
+        Raises:
+            ConfigInvalid: the weights alone do not fit.
+        """
+        ranks = self.topology.tensor * self.topology.stream
+        weights_bytes = self.model.weights_bytes / ranks
+        free_bytes = self.memory_fraction * self.hardware.memory_bytes - weights_bytes
+        if free_bytes <= 0:
+            raise ConfigInvalid(
+                f"{self.model.name} needs {weights_bytes / 1e9:.0f} GB of weights on each of {ranks} ranks; "
+                f"{self.memory_fraction:g} of {self.hardware.name} is "
+                f"{self.memory_fraction * self.hardware.memory_bytes / 1e9:.0f} GB. Use more tensor or stream ranks"
+            )
+        shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
+        return int(free_bytes / (self.model.kv_bytes_per_token / shares))
+
+    def config(self) -> ReplicaConfig:
+        return ReplicaConfig(
+            topology=self.topology,
+            scheduling=self.scheduling,
+            service_classes={entry.name: entry for entry in self.service_classes},
+            default_class=self.service_classes[0].name,
+            max_model_len=self.max_model_len,
+            block_size_tokens=self.block_size_tokens,
+            kv_blocks=self.kv_tokens() // self.block_size_tokens,
+            long_threshold_tokens=self.scheduling.long_threshold_tokens or self.model.long_threshold_tokens,
+        )
+
+    def predictor(self) -> Predictor:
+        """A fresh predictor of one lane, whose lone prefills take chunks as Medha's controller cuts them."""
+        scheduling = self.scheduling
+        chunking = Chunking(
+            max_tokens=scheduling.max_chunk_tokens,
+            min_tokens=min(scheduling.min_chunk_tokens, scheduling.max_chunk_tokens),
+            budget_seconds=scheduling.max_step_seconds / self.topology.stream,
+        )
+        return Predictor(self.profile(), self.topology, chunking)
+
+    def targets(self) -> Targets:
+        """Deadlines of the first service class. They come from the profile alone, so all systems have the same."""
+        first = self.service_classes[0]
+        table = self.predictor()
+
+        def prefill_seconds(prompts: Counts) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+            return table.prefill_seconds_many(np.zeros_like(prompts), prompts)
+
+        return Targets(
+            prefill_seconds,
+            ttft_floor_seconds=first.ttft_floor_seconds,
+            ttft_factor=first.ttft_factor,
+            tpot_seconds=first.tpot_target_seconds,
+        )
+
+    def with_policy(self, policy: str) -> Deployment:
+        scheduling = self.scheduling.model_dump() | {"policy": policy}
+        return replace(self, scheduling=SchedulingSpec.model_validate(scheduling))
+
+    def simulation(
+        self, workload: Workload, *, seed: int = 0, disturbance: Disturbance | None = None
+    ) -> Simulation:
+        """Medha on this deployment. `seed` is that of the noise."""
+        config, ends_at = self.config(), workload.ends_at()
+        children = np.random.SeedSequence((seed, 0x6E6F6973)).spawn(self.replicas)
+        replicas = [
+            medha_replica(
+                f"replica-{index}",
+                config,
+                self.profile(),
+                ends_at,
+                cost=disturbed(PredictorCost(self.predictor()), disturbance, np.random.default_rng(child)),
+                message_seconds=self.message_seconds,
+            )
+            for index, child in enumerate(children)
+        ]
+        return Simulation(
+            replicas,
+            workload,
+            router=RouterCore() if self.replicas > 1 else None,
+            latencies=self.latencies,
+        )
+
+
+def deployment_of(
+    spec: MedhaReplicaSpec, hardware: Hardware, model: ModelShape, replicas: int = 1
+) -> Deployment:
+    """The deployment that a manifest describes, on hardware and with a model that it does not name."""
+    return Deployment(
+        model=model,
+        hardware=hardware,
+        topology=Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv),
+        scheduling=spec.scheduling,
+        service_classes=spec.service_classes,
+        max_model_len=spec.model.max_model_len or Deployment().max_model_len,
+        memory_fraction=spec.kv_cache.memory_fraction,
+        block_size_tokens=spec.kv_cache.block_size_tokens,
+        replicas=replicas,
+    )
+
+
+def named_hardware(name: str) -> Hardware:
+    """Raises:
+    ConfigInvalid: there is no description of it.
+    """
+    if name not in HARDWARE:
+        raise ConfigInvalid(f"hardware is {name!r}; descriptions exist of {', '.join(HARDWARE)}")
+    return HARDWARE[name]
+
+
+def named_model(name: str) -> ModelShape:
+    """Raises:
+    ConfigInvalid: there is no description of it.
+    """
+    if name not in MODELS:
+        raise ConfigInvalid(f"model is {name!r}; shapes are known of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def disturbed(cost: StepCost, disturbance: Disturbance | None, generator: np.random.Generator) -> StepCost:
+    if disturbance is None or disturbance == Disturbance():
+        return cost
+    return Perturbed(cost, bias=disturbance.bias, noise=disturbance.noise, generator=generator)
 
 
 def card(name: str, config: ReplicaConfig) -> Announce:
     """How a replica of `config` announces itself; the load in it is the driver's to fill in."""
+    kv_tokens = config.kv_tokens
     return Announce(
         replica=name,
-        model=MODEL,
+        model=MODEL_NAME,
         digest=DIGEST,
         epoch=0,
         ready=True,
         draining=False,
         max_model_len=config.max_model_len,
         vocab_size=1,
-        kv_tokens_total=config.kv_tokens,
-        kv_tokens_free=config.kv_tokens,
+        kv_tokens_total=kv_tokens,
+        kv_tokens_free=kv_tokens,
         running=0,
         waiting=0,
         pending_prefill_seconds=0.0,
-        longest_request_tokens=min(config.max_model_len, config.kv_tokens),
+        longest_request_tokens=min(config.max_model_len, kv_tokens),
         waiting_limit=config.scheduling.max_waiting,
     )
 
@@ -43,7 +214,7 @@ def card(name: str, config: ReplicaConfig) -> Announce:
 def medha_replica(
     name: str,
     config: ReplicaConfig,
-    profile: StepProfile,
+    profile: Profile,
     ends_at: Mapping[str, int],
     *,
     cost: StepCost | None = None,
@@ -57,4 +228,4 @@ def medha_replica(
         ends_at=ends_at,
         message_seconds=message_seconds,
     )
-    return SimulatedReplica(ReplicaController(config, profile), executor, card(name, config))
+    return SimulatedReplica(ReplicaController(config, profile), executor, card(name, config))  # type: ignore[arg-type]

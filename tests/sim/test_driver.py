@@ -7,17 +7,21 @@ from typing import Any
 from medha.api import SchedulingSpec, ServiceClass
 from medha.config import ReplicaConfig
 from medha.messages import StepProfile
+from medha.profile import Profile
 from medha.routing import RouterCore
 from medha.topology import Topology
 from medha_sim.driver import Arrival, FollowUp, Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.records import RunLog
 from medha_sim.scenario import medha_replica
 
-PROFILE = StepProfile(
-    step_seconds=0.001,
-    linear_seconds_per_token=1e-5,
-    attention_seconds_per_pair=1e-9,
-    sequence_seconds=1e-5,
+PROFILE = Profile.of_warm_up(
+    StepProfile(
+        step_seconds=0.001,
+        linear_seconds_per_token=1e-5,
+        attention_seconds_per_pair=1e-9,
+        sequence_seconds=1e-5,
+    ),
+    stages=2,
 )
 
 

@@ -1,0 +1,322 @@
+"""Workloads: who asks for what, when.
+
+Everything random comes from one seed, split into independent streams (`SeedSequence.spawn`), and arrival gaps are
+drawn at rate one and then divided by the rate. So two runs of one seed compare in pairs: at another load the same
+requests come in the same order, only denser; with more long requests in the mix, all short ones that stay are the
+same; and every policy sees exactly the same workload.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.errors import ConfigInvalid
+from medha_sim.driver import Arrival, FollowUp, Workload
+from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Counts, Lengths
+
+LONG_TOKENS = 100_000
+"""Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
+
+_WORK_SAMPLE = 20_000  # requests from which the mean work of a mix is taken
+_WORK_SEED = 20250101
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Deadlines of DESIGN §5: TTFT within max(floor, factor * isolated prefill), and a TPOT target."""
+
+    prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]  # of prompts alone, from nothing
+    ttft_floor_seconds: float = 2.0
+    ttft_factor: float = 3.0
+    tpot_seconds: float = 0.05
+
+    def ttft_seconds(self, prompt_tokens: Counts) -> npt.NDArray[np.float64]:
+        return np.maximum(self.ttft_floor_seconds, self.ttft_factor * self.prefill_seconds(prompt_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One kind of request in a mix."""
+
+    kind: str
+    lengths: Lengths
+    share: float  # of all requests
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Kinds of requests whose shares add up to 1."""
+
+    parts: tuple[Part, ...]
+
+    def __post_init__(self) -> None:
+        total = sum(part.share for part in self.parts)
+        if abs(total - 1) > 1e-9 or any(part.share < 0 for part in self.parts):
+            shares = ", ".join(f"{part.kind} {part.share:g}" for part in self.parts)
+            raise ConfigInvalid(f"the shares of a mix are {shares}; they must be positive and add up to 1")
+
+    def draw(
+        self, count: int, generators: Sequence[np.random.Generator]
+    ) -> tuple[npt.NDArray[np.int64], Counts, Counts]:
+        """Kind (index of its part), prompt and output tokens of `count` requests, int64 [count] each.
+
+        `generators`: one for the kinds, and one for each part.
+        """
+        # The last part gets the small numbers: if its share grows, those that were of it stay of it.
+        shares = np.cumsum([part.share for part in reversed(self.parts)])
+        uniform = generators[0].random(count)
+        kinds = len(self.parts) - 1 - np.searchsorted(shares[:-1], uniform, side="right")
+        prompts, outputs = np.zeros(count, np.int64), np.zeros(count, np.int64)
+        for index, part in enumerate(self.parts):
+            mine = kinds == index
+            # All rows are drawn, so that the n-th request of a kind does not depend on the others' kinds.
+            prompt, output = part.lengths.draw(count, generators[1 + index])
+            prompts[mine], outputs[mine] = prompt[mine], output[mine]
+        return kinds, prompts, outputs
+
+    def mean_work_seconds(self, prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]) -> float:
+        """Mean isolated prefill time of a request, over a large fixed sample."""
+        mean = 0.0
+        for part in self.parts:
+            prompts, _ = part.lengths.draw(_WORK_SAMPLE, np.random.default_rng(_WORK_SEED))
+            mean += part.share * float(np.mean(prefill_seconds(prompts)))
+        return mean
+
+
+def sharegpt_with_long(long_share: float, long: Lengths = MEDHA_SWE) -> Mix:
+    """ShareGPT-like requests with a share of long ones: the papers' mix at 0.05."""
+    return Mix((Part("short", SHAREGPT, 1 - long_share), Part("long", long, long_share)))
+
+
+def gaps(count: int, coefficient_of_variation: float, generator: np.random.Generator) -> list[float]:
+    """Times between arrivals at rate one: exponential at 1, gamma at others (above 1 is bursty, 0 is a clock)."""
+    if coefficient_of_variation == 0:
+        return [1.0] * count
+    shape = 1 / coefficient_of_variation**2
+    drawn: list[float] = generator.gamma(shape, 1 / shape, count).tolist()
+    return drawn
+
+
+def generate(
+    mix: Mix,
+    targets: Targets,
+    *,
+    rate: float,
+    duration_seconds: float,
+    seed: int,
+    coefficient_of_variation: float = 1.0,
+    names_max_tokens: bool = True,
+) -> Workload:
+    """Independent requests at `rate` a second for `duration_seconds`.
+
+    `names_max_tokens`: the client's `max_tokens` is the output's length, so KV is reserved exactly; else it names
+    none, and the replica reserves what its service class says.
+
+    Raises:
+        ConfigInvalid: the rate or the duration is no positive number.
+    """
+    _require_positive("rate", rate, "requests a second")
+    _require_positive("duration", duration_seconds, "seconds")
+    clock, *drawers = _generators(seed, 2 + len(mix.parts))
+    times = _times(rate, duration_seconds, coefficient_of_variation, clock)
+    kinds, prompts, outputs = mix.draw(len(times), drawers)
+    names = [mix.parts[kind].kind for kind in kinds]
+    return Workload(_arrivals(times, names, prompts, outputs, targets, names_max_tokens=names_max_tokens))
+
+
+def conversations(
+    targets: Targets,
+    *,
+    rate: float,
+    duration_seconds: float,
+    seed: int,
+    mean_turns: float = 4.0,
+    mean_think_seconds: float = 20.0,
+    first: Lengths = SHAREGPT,
+    most_tokens: int = 100_000,
+) -> Workload:
+    """`rate` conversations a second; each turn's prompt is all that was said before, and a new question.
+
+    The number of turns is geometric, thinking times are exponential. A turn that would make the context longer than
+    `most_tokens` is left out, with all behind it.
+    """
+    _require_positive("rate", rate, "conversations a second")
+    _require_positive("duration", duration_seconds, "seconds")
+    if not (isfinite(mean_turns) and mean_turns >= 1):
+        raise ConfigInvalid(f"mean turns is {mean_turns:g}; a conversation has at least 1")
+    clock, lengths, thinking = _generators(seed, 3)
+    arrivals: list[Arrival] = []
+    follow_ups: dict[str, FollowUp] = {}
+    for index, at in enumerate(_times(rate, duration_seconds, 1.0, clock)):
+        turns = int(thinking.geometric(1 / mean_turns))
+        questions, answers = first.draw(turns, lengths)
+        contexts = np.cumsum(questions) + np.concatenate(([0], np.cumsum(answers)[:-1]))
+        ttft = targets.ttft_seconds(contexts)
+        before = ""
+        for turn in range(turns):
+            if turn > 0 and contexts[turn] + answers[turn] > most_tokens:
+                break
+            arrival = Arrival(
+                id=f"c{index}.{turn}",
+                at_seconds=at if turn == 0 else 0.0,
+                prompt_tokens=int(contexts[turn]),
+                output_tokens=int(answers[turn]),
+                ttft_target_seconds=float(ttft[turn]),
+                tpot_target_seconds=targets.tpot_seconds,
+                kind="first turn" if turn == 0 else "later turn",
+                max_tokens=int(answers[turn]),
+                conversation=f"c{index}",
+            )
+            if turn == 0:
+                arrivals.append(arrival)
+            else:
+                follow_ups[before] = FollowUp(float(thinking.exponential(mean_think_seconds)), arrival)
+            before = arrival.id
+    return Workload(arrivals, follow_ups)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceColumns:
+    """What the columns of a CSV trace are called. Without an arrival column, `rate` must be given."""
+
+    arrived_at: str | None = "arrived_at"
+    prompt_tokens: str = "num_prefill_tokens"
+    output_tokens: str = "num_decode_tokens"
+
+
+def read_trace(
+    path: Path,
+    targets: Targets,
+    *,
+    columns: TraceColumns | None = None,
+    rate: float | None = None,
+    duration_seconds: float | None = None,
+    seed: int = 0,
+    long_tokens: int = LONG_TOKENS,
+) -> Workload:
+    """The requests of a CSV file with a header, in the order of time.
+
+    `rate` stretches the trace's times to that mean rate (or draws Poisson arrivals if it has no times);
+    `duration_seconds` leaves later arrivals out.
+
+    Raises:
+        ConfigInvalid: names the file, the line and the column.
+    """
+    columns = columns or TraceColumns()
+    rows = _rows(path, columns)
+    prompts, outputs = _column(rows, columns.prompt_tokens, path), _column(rows, columns.output_tokens, path)
+    if columns.arrived_at is None:
+        if rate is None:
+            raise ConfigInvalid(f"{path} is read without a column of arrival times; give a rate")
+        times = np.cumsum(gaps(len(rows), 1.0, _generators(seed, 1)[0])) / rate
+    else:
+        times = np.array([_number(row, columns.arrived_at, path, line) for line, row in rows])
+        order = np.argsort(times, kind="stable")
+        times, prompts, outputs = times[order] - times[order[0]], prompts[order], outputs[order]
+        if rate is not None:
+            _require_positive("rate", rate, "requests a second")
+            if times[-1] <= 0:
+                raise ConfigInvalid(f"{path}: all requests arrive at once, so the trace has no rate to scale")
+            times *= (len(rows) - 1) / times[-1] / rate
+    kept = int(np.searchsorted(times, np.inf if duration_seconds is None else duration_seconds, side="right"))
+    names = ["long" if tokens >= long_tokens else "short" for tokens in prompts[:kept]]
+    return Workload(
+        _arrivals(
+            times[:kept].tolist(), names, prompts[:kept], outputs[:kept], targets, names_max_tokens=True
+        )
+    )
+
+
+def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]:
+    """(line, row) of a CSV file that has the columns."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            found = reader.fieldnames or []
+            rows = [(reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigInvalid(f"{path}: cannot be read as CSV: {error}") from error
+    for name in (columns.arrived_at, columns.prompt_tokens, columns.output_tokens):
+        if name is not None and name not in found:
+            raise ConfigInvalid(
+                f"{path}: has no column {name!r}; it has {', '.join(map(repr, found)) or 'none'}. Name the columns "
+                "to use, e.g. --columns arrived_at,num_prefill_tokens,num_decode_tokens"
+            )
+    if not rows:
+        raise ConfigInvalid(f"{path}: has a header and no rows")
+    return rows
+
+
+def _column(rows: list[tuple[int, dict[str, str]]], name: str, path: Path) -> Counts:
+    """Counts of tokens; less than 1 is an error, a fraction is rounded."""
+    values = np.array([_number(row, name, path, line) for line, row in rows])
+    low = np.flatnonzero(values < 1)
+    if len(low):
+        line, row = rows[int(low[0])]
+        raise ConfigInvalid(f"{path}:{line}: {name} is {row[name]}; a request has at least 1 token")
+    counts: Counts = np.rint(values).astype(np.int64)
+    return counts
+
+
+def _number(row: dict[str, str], name: str, path: Path, line: int) -> float:
+    text = row[name]
+    try:
+        value = float(text)
+    except (TypeError, ValueError):  # a short row has None
+        value = float("nan")
+    if not isfinite(value):
+        raise ConfigInvalid(f"{path}:{line}: {name} is {text!r}, which is no number")
+    return value
+
+
+def _arrivals(
+    times: Sequence[float],
+    kinds: Sequence[str],
+    prompts: Counts,
+    outputs: Counts,
+    targets: Targets,
+    *,
+    names_max_tokens: bool,
+) -> list[Arrival]:
+    ttft = targets.ttft_seconds(prompts)
+    return [
+        Arrival(
+            id=f"{kinds[index]}-{index}",
+            at_seconds=times[index],
+            prompt_tokens=int(prompts[index]),
+            output_tokens=int(outputs[index]),
+            ttft_target_seconds=float(ttft[index]),
+            tpot_target_seconds=targets.tpot_seconds,
+            kind=kinds[index],
+            max_tokens=int(outputs[index]) if names_max_tokens else None,
+        )
+        for index in range(len(times))
+    ]
+
+
+def _times(rate: float, duration_seconds: float, variation: float, clock: np.random.Generator) -> list[float]:
+    """Arrival times below `duration_seconds`; a longer duration or a higher rate only appends."""
+    times: list[float] = []
+    at = 0.0
+    while True:
+        for gap in gaps(256, variation, clock):
+            at += gap
+            if at / rate >= duration_seconds:
+                return times
+            times.append(at / rate)
+
+
+def _generators(seed: int, count: int) -> list[np.random.Generator]:
+    return [np.random.default_rng(child) for child in np.random.SeedSequence(seed).spawn(count)]
+
+
+def _require_positive(name: str, value: float, unit: str) -> None:
+    if not (isfinite(value) and value > 0):
+        raise ConfigInvalid(f"{name} is {value:g} {unit}; it must be a positive number")
