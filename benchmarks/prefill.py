@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from medha_worker.checkpoint import init_checkpoint
+from medha_worker.cpu.attention import choose_attention
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
@@ -142,7 +143,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "small"
         init_checkpoint(directory, preset="small", seed=0)
-        model = Transformer.load(directory, ModelConfig.from_directory(directory))
+        config = ModelConfig.from_directory(directory)
+        attention = choose_attention(config, torch.float32, torch.device("cpu"))
+        model = Transformer.load(directory, config, attention=attention)
     bench = Bench(model, lengths[-1])
     bench.prefill(2048, 512)
 

@@ -1,8 +1,10 @@
 """Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,11 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_worker.model import attention, flash, tiles
-from medha_worker.model.attention import TorchAttention, merge_partials
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.cpu import attention as cpu_attention
+from medha_worker.cpu.attention import CpuAttention, choose_attention
+from medha_worker.cpu.kernel import Target
+from medha_worker.model import attention, flash
+from medha_worker.model.attention import AttentionBackend, TorchAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
+from medha_worker.model.config import ModelConfig
 from medha_worker.model.flash import flash_attention
-from medha_worker.model.tiles import RowTile
 
 BLOCK_TOKENS = 16
 
@@ -142,73 +148,33 @@ def test_input_that_would_crash_or_misalign_the_operator_is_stopped(
         flash_attention(q, k, k, scale=1.0, causal=causal)
 
 
-# Tiles
-
-
-@pytest.mark.parametrize(
-    ("offsets", "case"),
-    [
-        ((0.0, 0.0), "small scores: no shift"),
-        ((60.0, 60.0), "the first tile's maximum is the shift"),
-        ((-70.0, -70.0), "all scores so low that exp() alone would lose them"),
-        ((0.0, 120.0), "a later tile overflows without a shift"),
-        ((300.0, 600.0), "a later tile overflows in spite of the shift"),
-        ((0.0, -200.0), "a later tile adds nothing"),
-        ((-300.0, 0.0), "the first tile adds nothing"),
-    ],
-)
-def test_tiles_are_exact_wherever_the_scores_lie(offsets: tuple[float, float], case: str) -> None:
-    q, k, v = normal(2, 20, 8), normal(2, 50, 8, seed=1), normal(2, 50, 8, seed=2)
-    # One more dimension that adds the offset to every score of the first, and of later tiles.
-    q = torch.cat([q, torch.ones(2, 20, 1)], dim=2)
-    level = torch.tensor([offsets[0]] * 20 + [offsets[1]] * 30).view(1, 50, 1).expand(2, 50, 1)
-    k = torch.cat([k, level], dim=2)
-    v = torch.cat([v, normal(2, 50, 1, seed=3)], dim=2)
-    hidden = torch.ones(20, 20, dtype=torch.bool).triu_(1)
-    mask = torch.zeros(20, 20).masked_fill(hidden, -math.inf)
-    tile = RowTile(q, torch.empty(2, 20, 10))
-    parts = [
-        (k[:, first : first + 10].transpose(1, 2), v[:, first : first + 10]) for first in range(20, 50, 10)
-    ]
-
-    def sweep(visit: Callable[..., None]) -> None:
-        visit([(k[:, :20].transpose(1, 2), v[:, :20])], mask)
-        visit(parts)
-
-    sweep(tile.add)
-    if tile.overflowed:
-        sweep(tile.measure)
-        tile.restart()
-        sweep(tile.add)
-    output, log_sum_exp = tile.result()
-    everything = torch.cat([hidden, torch.zeros(20, 30, dtype=torch.bool)], dim=1)
-    wanted, wanted_sum = plain_attention(q, k, v, everything)
-    # A score of 600 is known to 6e-5 in float32, and so is the logarithm of its weight.
-    torch.testing.assert_close(output.double(), wanted, rtol=2e-4, atol=2e-4, msg=case)
-    torch.testing.assert_close(log_sum_exp.double(), wanted_sum, rtol=1e-6, atol=1e-5, msg=case)
-
-
-# The backend
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
+# The backends
 
 
 def run_backend(
-    spans: list[SequenceSpan], kv_heads: int, group: int, dtype: torch.dtype, slots: int = 4096
+    backend: AttentionBackend,
+    spans: list[SequenceSpan],
+    kv_heads: int,
+    group: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    head_dim: int = 16,
+    level: Callable[[int], float] = lambda token: 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The torch backend over a random pool, and the plain result."""
-    head_dim = 16
+    """A backend over a random pool, and the plain result; `level` is added to all scores of a key position."""
+    slots = 4096
     rows = sum(span.row_count for span in spans)
     keys, values = (
         normal(kv_heads, slots, head_dim, seed=1).to(dtype),
         normal(kv_heads, slots, head_dim, seed=2).to(dtype),
     )
     q = normal(rows, kv_heads * group, head_dim, seed=3).to(dtype)
+    q[..., 0] = math.sqrt(head_dim)  # scores are divided by it
+    keys[..., 0] = 0
+    for span in spans:
+        for token in range(span.total_length):
+            block, offset = divmod(token, BLOCK_TOKENS)
+            keys[:, span.blocks[block] * BLOCK_TOKENS + offset, 0] = level(token)
     k, v = torch.empty(2, rows, kv_heads, head_dim, dtype=dtype)
     wanted = torch.empty(rows, kv_heads * group, head_dim, dtype=torch.float64)
     for span in spans:
@@ -225,7 +191,7 @@ def run_backend(
         by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
         repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
         wanted[part] = plain_attention(by_head, repeated[0], repeated[1], hidden)[0].transpose(0, 1)
-    found = TorchAttention().plan(spans, BLOCK_TOKENS).attend(q, k, v, keys, values)
+    found = backend.plan(spans, BLOCK_TOKENS).attend(q, k, v, keys, values)
     return found.double(), wanted
 
 
@@ -248,31 +214,84 @@ SHAPES = [(0, 1), (0, 5), (33, 1), (0, 300), (40, 260), (700, 3), (1300, 1), (60
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 4), (3, 2), (8, 1)])
 @pytest.mark.parametrize("shuffled", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.bfloat16, 3e-2)])
-def test_every_case_of_the_backend_equals_a_plain_softmax(
+def test_every_case_of_the_torch_backend_equals_a_plain_softmax(
     kv_heads: int, group: int, shuffled: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
-    found, wanted = run_backend(spans_of(SHAPES, shuffled=shuffled), kv_heads, group, dtype)
+    spans = spans_of(SHAPES, shuffled=shuffled)
+    found, wanted = run_backend(TorchAttention(), spans, kv_heads, group, dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_as_many_heads_as_threads_at_a_time_leaves_no_head_out() -> None:
-    """Three KV heads on two threads: two together, then one."""
-    found, wanted = run_backend(spans_of(SHAPES, shuffled=False), 3, 2, torch.float32)
-    torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
-
-
-def test_scores_that_overflow_a_tile_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole way through the backend: no score here is really too large, so the bound is lowered."""
-    monkeypatch.setattr(tiles, "_LARGE", 1.0)
-    found, wanted = run_backend(spans_of(SHAPES, shuffled=False), 2, 4, torch.float32)
-    torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
 
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_GATHERED_TOKENS", 64)
-    found, wanted = run_backend(spans_of(SHAPES, shuffled=True), 2, 2, torch.float32)
+    found, wanted = run_backend(TorchAttention(), spans_of(SHAPES, shuffled=True), 2, 2)
     torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim"),
+    [(1, 1, 16), (2, 4, 64), (3, 2, 16), (8, 1, 80), (1, 7, 128), (2, 9, 48), (1, 6, 32)],
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_case_of_the_compiled_kernel_equals_a_plain_softmax(
+    kv_heads: int, group: int, head_dim: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that do not fill a block of rows, and head dimensions that do not fill a block of registers."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)  # decodes in several parts
+    try:
+        spans = spans_of(SHAPES, shuffled=True)
+        backend = CpuAttention(head_dim, group)
+        found, wanted = run_backend(backend, spans, kv_heads, group, head_dim=head_dim)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found, wanted, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("lanes", [Target(4, 4, 4), Target(8, 2, 6), Target(16, 4, 6)])
+def test_the_kernel_is_right_for_every_length_of_vector(
+    lanes: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this machine has: LLVM makes do with what there is."""
+    monkeypatch.setattr(Target, "of_host", classmethod(lambda cls: lanes))
+    cpu_attention.compiled_kernel.cache_clear()
+    try:
+        found, wanted = run_backend(CpuAttention(16, 4), spans_of(SHAPES, shuffled=False), 2, 4)
+    finally:
+        cpu_attention.compiled_kernel.cache_clear()
+    torch.testing.assert_close(found, wanted, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("levels", "case"),
+    [
+        ((0.0, 0.0), "small scores: no constant"),
+        ((60.0, 60.0), "the first tile's maximum is the constant"),
+        ((-70.0, -70.0), "all scores so low that exp() alone would lose them"),
+        ((0.0, 120.0), "a later tile overflows without a constant"),
+        ((300.0, 600.0), "a later tile overflows in spite of the constant"),
+        ((0.0, -200.0), "a later tile adds nothing"),
+        ((-300.0, 0.0), "the first tile adds nothing"),
+    ],
+)
+def test_the_kernel_is_exact_wherever_the_scores_lie(levels: tuple[float, float], case: str) -> None:
+    """One query dimension is 1 and the keys' hold a level, so that whole tiles lie far above or below others."""
+    found, wanted = run_backend(
+        CpuAttention(16, 2), spans_of(SHAPES, shuffled=True), 2, 2, level=lambda token: levels[token >= 64]
+    )
+    # A score of 600 is known to 6e-5 in float32, and so is the logarithm of its weight.
+    torch.testing.assert_close(found, wanted, rtol=3e-4, atol=3e-4, msg=case)
+
+
+def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    config = ModelConfig.from_directory(tmp_path / "tiny")
+    cpu = torch.device("cpu")
+    assert isinstance(choose_attention(config, torch.float32, cpu), CpuAttention)
+    assert isinstance(choose_attention(config, torch.bfloat16, cpu), TorchAttention)
+    assert isinstance(choose_attention(config, torch.float32, torch.device("meta")), TorchAttention)
+    assert isinstance(choose_attention(replace(config, head_dim=20), torch.float32, cpu), TorchAttention)
 
 
 # Where tokens lie

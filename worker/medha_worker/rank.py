@@ -24,6 +24,7 @@ from medha.api import MedhaReplicaSpec, quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
 from medha.messages import RankFault, RankReady, Shutdown, StageFree, Step, Tokens
 from medha.wire import tokens_from_frame
+from medha_worker.cpu.attention import choose_attention
 from medha_worker.executor import Executor
 from medha_worker.link import Link, rank_identity
 from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
@@ -136,7 +137,11 @@ class Rank:
         dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
         _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
         model = Transformer.load(
-            settings.model_directory, config, dtype=dtype, progress=_log_progress(time.monotonic)
+            settings.model_directory,
+            config,
+            dtype=dtype,
+            attention=choose_attention(config, dtype, torch.device("cpu")),
+            progress=_log_progress(time.monotonic),
         )
         scheduling = spec.scheduling
         warm = warm_up(

@@ -1,14 +1,12 @@
-"""Attention of a step's rows to their sequences' K and V: the protocol, and the exact torch backend.
+"""Attention of a step's rows to their sequences' K and V: the protocol, and the exact backend of plain torch.
 
-Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place, or gathered pieces where runs
-are short. The query heads that share a KV head are folded into rows of one product: it is the same arithmetic, with
-larger matrices. Three cases, each the fastest of those measured:
+The plain backend runs anywhere. Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place,
+or gathered pieces where runs are short. The query heads that share a KV head are folded into rows of one product:
+the same arithmetic, with larger matrices. A decode (one row) attends to each segment through torch's flash kernel; a
+chunk takes the kernel twice, the segments without a mask and its own tokens causally. Partial results over disjoint
+keys are merged exactly by their log-sum-exp.
 
-- a float32 chunk of many rows runs through `tiles`: one softmax over all segments and its own causal part;
-- a decode (one row) attends to each segment through torch's flash kernel;
-- anything else takes the flash kernel twice, the segments without a mask and the own chunk causally.
-
-Partial results over disjoint keys are merged exactly by their log-sum-exp.
+Float32 on a CPU has a faster backend, in `medha_worker.cpu`.
 """
 
 import math
@@ -19,14 +17,11 @@ import torch
 
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.flash import flash_attention
-from medha_worker.model.tiles import TILE_KEYS, TILE_ROWS, KeyTile, RowTile, key_tiles
 
 # A run of at least this many tokens is read in place; shorter ones are gathered together.
 _IN_PLACE_TOKENS = 128
 # Most tokens gathered at a time: bounds the copy's memory when a long sequence is scattered.
 _GATHERED_TOKENS = 16_384
-# Float32 chunks of at least this many folded rows go through `tiles`.
-_TILED_ROWS = 128
 
 # Where tokens lie in the pool: one run, or the slots of several short ones, int64 [tokens].
 Segment = SlotRun | torch.Tensor
@@ -86,7 +81,7 @@ def merge_partials(
 
 
 class TorchAttention:
-    """Exact attention with torch alone; on a CPU also the fast one."""
+    """Exact attention with torch alone."""
 
     def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
         return _TorchStep(spans, block_tokens)
@@ -122,8 +117,6 @@ class _TorchStep:
             if count == 1:
                 outputs, sums = _over_segments(own[0], segments, pool, scale)
                 output[part.start] = outputs[0] if len(outputs) == 1 else merge_partials(outputs, sums)[0]
-            elif q.dtype == torch.float32 and count * group >= _TILED_ROWS:
-                _attend_tiled(own, k[part], v[part], segments, pool, scale, output[part])
             else:
                 output[part] = _attend_twice(own, k[part], v[part], segments, pool, scale)
         return output.view(rows, query_heads, head_dim)
@@ -187,63 +180,3 @@ def _attend_twice(
     outputs.append(causal.view(kv_heads, group, rows, head_dim).transpose(1, 2))
     sums.append(causal_sum.view(kv_heads, group, rows).transpose(1, 2))
     return merge_partials(outputs, sums)[0].transpose(0, 1)
-
-
-def _attend_tiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    segments: Sequence[Segment],
-    pool: Pool,
-    scale: float,
-    output: torch.Tensor,
-) -> None:
-    """A chunk by tiles, into `output`, [rows, kv_heads, group, head_dim]."""
-    rows, kv_heads, group, head_dim = q.shape
-    step = max(1, TILE_ROWS // group)
-    future = torch.full((step, step), -math.inf, device=q.device).triu_(1)
-    future = future.repeat_interleave(group, dim=0)  # [step * group, step]: of a token, all rows alike
-    # As many heads at a time as there are threads, each with its tile in its core's cache.
-    together = min(kv_heads, torch.get_num_threads())
-    scratch = q.new_empty(together, min(step, rows) * group, TILE_KEYS)
-    folded = (q * scale).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
-    k, v = k.transpose(0, 1), v.transpose(0, 1)
-    starts = range(0, rows, step)
-    for first_head in range(0, kv_heads, together):
-        heads = slice(first_head, min(first_head + together, kv_heads))
-        own_keys, own_values, head_pool = k[heads], v[heads], (pool[0][heads], pool[1][heads])
-        tiles = []
-        for start in starts:
-            tile_q = folded[heads, start * group : (start + step) * group]
-            tiles.append(RowTile(tile_q, scratch[: tile_q.shape[0], : tile_q.shape[1]]))
-
-        def sweep(
-            tiles: list[RowTile] = tiles,
-            own_keys: torch.Tensor = own_keys,
-            own_values: torch.Tensor = own_values,
-            head_pool: Pool = head_pool,
-        ) -> Iterator[tuple[RowTile, list[KeyTile], torch.Tensor | None]]:
-            """Every row tile with all keys that it sees: first its own tokens, the only ones that need a mask."""
-            for start, tile in zip(starts, tiles, strict=True):
-                stop = min(start + step, rows)
-                diagonal = (own_keys[:, start:stop].transpose(1, 2), own_values[:, start:stop])
-                yield tile, [diagonal], future[: (stop - start) * group, : stop - start]
-                yield tile, key_tiles(own_keys[:, :start], own_values[:, :start]), None
-            for segment in segments:
-                past = key_tiles(*_load(segment, head_pool))
-                for tile in tiles:
-                    yield tile, past, None
-
-        for tile, keys, mask in sweep():
-            tile.add(keys, mask)
-        if any(tile.overflowed for tile in tiles):
-            # A score far above all of the first keys: rare enough to compute everything again.
-            for tile, keys, mask in sweep():
-                tile.measure(keys, mask)
-            for tile in tiles:
-                tile.restart()
-            for tile, keys, mask in sweep():
-                tile.add(keys, mask)
-        for start, tile in zip(starts, tiles, strict=True):
-            result = tile.result()[0].view(heads.stop - heads.start, -1, group, head_dim)
-            output[start : start + step, heads] = result.transpose(0, 1)

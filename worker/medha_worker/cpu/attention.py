@@ -1,0 +1,185 @@
+"""The compiled kernel as an attention backend: what a step computes, cut into tasks for torch's threads.
+
+The kernel runs on torch's own OpenMP threads (`GOMP_parallel` of the libgomp that torch brings), so that no second
+pool of threads fights with them for the cores. Threads take tasks off one counter, the longest first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha_worker.cpu.kernel import CALL_FIELDS, TASK_FIELDS, CompiledAttention, Target
+from medha_worker.model.attention import AttentionBackend, StepAttention, TorchAttention, merge_partials
+from medha_worker.model.batch import SequenceSpan
+from medha_worker.model.config import ModelConfig
+
+# Rows of a task: its queries and sums, 0.4 MiB at head dimension 64, stay in second-level cache.
+_TASK_ROWS = 768
+# A decode over more keys than this is split, so that one long context keeps all threads busy.
+_SPLIT_KEYS = 4096
+
+_FIELD = {name: index for index, name in enumerate(CALL_FIELDS)}
+_TOKENS, _HEAD, _START, _STOP = (
+    TASK_FIELDS.index(name) for name in ("tokens", "head", "key_start", "key_stop")
+)
+
+
+def choose_attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
+    """The fastest backend for a model here: the compiled kernel for float32 on a CPU, else plain torch.
+
+    The kernel needs llvmlite, torch's libgomp, and a head dimension that fills vector registers.
+    """
+    is_cpu = dtype == torch.float32 and device.type == "cpu" and _openmp() is not None
+    if is_cpu and config.head_dim % Target.of_host().lanes == 0:
+        return CpuAttention(config.head_dim, config.num_query_heads // config.num_kv_heads)
+    return TorchAttention()
+
+
+@lru_cache(maxsize=1)
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP library whose threads torch uses, already loaded by it; None if it is not GNU's."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        library = ctypes.CDLL(str(path))
+        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        library.GOMP_parallel.restype = None
+        return library
+    return None
+
+
+@lru_cache
+def compiled_kernel(head_dim: int, group: int) -> CompiledAttention:
+    """The kernel, compiled once for a shape: half a second."""
+    thread_number = ctypes.cast(_openmp().omp_get_thread_num, ctypes.c_void_p).value  # type: ignore[union-attr]
+    assert thread_number is not None
+    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host(), thread_number)
+
+
+class CpuAttention:
+    """Exact float32 attention by the compiled kernel.
+
+    One instance serves one thread at a time: its steps share the kernel's scratch memory.
+    """
+
+    def __init__(self, head_dim: int, group: int) -> None:
+        """For `group` query heads on each KV head, of `head_dim` values each."""
+        openmp = _openmp()
+        assert openmp is not None, "choose_attention asks first"
+        self.group = group
+        self._openmp = openmp
+        self._kernel = compiled_kernel(head_dim, group)
+        self._scratch = torch.empty(0)
+
+    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
+        return _CpuStep(self, spans, block_tokens)
+
+    def scratch(self, threads: int) -> torch.Tensor:
+        """Memory of each thread, float32 [threads, floats]; a page apart."""
+        floats = self._kernel.scratch.offsets()["end"] + 1024
+        if self._scratch.shape[0] < threads:
+            self._scratch = torch.empty(threads, floats)
+        return self._scratch
+
+    def run(self, call: npt.NDArray[np.int64], tasks: int) -> None:
+        """Run the kernel on torch's threads, or on this one alone where there is one task."""
+        threads = min(torch.get_num_threads(), tasks)
+        self._openmp.GOMP_parallel(self._kernel.address, call.ctypes.data, threads, 0)
+
+
+class _CpuStep:
+    """The tasks of one step. Parts of a split decode go to rows behind the others, and are merged from there."""
+
+    def __init__(self, backend: CpuAttention, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+        self._backend = backend
+        self._slots = [_slots(span, block_tokens) for span in spans]
+        self._rows = spans[-1].row_start + spans[-1].row_count
+        self._output_rows = self._rows
+        self._split: list[tuple[int, slice]] = []  # of a split decode: its row, and the rows of its parts
+        self._parts: list[tuple[int, ...]] = []
+        most_parts = 2 * torch.get_num_threads()
+        for span, slots in zip(spans, self._slots, strict=True):
+            if span.row_count == 1:
+                self._add_decode(
+                    span, slots.ctypes.data, min(most_parts, -(-span.total_length // _SPLIT_KEYS))
+                )
+            else:
+                self._add_chunk(span, slots.ctypes.data)
+        self._tasks: npt.NDArray[np.int64] | None = None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,  # noqa: ARG002 - read from the pool, where it is already
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+    ) -> torch.Tensor:
+        rows, query_heads, head_dim = q.shape
+        assert rows == self._rows
+        assert q.stride()[1:] == (head_dim, 1)
+        assert pool_keys.stride() == pool_values.stride()
+        if self._tasks is None:
+            self._tasks = _for_each_head(self._parts, k.shape[1])
+        output = torch.empty(self._output_rows, query_heads, head_dim)
+        log_sum_exp = torch.empty(self._output_rows, query_heads)
+        scratch = self._backend.scratch(torch.get_num_threads())
+        call = np.zeros(len(CALL_FIELDS), dtype=np.int64)
+        fields = {
+            "tasks": self._tasks.ctypes.data, "task_rows": len(self._tasks),
+            "q": q.data_ptr(), "q_stride": q.stride(0),
+            "output": output.data_ptr(), "output_stride": output.stride(0), "log_sum_exp": log_sum_exp.data_ptr(),
+            "keys": pool_keys.data_ptr(), "values": pool_values.data_ptr(), "head_stride": pool_keys.stride(0),
+            "group": self._backend.group, "scratch": scratch.data_ptr(), "scratch_stride": scratch.stride(0),
+        }  # fmt: skip
+        for name, value in fields.items():
+            call[_FIELD[name]] = value
+        call[_FIELD["scale"] :].view(np.float32)[0] = math.log2(math.e) / math.sqrt(head_dim)
+        self._backend.run(call, len(self._tasks))
+        for row, parts in self._split:
+            output[row] = merge_partials(output[parts].unbind(), log_sum_exp[parts].unbind())[0]
+        return output[:rows]
+
+    def _add_decode(self, span: SequenceSpan, slots: int, parts: int) -> None:
+        """One row against all keys, cut into `parts` runs of keys."""
+        total, last = span.total_length, span.context_length
+        if parts == 1:
+            self._parts.append((span.row_start, 1, last, 0, slots, 0, total, span.row_start))
+            return
+        first = self._output_rows
+        self._output_rows += parts
+        self._split.append((span.row_start, slice(first, first + parts)))
+        for part in range(parts):
+            start, stop = total * part // parts, total * (part + 1) // parts
+            self._parts.append((span.row_start, 1, last, 0, slots, start, stop, first + part))
+
+    def _add_chunk(self, span: SequenceSpan, slots: int) -> None:
+        """Many rows, a task's worth at a time, each against all keys that its last one sees."""
+        step = max(1, _TASK_ROWS // self._backend.group)
+        for first in range(0, span.row_count, step):
+            tokens = min(step, span.row_count - first)
+            row, position = span.row_start + first, span.context_length + first
+            self._parts.append((row, tokens, position, 0, slots, 0, position + tokens, row))
+
+
+def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:
+    """Where each position of the sequence lies in the pool."""
+    count = -(-span.total_length // block_tokens)
+    blocks = np.asarray(span.blocks[:count], dtype=np.int32)
+    assert blocks.size == count, "the block table is shorter than the sequence"
+    slots = blocks[:, None] * np.int32(block_tokens) + np.arange(block_tokens, dtype=np.int32)
+    return np.ascontiguousarray(slots.reshape(-1)[: span.total_length])
+
+
+def _for_each_head(parts: Sequence[tuple[int, ...]], kv_heads: int) -> npt.NDArray[np.int64]:
+    """Every part of the step for every KV head: the tasks, the longest first."""
+    tasks = np.repeat(np.array(parts, dtype=np.int64), kv_heads, axis=0)
+    tasks[:, _HEAD] = np.tile(np.arange(kv_heads), len(parts))
+    work = tasks[:, _TOKENS] * (tasks[:, _STOP] - tasks[:, _START])
+    return np.ascontiguousarray(tasks[np.argsort(-work, kind="stable")])

@@ -1,0 +1,405 @@
+"""The attention kernel for CPUs, compiled for the vector registers of the machine at hand.
+
+One kernel serves prefill chunks and decodes alike. A *task* is a run of rows of one sequence and one KV head (the
+query heads that share it are rows) against a run of that sequence's keys. It goes through the keys in tiles of 64:
+
+1. K is transposed and V copied into first-level cache, by slot, so that paging costs nothing further;
+2. for a few rows at a time, scores are computed in registers, turned into weights there (exp never touches
+   memory), and the weights times V are added to the rows' sums.
+
+Softmax does not change when a constant is taken from a row's scores, so no running maximum is kept: the constant
+is 0 where the first tile's scores are small, else their maximum. Should a later score be so far above it that the
+sum overflows, the task starts again with the true maximum. Exponentials are powers of two: queries are scaled by
+log2 e.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
+
+TILE_KEYS = 64
+
+# While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
+_SMALL = 57.0
+_LARGE = 1e30
+
+# Fields of a call, int64 each, in order; the last is a float32.
+CALL_FIELDS = (
+    "next_task", "tasks", "task_rows", "q", "q_stride", "output", "output_stride", "log_sum_exp",
+    "keys", "values", "head_stride", "group", "scratch", "scratch_stride", "scale",
+)  # fmt: skip
+# Fields of a task, int64 each, in order.
+TASK_FIELDS = ("row", "tokens", "first_position", "head", "slots", "key_start", "key_stop", "output_row")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """How many values a vector register holds, and how scores are blocked in registers."""
+
+    lanes: int
+    vectors: int  # of one row's scores, kept in registers together
+    rows: int
+
+    @classmethod
+    def of_host(cls) -> Target:
+        features = llvm.get_host_cpu_features()
+        if features.get("avx512f"):
+            return cls(lanes=16, vectors=4, rows=6)
+        if features.get("avx2") and features.get("fma"):
+            return cls(lanes=8, vectors=2, rows=6)
+        return cls(lanes=4, vectors=4, rows=4)
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A thread's memory, in floats, for tasks of at most `rows` rows."""
+
+    rows: int
+    head_dim: int
+    target: Target
+
+    def offsets(self) -> dict[str, int]:
+        """Where each part starts, on a cache line; `end` is the size of all."""
+        rows = (-(-self.rows // self.target.rows)) * self.target.rows
+        sizes = {
+            "q": rows * self.head_dim,
+            "sums": rows * self.head_dim,
+            "totals": rows * self.target.lanes,  # one for each lane
+            "constants": rows,
+            "keys": TILE_KEYS * self.head_dim,
+            "values": TILE_KEYS * self.head_dim,
+            "weights": self.target.rows * TILE_KEYS,
+            "limits": self.target.rows,
+        }
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size // 16) * 16
+        return offsets | {"end": at}
+
+
+class CompiledAttention:
+    """The kernel for one shape of heads, compiled for this machine.
+
+    Attributes:
+        address: Of the C function `void (int64 *call)`, which every thread of a team runs once.
+        scratch: What each thread needs.
+    """
+
+    def __init__(
+        self, head_dim: int, group: int, task_rows: int, target: Target, current_thread: int
+    ) -> None:
+        """Compile.
+
+        Args:
+            head_dim: A multiple of the vector length.
+            group: Query heads that share a KV head: the rows of a decode.
+            task_rows: Most rows of a task.
+            target: See there.
+            current_thread: Address of a C function `int (void)`, the number of the thread that calls it.
+        """
+        assert head_dim % target.lanes == 0
+        self.scratch = Scratch(max(task_rows, group), head_dim, target)
+        llvm.add_symbol("medha_current_thread", current_thread)
+        self._engine = _compile(str(_module(head_dim, group, target, self.scratch)))
+        self.address: int = self._engine.get_function_address("attend")
+
+
+def _compile(text: str) -> llvm.ExecutionEngine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+    module = llvm.parse_assembly(text)
+    module.verify()
+    # Everything is in vectors already: LLVM shall keep it in registers and not unroll it further.
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(module, passes)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return engine
+
+
+def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.Module:
+    module = ir.Module("medha_cpu_attention")
+    chunks = decodes = _Emitter(module, head_dim, target, scratch)
+    decode_rows = -(-group // -(-group // target.rows))  # blocks that a decode's few rows fill evenly
+    if decode_rows < target.rows:
+        decodes = _Emitter(module, head_dim, replace(target, rows=decode_rows), scratch)
+    _emit_attend(module, target, chunks, decodes)
+    return module
+
+
+def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _Emitter) -> None:
+    """`attend(call)`: take the next task until none is left."""
+    function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), "attend")
+    (call,) = function.args
+    code = VectorBuilder(function, target.lanes)
+
+    def field(name: str) -> ir.Value:
+        return code.one(call, CALL_FIELDS.index(name), INT64)
+
+    current_thread = ir.Function(module, ir.FunctionType(INT32, []), "medha_current_thread")
+    thread = code.sext(code.call(current_thread, []), INT64)
+    scratch = code.at(code.inttoptr(field("scratch"), POINTER), code.times(thread, field("scratch_stride")))
+    tasks, count = code.inttoptr(field("tasks"), POINTER), field("task_rows")
+    take, run, end = (function.append_basic_block(name) for name in ("take", "run", "end"))
+    code.branch(take)
+    code.position_at_end(take)
+    number = code.atomic_rmw("add", call, code.number(1), "monotonic")
+    code.cbranch(code.icmp_signed("<", number, count), run, end)
+    code.position_at_end(run)
+    task = code.at(tasks, code.times(number, len(TASK_FIELDS)), INT64)
+    tokens = code.one(task, TASK_FIELDS.index("tokens"), INT64)
+    with code.if_else(code.icmp_signed("==", tokens, code.number(1))) as branches:
+        for branch, emitter in zip(branches, (decodes, chunks), strict=True):
+            with branch:
+                overflowed = code.call(emitter.run_task, [call, task, scratch, ir.Constant(BOOL, 0)])
+                with code.if_then(overflowed, likely=False):
+                    code.call(emitter.run_task, [call, task, scratch, ir.Constant(BOOL, 1)])
+    code.branch(take)
+    code.position_at_end(end)
+    code.ret_void()
+
+
+class _Emitter:
+    """Writes the functions that work on blocks of `target.rows` rows."""
+
+    def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
+        assert TILE_KEYS % (target.lanes * target.vectors) == 0
+        self.module, self.head_dim, self.target, self.scratch = module, head_dim, target, scratch
+        self.weigh_all = self._scores("weigh_all", masked=False, only_maximum=False)
+        self.weigh_visible = self._scores("weigh_visible", masked=True, only_maximum=False)
+        self.measure_visible = self._scores("measure_visible", masked=True, only_maximum=True)
+        self.add_values = self._add_values()
+        self.pack = self._pack()
+        self.run_task = self._run_task()
+
+    def _function(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
+        kind = ir.FunctionType(result, arguments)
+        function = ir.Function(self.module, kind, f"{name}_{self.target.rows}")
+        function.linkage = "internal"
+        for argument in function.args:
+            if argument.type == POINTER:
+                argument.add_attribute("noalias")
+        return function
+
+    def _scores(self, name: str, *, masked: bool, only_maximum: bool) -> ir.Function:
+        """Scores of one block of rows against one tile of keys.
+
+        `f(q, keys, constants, limits, weights, totals)`: q [rows, head_dim], keys [head_dim, TILE_KEYS]. Either
+        weights [rows, TILE_KEYS] = 2^(score - constant), and their sums are added to totals [rows, lanes]; or, with
+        `only_maximum`, constants are raised to the largest visible score. Row r sees keys j < limits[r].
+        """
+        rows, vectors, lanes = range(self.target.rows), range(self.target.vectors), self.target.lanes
+        function = self._function(name, VOID, *[POINTER] * 6)
+        q, keys, constants, limits, weights, totals = function.args
+        code = VectorBuilder(function, lanes)
+        for first in range(0, TILE_KEYS, lanes * len(vectors)):
+            if only_maximum:
+                starts = [code.same(0.0) for _ in rows]
+            else:
+                starts = [code.splat(code.fneg(code.one(constants, row))) for row in rows]
+            with code.counting(0, self.head_dim, 1, [starts[row] for row in rows for _ in vectors]) as loop:
+                line = code.times(loop.index, TILE_KEYS)
+                columns = [code.vector(keys, code.plus(line, first + part * lanes)) for part in vectors]
+                for row in rows:
+                    value = code.splat(code.one(q, code.plus(loop.index, row * self.head_dim)))
+                    for part in vectors:
+                        at = row * len(vectors) + part
+                        loop.following[at] = code.multiply_add(value, columns[part], loop.carried[at])
+            for row in rows:
+                scores = loop.carried[row * len(vectors) :][: len(vectors)]
+                results = scores if only_maximum else [code.exp2(score) for score in scores]
+                if masked:
+                    limit = code.splat(code.one(limits, row, INT32))
+                    unseen = code.same(-math.inf if only_maximum else 0.0)
+                    for part in vectors:
+                        numbers = [first + part * lanes + lane for lane in range(lanes)]
+                        visible = code.icmp_signed("<", ir.Constant(code.integers_type, numbers), limit)
+                        results[part] = code.select(visible, results[part], unseen)
+                if only_maximum:
+                    largest = code.one(constants, row)
+                    for result in results:
+                        found = code.maximum(result)
+                        largest = code.select(code.fcmp_ordered(">", found, largest), found, largest)
+                    code.put_one(largest, constants, row)
+                    continue
+                total = code.vector(totals, row * lanes)
+                for part in vectors:
+                    code.put(results[part], weights, row * TILE_KEYS + first + part * lanes)
+                    total = code.fadd(total, results[part])
+                code.put(total, totals, row * lanes)
+        code.ret_void()
+        return function
+
+    def _add_values(self) -> ir.Function:
+        """`f(weights, values, sums)`: sums [rows, head_dim] += weights [rows, TILE_KEYS] @ values [TILE_KEYS, head_dim]."""
+        lanes, head_dim = self.target.lanes, self.head_dim
+        function = self._function("add_values", VOID, *[POINTER] * 3)
+        weights, values, sums = function.args
+        code = VectorBuilder(function, lanes)
+        width = lanes * self.target.vectors
+        for first in range(0, head_dim, width):
+            columns = range(first, min(first + width, head_dim), lanes)
+            places = [(row, column) for row in range(self.target.rows) for column in columns]
+            carried = [code.vector(sums, row * head_dim + column) for row, column in places]
+            with code.counting(0, TILE_KEYS, 1, carried) as loop:
+                line = code.times(loop.index, head_dim)
+                tile = {column: code.vector(values, code.plus(line, column)) for column in columns}
+                for row in range(self.target.rows):
+                    weight = code.splat(code.one(weights, code.plus(loop.index, row * TILE_KEYS)))
+                    for column in columns:
+                        at = places.index((row, column))
+                        loop.following[at] = code.multiply_add(weight, tile[column], loop.carried[at])
+            for (row, column), value in zip(places, loop.carried, strict=True):
+                code.put(value, sums, row * head_dim + column)
+        code.ret_void()
+        return function
+
+    def _pack(self) -> ir.Function:
+        """`f(pool_keys, pool_values, slots, key, key_stop, keys, values)`: one head's K and V from position `key` on.
+
+        keys [head_dim, TILE_KEYS] and values [TILE_KEYS, head_dim]. Positions from `key_stop` on repeat the last
+        key: no row sees them, and what they hold is finite.
+        """
+        lanes, head_dim = self.target.lanes, self.head_dim
+        function = self._function("pack", VOID, POINTER, POINTER, POINTER, INT64, INT64, POINTER, POINTER)
+        pool_keys, pool_values, slots, key, key_stop, keys, values = function.args
+        code = VectorBuilder(function, lanes)
+        last = code.plus(key_stop, -1)
+        with code.counting(0, TILE_KEYS, lanes) as loop:
+            sources = []
+            for lane in range(lanes):
+                position = code.smaller(code.plus(key, loop.index, lane), last)
+                slot = code.sext(code.one(slots, position, INT32), INT64)
+                sources.append(code.times(slot, head_dim))
+            for first in range(0, head_dim, lanes):
+                square = []
+                for lane, source in enumerate(sources):
+                    at = code.plus(source, first)
+                    square.append(code.vector(pool_keys, at))
+                    target = code.plus(code.times(code.plus(loop.index, lane), head_dim), first)
+                    code.put(code.vector(pool_values, at), values, target)
+                for lane, column in enumerate(code.transpose(square)):
+                    code.put(column, keys, code.plus(loop.index, (first + lane) * TILE_KEYS))
+        code.ret_void()
+        return function
+
+    def _run_task(self) -> ir.Function:
+        """`f(call, task, scratch, measure_all) -> overflowed`: one task, start to end."""
+        block_rows, head_dim, lanes = self.target.rows, self.head_dim, self.target.lanes
+        function = self._function("run_task", BOOL, POINTER, POINTER, POINTER, BOOL)
+        call_pointer, task_pointer, scratch, measure_all = function.args
+        code = VectorBuilder(function, lanes)
+        # `next_task` changes under us, and nothing here reads it.
+        call = {name: code.one(call_pointer, at, INT64) for at, name in enumerate(CALL_FIELDS) if at > 0}
+        task = {name: code.one(task_pointer, at, INT64) for at, name in enumerate(TASK_FIELDS)}
+        part = {name: code.at(scratch, at) for name, at in self.scratch.offsets().items()}
+        group, head, first_position = call["group"], task["head"], task["first_position"]
+        key_start, key_stop = task["key_start"], task["key_stop"]
+        q, output, log_sum_exp = (
+            code.inttoptr(call[name], POINTER) for name in ("q", "output", "log_sum_exp")
+        )
+        slots = code.inttoptr(task["slots"], POINTER)
+        pool_keys, pool_values = (
+            code.at(code.inttoptr(call[name], POINTER), code.times(head, call["head_stride"]))
+            for name in ("keys", "values")
+        )
+        rows = code.times(task["tokens"], group)
+        padded = code.round_down(code.plus(rows, block_rows - 1), block_rows)
+
+        def place(row: ir.Value, first_token: str, token_stride: ir.Value, head_stride: int) -> ir.Value:
+            """Offset of a row in a tensor [tokens, query heads, ...], where the task starts at `first_token`."""
+            token = code.plus(task[first_token], code.udiv(row, group))
+            query_head = code.plus(code.times(head, group), code.urem(row, group))
+            return code.plus(code.times(token, token_stride), code.times(query_head, head_stride))
+
+        def pack(key: ir.Value) -> None:
+            code.call(self.pack, [pool_keys, pool_values, slots, key, key_stop, part["keys"], part["values"]])
+
+        def set_limits(block: ir.Value, key: ir.Value) -> ir.Value:
+            """Store how many keys of the tile at `key` each row of the block sees; returns the first row's."""
+            ends = []
+            for row in range(block_rows):
+                position = code.plus(first_position, code.udiv(code.plus(block, row), group))
+                end = code.sub(code.smaller(code.plus(position, 1), key_stop), key)
+                code.put_one(code.trunc(end, INT32), part["limits"], row)
+                ends.append(end)
+            return ends[0]
+
+        def arguments(block: ir.Value) -> list[ir.Value]:
+            """Of the functions that `_scores` writes."""
+            return [
+                code.at(part["q"], code.times(block, head_dim)), part["keys"], code.at(part["constants"], block),
+                part["limits"], part["weights"], code.at(part["totals"], code.times(block, lanes)),
+            ]  # fmt: skip
+
+        # Queries scaled, sums and totals empty; rows past the last repeat it.
+        scale = code.splat(code.bitcast(code.trunc(call["scale"], INT32), FLOAT))
+        with code.counting(0, padded) as loop:
+            row, line = code.smaller(loop.index, code.plus(rows, -1)), code.times(loop.index, head_dim)
+            source = place(row, "row", call["q_stride"], head_dim)
+            for first in range(0, head_dim, lanes):
+                scaled = code.fmul(code.vector(q, code.plus(source, first)), scale)
+                code.put(scaled, part["q"], code.plus(line, first))
+                code.put(code.same(0.0), part["sums"], code.plus(line, first))
+            code.put(code.same(0.0), part["totals"], code.times(loop.index, lanes))
+            code.put_one(ir.Constant(FLOAT, -math.inf), part["constants"], loop.index)
+
+        # The constants: maxima over the first tile, or over all of them.
+        measured = code.select(measure_all, key_stop, code.plus(key_start, 1))
+        with code.counting(key_start, measured, TILE_KEYS) as tile:
+            pack(tile.index)
+            with code.counting(0, padded, block_rows) as block:
+                set_limits(block.index, tile.index)
+                code.call(self.measure_visible, arguments(block.index))
+        with code.counting(0, padded) as loop:
+            largest = code.one(part["constants"], loop.index)
+            above = code.fcmp_ordered(">", largest, ir.Constant(FLOAT, -_SMALL))
+            small = code.and_(above, code.fcmp_ordered("<", largest, ir.Constant(FLOAT, _SMALL)))
+            is_zero = code.and_(small, code.not_(measure_all))
+            code.put_one(
+                code.select(is_zero, ir.Constant(FLOAT, 0.0), largest), part["constants"], loop.index
+            )
+
+        # All keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
+        with code.counting(key_start, key_stop, TILE_KEYS) as tile:
+            pack(tile.index)
+            before = code.larger(code.times(code.sub(tile.index, first_position), group), 0)
+            with code.counting(code.round_down(before, block_rows), padded, block_rows) as block:
+                seen = set_limits(block.index, tile.index)
+                with code.if_else(code.icmp_signed(">=", seen, code.number(TILE_KEYS))) as (whole, diagonal):
+                    with whole:
+                        code.call(self.weigh_all, arguments(block.index))
+                    with diagonal:
+                        code.call(self.weigh_visible, arguments(block.index))
+                sums = code.at(part["sums"], code.times(block.index, head_dim))
+                code.call(self.add_values, [part["weights"], part["values"], sums])
+
+        # Out go sums / totals, and the natural logarithm of the sum of exponentials.
+        query_heads = code.udiv(call["output_stride"], code.number(head_dim))
+        with code.counting(0, rows, 1, [ir.Constant(BOOL, 0)]) as loop:
+            row = loop.index
+            total = code.total(code.vector(part["totals"], code.times(row, lanes)))
+            is_finite = code.fcmp_ordered("<", total, ir.Constant(FLOAT, _LARGE))
+            loop.following[0] = code.or_(loop.carried[0], code.not_(is_finite))
+            inverse = code.splat(code.fdiv(ir.Constant(FLOAT, 1.0), total))
+            target = place(row, "output_row", call["output_stride"], head_dim)
+            for first in range(0, head_dim, lanes):
+                sums = code.vector(part["sums"], code.plus(code.times(row, head_dim), first))
+                code.put(code.fmul(sums, inverse), output, code.plus(target, first))
+            powers_of_two = code.fadd(code.log2(total), code.one(part["constants"], row))
+            natural = code.fmul(powers_of_two, ir.Constant(FLOAT, math.log(2)))
+            code.put_one(natural, log_sum_exp, place(row, "output_row", query_heads, 1))
+        code.ret(loop.carried[0])
+        return function
