@@ -16,6 +16,7 @@ from medha.errors import ConfigInvalid, MedhaError
 
 _COMMANDS = {
     "model": ("medha_cli.model", "Make and inspect checkpoints."),
+    "plan": ("medha_cli.plan", "Say which grid of GPUs a model needs, and what it costs."),
     "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
     "version": ("medha_cli.version", "Print the version."),
 }

@@ -1,0 +1,360 @@
+"""Which TP x SPP x KVP grid serves a model at a context length within TTFT and TPOT targets, and what it costs.
+
+Every grid up to a number of GPUs is rated with the same predictor that schedules: TTFT of a lone prompt in
+adaptive chunks that never pass the TPOT target (so that decodes beside it keep theirs), TPOT of a decode batch at
+full context, KV and weight memory. The grid with the fewest GPUs that meets everything is the plan; among equals,
+the cheaper one per token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import ceil, inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medha.errors import ConfigInvalid
+from medha.hardware import Hardware, ModelShape, profile_for
+from medha.predictor import TOKENS_PER_LANE, Predictor, Work
+from medha.topology import Topology
+
+_CHUNKS = tuple(32 << power for power in range(9))  # 32 to 8,192 tokens
+_GRID_POINTS = 33  # contexts at which a prefill's rate is taken
+_LONGEST_BATCH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be served."""
+
+    context_tokens: int  # prompt
+    output_tokens: int = 512
+    ttft_seconds: float = 30.0
+    tpot_seconds: float = 0.05
+    concurrent: int = 1  # requests of this length at a time
+    gpu_hour_price: float = 2.5
+    memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
+    max_gpus: int = 128
+
+    def __post_init__(self) -> None:
+        for name in ("context_tokens", "output_tokens", "concurrent", "max_gpus"):
+            if getattr(self, name) < 1:
+                raise ConfigInvalid(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("ttft_seconds", "tpot_seconds", "gpu_hour_price"):
+            if not 0 < getattr(self, name) < inf:
+                raise ConfigInvalid(f"{name} is {getattr(self, name)}; it must be above 0")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigInvalid(f"memory_fraction is {self.memory_fraction}; it must lie in (0, 1]")
+
+    @property
+    def request_tokens(self) -> int:
+        return self.context_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Rating:
+    """How one grid serves a wish. Bytes are of one GPU, seconds of one request among `batch`."""
+
+    topology: Topology
+    ttft_seconds: float
+    tpot_seconds: float  # of a batch of `batch`
+    batch: int  # largest number of such requests that memory and the TPOT target allow; 0: not even one
+    weights_bytes: float
+    kv_bytes: float  # of `concurrent` requests
+    kv_room_bytes: float
+    kv_tokens: int  # that the whole replica holds
+    offload_bytes: float  # KV of all GPUs together that does not fit and would have to live in host memory
+    cost_per_million_input: float
+    cost_per_million_output: float
+    misses: tuple[str, ...]  # why it does not serve the wish
+
+    @property
+    def gpus(self) -> int:
+        return self.topology.ranks
+
+    @property
+    def fits(self) -> bool:
+        return not self.misses
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """GPUs that each resource alone asks for (paper A Fig. 2): a bound below which no grid can serve."""
+
+    context_tokens: int
+    compute: int  # causal FLOPs of the prompt at full peak within the TTFT
+    memory: int  # weights once, and KV
+    bandwidth: int  # reading weights and KV once within the TPOT
+    planned: int | None  # fewest GPUs of a grid that meets the wish; None: none does
+
+    @property
+    def binding(self) -> str:
+        """The resource that asks for most."""
+        amounts = {"compute": self.compute, "memory": self.memory, "bandwidth": self.bandwidth}
+        return max(amounts, key=lambda name: amounts[name])
+
+
+def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topology]:
+    """Tensor within a node, stages and lanes in powers of two, at most `max_gpus` GPUs."""
+    tensors = [
+        size
+        for size in (1, 2, 4, 8, 16)
+        if size <= hardware.devices_per_node
+        and model.query_heads % size == 0
+        and (model.kv_heads % size == 0 or size % model.kv_heads == 0)
+    ]
+    for tensor in tensors:
+        for stream in _powers(min(model.layers, max_gpus // tensor)):
+            for kv in _powers(max_gpus // (tensor * stream)):
+                yield Topology(tensor, stream, kv)
+
+
+def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) -> Rating:
+    """How `topology` serves `wish`."""
+    pace = _Pace(model, hardware, Topology(topology.tensor, topology.stream, topology.kv))
+    ranks_of_lane = topology.tensor * topology.stream
+    copies = max(1, topology.tensor // model.kv_heads)  # KV heads are repeated beyond their number
+    token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
+    weights = model.weights_bytes / ranks_of_lane
+    room = max(
+        0.0, wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
+    )
+    kv_tokens = int(room / token_bytes)
+    kv = wish.request_tokens * wish.concurrent * token_bytes
+    offload = max(0.0, kv - room) * topology.ranks
+
+    ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
+    batch = pace.largest_batch(wish.request_tokens, wish.tpot_seconds, kv_tokens // wish.request_tokens)
+    tpot = pace.decode_seconds(wish.request_tokens, max(batch, wish.concurrent))
+    price = wish.gpu_hour_price * topology.ranks / 3600
+    misses = []
+    if offload > 0:
+        misses.append("memory")
+    if ttft > wish.ttft_seconds:
+        misses.append("TTFT")
+    if (
+        batch < wish.concurrent
+        and pace.decode_seconds(wish.request_tokens, wish.concurrent) > wish.tpot_seconds
+    ):
+        misses.append("TPOT")
+    return Rating(
+        topology=topology,
+        ttft_seconds=ttft,
+        tpot_seconds=tpot,
+        batch=batch,
+        weights_bytes=weights,
+        kv_bytes=kv,
+        kv_room_bytes=room,
+        kv_tokens=kv_tokens,
+        offload_bytes=offload,
+        cost_per_million_input=price * ttft / wish.context_tokens * 1e6,
+        cost_per_million_output=price * tpot / max(batch, 1) * 1e6,
+        misses=tuple(misses),
+    )
+
+
+def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
+    """Every grid, the best first: those that serve the wish by GPUs and cost, then the others by what they miss.
+
+    Raises:
+        ConfigInvalid: no grid serves the wish; the text names the closest one and the mend.
+    """
+    ratings = sorted(
+        (rate(model, hardware, topology, wish) for topology in grids(model, hardware, wish.max_gpus)),
+        key=lambda rating: (len(rating.misses), rating.gpus, rating.cost_per_million_input),
+    )
+    if not ratings or not ratings[0].fits:
+        raise ConfigInvalid(_nothing_fits(model, hardware, wish, ratings))
+    return ratings
+
+
+def bounds(
+    model: ModelShape, hardware: Hardware, wish: Wish, contexts: Sequence[int], *, search: bool = True
+) -> list[Bounds]:
+    """GPUs that each resource, and the smallest grid, ask for over `contexts` (paper A Fig. 2)."""
+    usable = wish.memory_fraction * hardware.memory_bytes
+    rows = []
+    for context in contexts:
+        tokens = context + wish.output_tokens
+        kv_bytes = model.kv_bytes_per_token * tokens * wish.concurrent
+        planned = None
+        if search:
+            asked = replace(wish, context_tokens=context)
+            fitting = (
+                rate(model, hardware, grid, asked) for grid in _by_size(model, hardware, wish.max_gpus)
+            )
+            planned = next((rating.gpus for rating in fitting if rating.fits), None)
+        rows.append(
+            Bounds(
+                context_tokens=context,
+                compute=ceil(model.prefill_flops(context) / (wish.ttft_seconds * hardware.peak_flops)),
+                memory=ceil((model.weights_bytes + kv_bytes) / usable),
+                bandwidth=ceil(
+                    (model.weights_bytes + kv_bytes) / (wish.tpot_seconds * hardware.memory_bytes_per_second)
+                ),
+                planned=planned,
+            )
+        )
+    return rows
+
+
+def read_shape(config: Path) -> ModelShape:
+    """The shape that a Hugging Face `config.json` (or the folder that holds it) describes.
+
+    Raises:
+        ConfigInvalid: it cannot be read, or a field is missing.
+    """
+    path = config / "config.json" if config.is_dir() else config
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigInvalid(
+            f"model {config}: {error}; name a preset, a config.json or the folder that holds one"
+        ) from error
+
+    def field(name: str, default: int | None = None) -> int:
+        value = values.get(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigInvalid(f"{path}: {name} is {value!r}; it must be a positive whole number")
+        return value
+
+    heads = field("num_attention_heads")
+    hidden = field("hidden_size")
+    dtype = str(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
+    width = 4 if "32" in dtype else 2
+    return ModelShape(
+        name=path.parent.name or "model",
+        layers=field("num_hidden_layers"),
+        hidden=hidden,
+        query_heads=heads,
+        kv_heads=field("num_key_value_heads", heads),
+        head_dim=field("head_dim", hidden // heads),
+        intermediate=field("intermediate_size"),
+        vocab=field("vocab_size"),
+        dtype_bytes=width,
+        kv_dtype_bytes=width,
+        tied_embeddings=bool(values.get("tie_word_embeddings", False)),
+    )
+
+
+class _Pace:
+    """Prefill and decode times of one grid."""
+
+    def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology) -> None:
+        self._predictor = Predictor(profile_for(model, hardware, topology), topology)
+        self._topology = topology
+
+    def prefill_seconds(self, tokens: int, target_seconds: float) -> float:
+        """A lone prompt in the largest chunks that keep a step, over all stages, within the target.
+
+        Rates are taken at points that lie closer where the context is short, and summed by trapezoids.
+        """
+        points = tokens * np.linspace(0.0, 1.0, _GRID_POINTS) ** 2
+        seconds_per_token = np.array(
+            [self._seconds_per_token(int(point), target_seconds) for point in points]
+        )
+        stage = float(np.trapezoid(seconds_per_token, points))
+        drain = (self._topology.stream - 1) * self._step(tokens, self._chunk(tokens, target_seconds))
+        hops = self._predictor.latency_seconds([Work(0, 1)]) - self._topology.stream * self._step(0, 1)
+        return stage + drain + max(0.0, hops)
+
+    def decode_seconds(self, context: int, batch: int) -> float:
+        """TPOT of `batch` requests at `context`: one token each in flight, in as many groups as stages."""
+        stages, lanes = self._topology.stream, self._topology.kv
+        group = -(-batch // stages)
+        own = self._predictor.tally()
+        own.add_decodes(group * -(-context // lanes), group)
+        exchanged = group if lanes > 1 else 0
+        stage = self._predictor.coupled_tally_seconds([own], exchanged)
+        works = [Work(0, 1)] * group
+        hops = self._predictor.explain(works, whole=True).hops
+        return stages * stage + hops
+
+    def largest_batch(self, context: int, target_seconds: float, most: int) -> int:
+        """Requests up to `most` that decode together within the target."""
+        most = min(most, _LONGEST_BATCH)
+        if most < 1 or self.decode_seconds(context, 1) > target_seconds:
+            return 0
+        low, high = 1, most + 1  # fits at low, not (or not allowed) at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.decode_seconds(context, middle) <= target_seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _seconds_per_token(self, context: int, target_seconds: float) -> float:
+        chunk = self._chunk(context, target_seconds)
+        return self._step(context, chunk) / chunk
+
+    def _chunk(self, context: int, target_seconds: float) -> int:
+        """The largest chunk whose step stays within the target, end to end over the stages; at least 32."""
+        fitting = _CHUNKS[0]
+        for chunk in _CHUNKS[1:]:
+            if self._step(context, chunk) * self._topology.stream > target_seconds:
+                break
+            fitting = chunk
+        return fitting
+
+    def _step(self, context: int, chunk: int) -> float:
+        """One stage's time of a chunk; from `TOKENS_PER_LANE` on, the lanes that hold the KV work together."""
+        lanes = min(self._topology.kv, context // TOKENS_PER_LANE + 1)
+        shard = min(context, max(TOKENS_PER_LANE, -(-context // lanes)))
+        own = self._predictor.tally()
+        own.add(Work(shard, chunk))
+        return self._predictor.coupled_tally_seconds([own], chunk if lanes > 1 else 0)
+
+
+def _activation_bytes(model: ModelShape, topology: Topology) -> float:
+    """Of the largest chunk: hidden rows that tensor parallelism does not split, and the wide rows that it does."""
+    split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + 2 * model.intermediate
+    return _CHUNKS[-1] * (5 * model.hidden + split / topology.tensor) * model.dtype_bytes
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(max(0, most).bit_length())]
+
+
+@cache
+def _by_size(model: ModelShape, hardware: Hardware, max_gpus: int) -> tuple[Topology, ...]:
+    return tuple(
+        sorted(grids(model, hardware, max_gpus), key=lambda grid: (grid.ranks, grid.kv, grid.stream))
+    )
+
+
+def _nothing_fits(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> str:
+    asked = (
+        f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
+        f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"
+    )
+    if not ratings:
+        return f"{asked}: none can be built; allow more GPUs (--max-gpus)"
+    holding = [rating for rating in ratings if "memory" not in rating.misses]
+    if not holding:
+        most = max(ratings, key=lambda rating: rating.kv_tokens)
+        return (
+            f"{asked}: {wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {most.topology} holds "
+            f"{most.kv_tokens:,} and would have to offload {most.offload_bytes / 1e9:,.0f} GB to host memory; allow "
+            "more GPUs (--max-gpus), or shorten --context"
+        )
+    closest = min(
+        holding,
+        key=lambda rating: max(
+            rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
+        ),
+    )
+    mends = [f"--max-gpus above {wish.max_gpus}"]
+    if "TTFT" in closest.misses:
+        mends.append(f"--ttft {closest.ttft_seconds * 1.05:.3g}")
+    if "TPOT" in closest.misses:
+        mends.append(f"--tpot {closest.tpot_seconds * 1.05:.3g}")
+    return (
+        f"{asked}: the closest, {closest.topology}, misses {' and '.join(closest.misses)} with a TTFT of "
+        f"{closest.ttft_seconds:.3g} s and a TPOT of {1e3 * closest.tpot_seconds:.3g} ms; try {' or '.join(mends)}"
+    )

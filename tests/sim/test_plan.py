@@ -1,0 +1,149 @@
+"""`medha plan`: grids, their memory and times, what is said when nothing fits, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from medha.errors import ConfigInvalid
+from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B
+from medha.topology import Topology
+from medha_cli.main import main
+from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape
+
+WISH = Wish(context_tokens=1_000_000, ttft_seconds=30.0, tpot_seconds=0.02)
+
+
+def test_grids_divide_the_heads_and_stay_inside_a_node_and_the_number_of_gpus() -> None:
+    found = list(grids(LLAMA3_8B, H100, 16))
+    assert Topology(8, 2, 1) in found
+    assert all(grid.ranks <= 16 and grid.tensor <= 8 and grid.stream <= 32 for grid in found)
+    assert len(found) == len(set(found))
+    five_heads = replace(LLAMA3_8B, query_heads=20, kv_heads=5)
+    assert {grid.tensor for grid in grids(five_heads, H100, 8)} == {1}
+
+
+def test_weights_and_kv_of_a_gpu_are_counted_to_the_byte() -> None:
+    rating = rate(LLAMA3_8B, H100, Topology(8, 2, 2), WISH)
+    assert rating.weights_bytes == LLAMA3_8B.weights_bytes / 16
+    assert rating.kv_bytes == pytest.approx(1_000_512 * 131_072 / 32)
+    assert rating.offload_bytes == 0
+    assert rating.kv_tokens == pytest.approx(rating.kv_room_bytes * 32 / 131_072, abs=1)
+
+
+def test_kv_heads_are_repeated_where_tensor_parallelism_passes_their_number() -> None:
+    two_heads = replace(LLAMA3_8B, kv_heads=2)
+    four, eight = (rate(two_heads, H100, Topology(tensor, 1, 1), WISH).kv_bytes for tensor in (4, 8))
+    assert four == eight
+
+
+def test_more_stages_shorten_prefill_and_more_lanes_shorten_decode() -> None:
+    long = replace(WISH, context_tokens=4_000_000)
+    base, stages, lanes = (
+        rate(LLAMA3_8B, H100, grid, long)
+        for grid in (Topology(8, 4, 1), Topology(8, 8, 1), Topology(8, 4, 2))
+    )
+    assert stages.ttft_seconds < base.ttft_seconds
+    assert lanes.tpot_seconds < base.tpot_seconds
+
+
+def test_the_plan_is_the_smallest_grid_that_meets_everything() -> None:
+    ratings = plan(LLAMA3_8B, H100, WISH)
+    best = ratings[0]
+    assert best.fits
+    assert best.ttft_seconds <= WISH.ttft_seconds
+    assert best.tpot_seconds <= WISH.tpot_seconds
+    assert best.batch >= 1
+    assert all(best.gpus <= rating.gpus for rating in ratings if rating.fits)
+    # Theory asks for 9.3 GPUs at full peak (paper A Fig. 2); chunks of 20 ms reach no more than half of it.
+    assert 10 < best.gpus <= 64
+
+
+def test_a_batch_one_larger_would_pass_the_target_or_the_memory() -> None:
+    rating = rate(LLAMA3_8B, H100, Topology(8, 4, 1), replace(WISH, tpot_seconds=0.05))
+    more = rate(
+        LLAMA3_8B, H100, Topology(8, 4, 1), replace(WISH, tpot_seconds=0.05, concurrent=rating.batch + 1)
+    )
+    assert rating.batch >= 1
+    assert more.misses in (("TPOT",), ("memory",), ("memory", "TPOT"))
+
+
+def test_bounds_are_those_of_paper_a_figure_2() -> None:
+    one, two = bounds(LLAMA3_8B, H100, WISH, [1_000_000, 2_000_000], search=False)
+    assert (one.compute, two.compute) == (10, 37)  # the paper reads 10 and 40
+    assert one.binding == two.binding == "compute"
+    assert one.planned is None
+
+
+def test_kv_that_does_not_fit_names_what_would_have_to_be_offloaded() -> None:
+    with pytest.raises(ConfigInvalid, match=r"do not fit.*offload .* GB to host memory.*--max-gpus"):
+        plan(LLAMA3_70B, A100, replace(WISH, context_tokens=10_000_000, max_gpus=8))
+
+
+def test_targets_out_of_reach_name_the_closest_grid_and_the_flags_that_mend_it() -> None:
+    with pytest.raises(
+        ConfigInvalid, match=r"closest, TP\d+ x SPP\d+ x KVP\d+, misses TTFT .*--ttft \d"
+    ) as caught:
+        plan(LLAMA3_8B, H100, replace(WISH, ttft_seconds=1.0, tpot_seconds=0.1, max_gpus=16))
+    mended = float(str(caught.value).split("--ttft ")[1].split()[0])
+    assert plan(LLAMA3_8B, H100, replace(WISH, ttft_seconds=mended, tpot_seconds=0.1, max_gpus=16))[0].fits
+
+
+@pytest.mark.parametrize("name", ["context_tokens", "ttft_seconds", "memory_fraction", "max_gpus"])
+def test_a_wish_of_nothing_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigInvalid, match=name):
+        replace(WISH, **{name: 0})
+
+
+def test_a_config_json_gives_the_same_shape_as_the_preset(tmp_path: Path) -> None:
+    values = {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert replace(read_shape(tmp_path), name=LLAMA3_8B.name) == LLAMA3_8B
+    assert read_shape(tmp_path / "config.json") == read_shape(tmp_path)
+    del values["hidden_size"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigInvalid, match="hidden_size is None"):
+        read_shape(tmp_path)
+
+
+def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
+    runner = CliRunner()
+    arguments = ["plan", "--context", "128K", "--max-gpus", "8"]
+    table = runner.invoke(main, arguments)
+    assert table.exit_code == 0
+    assert "128,000 + 512 tokens" in table.output
+    assert "Bound by" in table.output
+    page = tmp_path / "plan.html"
+    shown = runner.invoke(main, [*arguments, "--json", "--plot", str(page)])
+    assert shown.exit_code == 0
+    report = json.loads(shown.output)
+    assert report["grids"][0]["fits"]
+    assert [row["context_tokens"] for row in report["by_context"]][3] == 128_000
+    html = page.read_text(encoding="utf-8")
+    assert "Plotly.newPlot" in html
+    assert 'src="http' not in html  # readable without a network
+
+
+def test_the_command_refuses_what_it_does_not_know() -> None:
+    runner = CliRunner()
+    for arguments, message in (
+        (["--context", "5X"], "write 131072, 128K, 1M"),
+        (["--model", "nope"], "neither a preset"),
+        (["--hardware", "abacus"], "choose one of"),
+        (["--context", "10M", "--ttft", "2", "--max-gpus", "8"], "no grid of up to 8 H100"),
+    ):
+        result = runner.invoke(main, ["plan", *arguments])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
