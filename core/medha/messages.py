@@ -309,6 +309,7 @@ class Step:
     state_hash: int | None = (
         None  # of the ledger once releases, grows and admits are applied; None: unchecked
     )
+    lanes: tuple[int, ...] = (0,)  # that run the entries in lock-step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
 
 
