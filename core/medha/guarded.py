@@ -1,100 +1,206 @@
 """The policy `guarded`: keep every deadline that can still be kept, and never leave the others behind.
 
-Requests are in two sets. The *kept* can all still be on time when they are served in the order of their deadlines;
-when an arrival (or a step that took longer than predicted) makes that impossible, the request with most remaining
-work among those whose removal helps is *given up* (J. M. Moore, 1968: with it gone the most others are on time). The
-given-up share a guaranteed part of the time of prefills, in the order in which each would end if it had that part
-alone, and everything that the kept leave.
+Every request has a *due* time, and the order is by due time. At first that is its deadline. All dues can be met when,
+for each, the work due until then fits before it. When an arrival (or a step that took longer than predicted) makes
+that impossible, the request with most remaining work among those whose removal helps is *given up*: its due moves
+from the deadline to a *promise*, the time at which it would end if those given up had a share of the server to
+themselves, in the order of being given up. A promise binds like a deadline, and is never given up.
 
-The state is explicit: the `given_up` column, which belongs to the engine's table and moves with its rows, and the
-account in `Guarded`. See docs/scheduling.md for what is promised, and the proofs.
+With the largest gone the most others are on time (J. M. Moore, Management Science 15, 1968). docs/scheduling.md says
+what is promised to whom, with proofs and measured figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
-from medha.policy import Bools, Columns, Floats, Ints, urgent_first
+from medha.policy import Bools, Columns, Floats, Ints
+
+_EPSILON_SECONDS = 1e-6
+"""Differences of absolute times and sums of work are not exact."""
+_SINGLE_ROUNDS = 8
+_RETURNS = 4
+_BATCH = 64
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedSettings:
     given_up_share: float = 0.1
-    """Part of the time of prefills that the given-up get while there are any."""
+    """Part of the server that bounds how long those given up wait: promised is (work ahead + own work) / share."""
     grace_seconds: float = 0.5
-    """Longest step: while nobody is given up, being late by less is the work of steps and no overload."""
+    """Longest step. While nobody is given up, being late by less comes of steps and is no overload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """When each request is due: the whole state of the policy, in arrays that `Guarded.order` brings up to date.
+
+    They belong to the owner of the rows, who sets `due` to the deadline and `promise` to infinity when a row comes,
+    and keeps `by_due` sorted when rows come and go.
+    """
+
+    due: Floats
+    """Absolute: the deadline, or the promise of one given up."""
+    promise: Floats
+    """Absolute; infinite for a request that has never been given up."""
+    by_due: Ints
+    """All rows, by due."""
 
 
 class Guarded:
-    """Which requests are kept, and the account of those given up."""
+    """The order of prefills under `guarded`. Deterministic: what it decides follows from its arguments alone."""
 
     def __init__(self, settings: GuardedSettings) -> None:
         self.settings = settings
-        self.owed_seconds = 0.0
-        """What the given-up are still to get of their share; the next step is theirs if it is positive."""
-        self._both = False
 
-    def order(self, columns: Columns, given_up: Bools, by_deadline: Ints, now: float) -> Iterator[int]:
-        """Rows, most urgent first, lazily; `given_up` (one flag per row, new rows False) is brought up to date.
+    def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
+        """Rows, most urgent first, after `plan` was brought up to date."""
+        if not len(plan.by_due):
+            return iter(())
+        view = self._feasible(columns, plan, now)
+        first = self._cheap(view)
+        rows = plan.by_due.copy()  # the caller may move rows before it has read on
+        return _lazily(rows) if first is None else _lazily(rows, first)
 
-        `by_deadline` is the order of all rows by (deadline, tie).
-        """
-        self._choose(columns, given_up, by_deadline, now)
-        kept = by_deadline[~given_up[by_deadline]]
-        rest = np.flatnonzero(given_up)
-        self._both = len(kept) > 0 and len(rest) > 0
-        if not len(rest):
-            self.owed_seconds = 0.0
-            return iter(kept.tolist())
-        late = self._given_up_first(columns, rest)
-        if self.owed_seconds > 0 or not len(kept):
-            return chain((next(late),), iter(kept.tolist()), late)
-        return chain(iter(kept.tolist()), late)
-
-    def charge(self, kept_seconds: float, given_up_seconds: float) -> None:
-        """Account for a launched step: what it spends on prefills of either set.
-
-        Time in which only one set has work is nobody's debt.
-        """
-        if self._both:
-            share = self.settings.given_up_share
-            self.owed_seconds += share * kept_seconds - (1 - share) * given_up_seconds
-
-    def _given_up_first(self, columns: Columns, rows: Ints) -> Iterator[int]:
-        """The given-up by a + w / share: when each would end if it had the share alone from its arrival.
-
-        Only those that arrived before another's such time can be before it, so none waits for ever.
-        """
-        share = max(self.settings.given_up_share, 0.01)
-        ends = columns.arrival[rows] + columns.work_seconds[rows] / share
-        return (int(rows[place]) for place in urgent_first(ends, columns.tie[rows]))
-
-    def _choose(self, columns: Columns, given_up: Bools, by_deadline: Ints, now: float) -> None:
-        """Give up until the kept are feasible again, then take back whom there is room for."""
-        deadline = columns.deadline[by_deadline] - now
-        remaining = columns.remaining_seconds[by_deadline]
-        gone = given_up[by_deadline]
-        grace = 0.0 if gone.any() else self.settings.grace_seconds
-        hopeless = remaining > deadline + grace
-        gone |= hopeless
+    def _feasible(self, columns: Columns, plan: Plan, now: float) -> _View:
+        """Give up until every due can be met, then take back whom there is room for."""
+        rounds = 0
         while True:
-            room = self._room(deadline, remaining, gone) + grace
-            bad = np.flatnonzero(room < 0)
-            if not len(bad):
+            view = _View.of(columns, plan, now, self.settings.grace_seconds)
+            if view.lowest_room >= -_EPSILON_SECONDS:
                 break
-            grace = 0.0
-            prefix = np.where(gone[: bad[0] + 1], -1.0, remaining[: bad[0] + 1])
-            gone[int(np.argmax(prefix))] = True
-        given_up[by_deadline] = gone
+            if self._renew(plan, view, now):
+                continue
+            victims = self._victims(view, worst=rounds >= _SINGLE_ROUNDS)
+            if not len(victims):
+                break
+            self._give_up(columns, plan, victims, now)
+            rounds += 1
+        if view.any_late:
+            for _ in range(_RETURNS):
+                if not self._take_back(columns, plan, view, now):
+                    break
+                view = _View.of(columns, plan, now, self.settings.grace_seconds)
+        return view
 
-    def _room(self, deadline: Floats, remaining: Floats, gone: Bools) -> Floats:
-        """Seconds by which each kept row may be delayed; infinite for a given-up one."""
-        share = self.settings.given_up_share
-        rest = float(remaining[gone].sum())
-        done = np.cumsum(np.where(gone, 0.0, remaining))
-        allowed = np.maximum((1 - share) * deadline, deadline - rest)
-        return np.where(gone, np.inf, allowed - done)
+    def _victims(self, view: _View, *, worst: bool) -> Ints:
+        """Places (in the order of dues) of those to give up next; none if that would help nobody."""
+        kept = ~view.late
+        hopeless = np.flatnonzero(kept & (view.remaining > view.due + view.grace + _EPSILON_SECONDS))
+        if len(hopeless):
+            return hopeless[np.argsort(view.remaining[hopeless], kind="stable")]
+        # A promise does not drive out requests that are small against its own work while half its margin is left.
+        largest = np.maximum.accumulate(np.where(kept, view.remaining, 0.0))
+        small = (largest < self.settings.given_up_share * view.remaining) & (
+            view.room + view.remaining >= -_EPSILON_SECONDS
+        )
+        bad = (view.room < -_EPSILON_SECONDS) & ~(view.late & ((largest <= 0.0) | small))
+        points = np.flatnonzero(bad)
+        if not len(points):
+            return points
+        point = int(points[np.argmin(view.room[points])]) if worst else int(points[0])
+        before = np.flatnonzero(kept[: point + 1])
+        before = before[np.argsort(-view.remaining[before], kind="stable")]
+        saved = np.cumsum(view.remaining[before])
+        count = int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1
+        return before[:count] if worst else before[:1]
+
+    def _give_up(self, columns: Columns, plan: Plan, places: Ints, now: float) -> None:
+        """Move the dues of these to their promises. A promise once given stays, even if it was taken back since.
+
+        One whom the share alone would finish in time is promised to be hardly late: others have to go.
+        """
+        rows = plan.by_due[places]
+        promised = np.isfinite(plan.promise)
+        fresh = rows[~promised[rows]]
+        ahead = float(columns.remaining_seconds[promised].sum()) + np.cumsum(columns.remaining_seconds[fresh])
+        plan.promise[fresh] = np.maximum(
+            now + ahead / self.settings.given_up_share, np.nextafter(columns.deadline[fresh], np.inf)
+        )
+        self._move(plan, places, plan.promise[rows])
+
+    def _renew(self, plan: Plan, view: _View, now: float) -> bool:
+        """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
+        alone = np.cumsum(np.where(view.late, view.remaining, 0.0))
+        broken = np.flatnonzero(view.late & (alone > view.due + _EPSILON_SECONDS))
+        if not len(broken):
+            return False
+        plan.promise[plan.by_due[broken]] = now + alone[broken] / self.settings.given_up_share
+        self._move(plan, broken, plan.promise[plan.by_due[broken]])
+        return True
+
+    def _take_back(self, columns: Columns, plan: Plan, view: _View, now: float) -> bool:
+        """Give the smallest of those given up its deadline again, if everybody else's due can still be met."""
+        late = np.flatnonzero(view.late)
+        rows = plan.by_due[late]
+        possible = columns.deadline[rows] - now >= view.remaining[late]
+        late, rows = late[possible], rows[possible]
+        for index in np.argsort(view.remaining[late], kind="stable")[:_RETURNS].tolist():
+            place, deadline = int(late[index]), float(columns.deadline[rows[index]]) - now
+            work = float(view.remaining[place])
+            to = int(np.searchsorted(view.due, deadline, side="right"))
+            ahead = float(view.done[to - 1]) if to else 0.0
+            if ahead + work <= deadline and np.all(view.room[to:place] >= work):
+                self._move(plan, np.array([place]), columns.deadline[rows[index : index + 1]])
+                return True
+        return False
+
+    @staticmethod
+    def _move(plan: Plan, places: Ints, dues: Floats) -> None:
+        """Set other dues at these places of the order, and sort them in."""
+        rows = plan.by_due[places]
+        plan.due[rows] = dues
+        others = np.delete(plan.by_due, places)
+        rows = rows[np.argsort(dues, kind="stable")]
+        plan.by_due[:] = np.insert(
+            others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
+        )
+
+    def _cheap(self, view: _View) -> int | None:
+        """The place of a given-up request that costs the others next to nothing if it goes first."""
+        if not view.any_late:
+            return None
+        before = np.minimum.accumulate(np.concatenate(([np.inf], view.room[:-1])))
+        work = np.where(
+            view.late & (view.remaining <= self.settings.given_up_share * before), view.remaining, np.inf
+        )
+        place = int(np.argmin(work))
+        return place if work[place] < np.inf else None
+
+
+def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
+    """Rows one by one, that at place `first` before all others."""
+    if first is not None:
+        yield int(rows[first])
+        rows = np.delete(rows, first)
+    for start in range(0, len(rows), _BATCH):
+        yield from rows[start : start + _BATCH].tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Columns in the order of dues, times counted from now."""
+
+    due: Floats
+    remaining: Floats
+    late: Bools  # given up
+    any_late: bool
+    grace: float
+    done: Floats  # when each would end in this order
+    room: Floats  # by how much each may be delayed
+    lowest_room: float
+
+    @staticmethod
+    def of(columns: Columns, plan: Plan, now: float, grace_seconds: float) -> _View:
+        due = plan.due[plan.by_due] - now
+        remaining = columns.remaining_seconds[plan.by_due]
+        late = (plan.due > columns.deadline)[plan.by_due]
+        any_late = bool(late.any())
+        grace = 0.0 if any_late else grace_seconds
+        done = np.cumsum(remaining)
+        # A promise keeps its own work once more as a margin, which only small requests may use.
+        room = due - done + (-remaining * late if any_late else grace)
+        return _View(due, remaining, late, any_late, grace, done, room, float(room.min()))
