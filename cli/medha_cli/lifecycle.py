@@ -231,4 +231,9 @@ def _how(event: Exited) -> str:
             how = f"was killed by signal {-event.status}"
     else:
         how = f"exited with status {event.status}"
+    if event.status == -signal.SIGILL:
+        how += (
+            " (an instruction that this CPU announces but lacks, as some virtual machines do with AMX: set "
+            "model.dtype to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment)"
+        )
     return f"{event.part} {how}" + (f"; its last line: {event.last_line}" if event.last_line else "")

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 
 import yaml
 
 from medha.api import KIND, MedhaReplica, parse_replica
 from medha.errors import ConfigInvalid
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe, and refuses a key given twice, of which YAML parsers would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        seen = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                problem = f"{key.value!r} is given twice in one mapping; keep one"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def read_manifest(path: Path) -> MedhaReplica:
@@ -22,7 +36,7 @@ def read_manifest(path: Path) -> MedhaReplica:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
     try:
-        documents = [document for document in yaml.safe_load_all(text) if document is not None]
+        documents = [document for document in yaml.load_all(text, _StrictLoader) if document is not None]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""

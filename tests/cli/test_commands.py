@@ -57,6 +57,7 @@ def manifest(tmp_path: Path) -> Path:
         ("a: \x07\n", "is not YAML"),
         ("!!python/object:os.system {}\n", "is not YAML"),
         ("d: 2026-99-99\n", "is not YAML"),
+        (TEXT + "  lifecycle: {}\n  lifecycle: {}\n", "'lifecycle' is given twice in one mapping; keep one"),
         ("- 1\n", "expected one MedhaReplica mapping, found list"),
         (TEXT.replace("v1alpha1", "v9"), "apiVersion"),
         (TEXT.replace("MedhaReplica", "Deployment"), "kind"),

@@ -95,6 +95,12 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
     assert state.failure == "rank 0 was killed by SIGKILL"
 
 
+def test_an_illegal_instruction_comes_with_its_mend() -> None:
+    state, _ = run(*SERVING, (2.0, Exited("rank 0", -signal.SIGILL)))
+    assert "rank 0 was killed by SIGILL" in state.failure
+    assert "ONEDNN_MAX_CPU_ISA" in state.failure
+
+
 def test_parts_that_ignore_a_failure_are_killed_after_the_grace() -> None:
     failed = [*SERVING, (2.0, Exited("rank 0", -9))]
     assert run(*failed, (2.0 + FAILED_GRACE_SECONDS - 0.01, TimePassed()))[1] == []
