@@ -91,7 +91,7 @@ class BlockLedger:
 
     def runs(self, sequence: str, start: int = 0, stop: int | None = None) -> list[Run]:
         """Blocks `start .. stop` (exclusive) of a sequence's table, as runs in table order."""
-        return _cut(self._tables[sequence], start, self._table_blocks[sequence] if stop is None else stop)
+        return cut_runs(self._tables[sequence], start, self._table_blocks[sequence] if stop is None else stop)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size_tokens)
@@ -120,7 +120,7 @@ class BlockLedger:
         self._share(cached)
         runs: list[Run] = []
         for run in cached:
-            _append(runs, run)
+            append_run(runs, run)
         self._extend(sequence, runs, shared, wanted, after=_end(runs))
         return True
 
@@ -229,7 +229,7 @@ class BlockLedger:
         """Let a sequence have the table `runs` (`held` blocks), then `wanted` free ones, best those from `after` on."""
         for first, length in self._free_runs.take(wanted, after):
             self._holders[first : first + length] = 1
-            _append(runs, (first, length))
+            append_run(runs, (first, length))
         self._tables[sequence] = runs
         self._table_blocks[sequence] = held + wanted
 
@@ -305,7 +305,7 @@ class _FreeRuns:
         return length
 
 
-def _append(runs: list[Run], run: Run) -> None:
+def append_run(runs: list[Run], run: Run) -> None:
     """Append a run; where it continues the last one, as part of that."""
     if runs and _end(runs) == run[0]:
         runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
@@ -318,7 +318,7 @@ def _end(runs: Sequence[Run]) -> int | None:
     return runs[-1][0] + runs[-1][1] if runs else None
 
 
-def _cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Blocks `start .. stop` (exclusive) of the blocks that `runs` list."""
     found: list[Run] = []
     position = 0

@@ -127,6 +127,23 @@ class ShardMap:
             lanes[segment.lane] = None
         return tuple(lanes)
 
+    def cut(
+        self, shared_tokens: int, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int
+    ) -> ShardMap | None:
+        """A map of `tokens` positions that begins as this one does for `shared_tokens`; None if room is short.
+
+        `free_by_lane` (tokens) includes what the shared positions take.
+        """
+        segments = [Segment(p.lane, p.start, p.stop) for p in self.pieces(0, max(shared_tokens, 1))]
+        rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+        for segment in segments:
+            rooms[segment.lane] -= _up_to_blocks(segment.stop - segment.start, block_size_tokens)
+        if min(rooms.values()) < 0:
+            return None
+        if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
+            return None
+        return ShardMap(tuple(segments))
+
     def grown(self, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int) -> ShardMap | None:
         """This map with places for `tokens` positions, or None if the free KV (tokens) of the lanes is short.
 

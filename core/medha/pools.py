@@ -1,0 +1,466 @@
+"""The KV of all lanes of a replica, and how its ranks come to the same tables.
+
+`KvPools` is the controller's: it places requests on lanes, shares what is cached, evicts what nobody uses, and names
+each change in the numbers that `Admit`, `Grow`, `Publish` and a release carry. `LaneReplica` is a rank's: it applies
+those numbers to the ledger of its own lane. It needs no token ids, no hashes and no rule of eviction, so the two
+cannot come to different conclusions; `state_hash` of the ledgers shows whether they did.
+
+What keeps a cached block correct:
+
+* it is published only once its KV was computed (`Done`), whole, by a sequence whose entry did not fail;
+* it stays locked while a sequence that shares or published it runs, and so is never evicted under a reader;
+* at least the last token of a prompt is computed again, because it is what the first output is drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from medha.blocks import BlockCopy, BlockLedger, Run
+from medha.messages import Admit, BlockRun, Grow, Publish
+from medha.prefix import Match, PrefixCache, hash_count, hash_range
+from medha.shards import Segment, ShardMap, place
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """KV that a request has been given: what its `Admit` says of it."""
+
+    shards: ShardMap
+    cached_tokens: int = 0
+    segments: tuple[Segment, ...] = ()
+    cached: tuple[BlockRun, ...] = ()
+    evicts: tuple[BlockRun, ...] = ()
+
+
+@dataclass(slots=True)
+class _Lane:
+    ledger: BlockLedger
+    cache: PrefixCache = field(default_factory=PrefixCache)
+    publishes: list[Publish] = field(default_factory=list)
+    releases: list[str] = field(default_factory=list)
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that a request can get: free ones, and remembered ones that nobody locks."""
+        return self.ledger.free_blocks + self.cache.evictable_blocks
+
+    def make_free(self, blocks: int) -> list[Run]:
+        """Evict what is missing to `blocks` free ones."""
+        missing = blocks - self.ledger.free_blocks
+        if missing <= 0:
+            return []
+        evicted = self.cache.evict(missing)
+        self.ledger.evict(evicted)
+        return evicted
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a sequence holds."""
+
+    shards: ShardMap
+    prompt_tokens: int
+    chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
+    unpublished: int  # whole prompt blocks that are not computed, or not published, yet
+
+
+class KvPools:
+    """Reservations, shard maps and prefix caches of `lanes` lanes with `kv_blocks` blocks each."""
+
+    def __init__(
+        self,
+        *,
+        lanes: int,
+        kv_blocks: int,
+        block_size_tokens: int,
+        tokens_per_lane: int,
+        prefix_caching: bool = True,
+    ) -> None:
+        self.block_size_tokens = block_size_tokens
+        self._lane_tokens = kv_blocks * block_size_tokens
+        self._tokens_per_lane = tokens_per_lane
+        self._prefix_caching = prefix_caching
+        self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
+        self._held: dict[str, _Held] = {}
+        self.queried_tokens = 0
+        """Prompt tokens of admitted requests."""
+        self.hit_tokens = 0
+        """Those of them whose KV was cached."""
+
+    # --- what is there --------------------------------------------------------------------------------
+
+    def __contains__(self, sequence: str) -> bool:
+        return sequence in self._held
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that can be reserved on all lanes together; what is only cached counts as free."""
+        return sum(self.free_tokens_on(lane) for lane in range(len(self._lanes)))
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that sequences hold, on all lanes together."""
+        return sum(lane.ledger.held_blocks for lane in self._lanes)
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that are kept for their content alone."""
+        return sum(lane.ledger.remembered_blocks for lane in self._lanes)
+
+    def ledger(self, lane: int = 0) -> BlockLedger:
+        return self._lanes[lane].ledger
+
+    def free_tokens_on(self, lane: int) -> int:
+        return self._lanes[lane].available_blocks * self.block_size_tokens
+
+    def shards(self, sequence: str) -> ShardMap:
+        return self._held[sequence].shards
+
+    def reserved_tokens(self, sequence: str) -> int:
+        """Positions that the sequence's KV can hold; the rest of its last block counts."""
+        shards = self._held[sequence].shards
+        return -(-shards.tokens // self.block_size_tokens) * self.block_size_tokens
+
+    # --- operations -----------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        sequence: str,
+        prompt_tokens: int,
+        reserved_tokens: int,
+        *,
+        block_hashes: str = "",
+        pending_seconds: Sequence[float] | None = None,
+        remaining_seconds: Callable[[int], float] | None = None,
+    ) -> Placed | None:
+        """Give a request the KV of `reserved_tokens` tokens on all of its lanes, or change nothing and return None.
+
+        A short request goes where its first token is expected soonest: the lane with the least prefill ahead
+        (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`.
+        """
+        assert sequence not in self._held, f"{sequence} already holds KV"
+        if any(sequence in lane.releases for lane in self._lanes):
+            return None  # ranks have still to release the earlier sequence of this name
+        whole_blocks = prompt_tokens // self.block_size_tokens
+        usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
+        hashes = block_hashes if usable else ""
+        for shards in self._maps(prompt_tokens, reserved_tokens, hashes, pending_seconds, remaining_seconds):
+            chains = self._chains(shards, prompt_tokens, hashes)
+            matches = self._matches(prompt_tokens, chains)
+            if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
+                return self._take(sequence, shards, prompt_tokens, chains, matches)
+        return None
+
+    def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
+        """Let `child` share the first `shared_tokens` tokens of a parent of the same prompt; None if room is short."""
+        assert child not in self._held, f"{child} already holds KV"
+        held = self._held[parent]
+        free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
+        shared = held.shards.local_lengths(shared_tokens)
+        size = self.block_size_tokens
+        for lane, tokens in shared.items():  # whole blocks cost nothing again
+            free[lane] += tokens // size * size
+        shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
+        if shards is None:
+            return None
+        evicts: list[BlockRun] = []
+        for lane in shards.lanes:
+            here, tokens = self._lanes[lane], shards.tokens_on(lane)
+            blocks = here.ledger.blocks_for(tokens) - shared.get(lane, 0) // size
+            evicts += _named(here.make_free(blocks), lane)
+            _fork_on(here.ledger, parent, child, shared.get(lane, 0), tokens)
+            chain = held.chains.get(lane, "")
+            here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
+        unpublished = sum(map(hash_count, held.chains.values()))
+        self._held[child] = _Held(shards, held.prompt_tokens, held.chains, unpublished)
+        return Placed(shards, 0, self._segments(shards), (), tuple(evicts))
+
+    def grow(self, sequence: str, tokens: int) -> Grow | None:
+        """Let a reservation reach `tokens` tokens, or change nothing and return None."""
+        held = self._held[sequence]
+        free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
+        shards = held.shards.grown(tokens, free, block_size_tokens=self.block_size_tokens)
+        if shards is None:
+            return None
+        evicts: list[BlockRun] = []
+        for lane in shards.lanes:
+            here, wanted = self._lanes[lane], shards.tokens_on(lane)
+            if sequence not in here.ledger:
+                evicts += _named(here.make_free(here.ledger.blocks_for(wanted)), lane)
+                reserved = here.ledger.reserve(sequence, wanted)
+                here.cache.lock(sequence, "", 0)
+            else:
+                more = here.ledger.blocks_for(wanted - here.ledger.reserved_tokens(sequence))
+                evicts += _named(here.make_free(more), lane)
+                reserved = here.ledger.grow(sequence, wanted)
+            assert reserved
+        changed = _changed(held.shards.segments, shards.segments) if len(self._lanes) > 1 else ()
+        held.shards = shards
+        return Grow(sequence, tokens, changed, tuple(evicts))
+
+    def computed(self, sequence: str, tokens: int) -> None:
+        """The KV of the first `tokens` tokens is there and good: whole blocks of the prompt may be shared."""
+        held = self._held[sequence]
+        if not held.unpublished:
+            return
+        size, left = self.block_size_tokens, 0
+        for piece in held.shards.pieces(0, held.prompt_tokens):
+            chain = held.chains.get(piece.lane, "")
+            stop = max(0, min(piece.stop, tokens) - piece.start) // size
+            left += hash_count(chain) - stop
+            if stop:
+                self._publish(sequence, piece.lane, chain, stop)
+        held.unpublished = left
+
+    def release(self, sequence: str) -> None:
+        """The sequence has ended and no step in flight has it: what only it held is free, or stays cached."""
+        for lane in self._held.pop(sequence).shards.lanes:
+            here = self._lanes[lane]
+            here.ledger.release(sequence)
+            here.cache.unlock(sequence)
+            here.releases.append(sequence)
+
+    # --- what the ranks are told ----------------------------------------------------------------------
+
+    def take_publishes(self, lanes: Iterable[int] = (0,)) -> tuple[Publish, ...]:
+        """What the ranks of these lanes have to remember before they apply anything else."""
+        publishes: list[Publish] = []
+        for lane in lanes:
+            publishes += self._lanes[lane].publishes
+            self._lanes[lane].publishes = []
+        return tuple(publishes)
+
+    def take_releases(self, lanes: Iterable[int] = (0,)) -> tuple[str, ...]:
+        """Sequences that the ranks of these lanes have to release, in order."""
+        releases: dict[str, None] = {}
+        for lane in lanes:
+            releases |= dict.fromkeys(self._lanes[lane].releases)
+            self._lanes[lane].releases = []
+        return tuple(releases)
+
+    def has_news(self, lane: int) -> bool:
+        """Whether the ranks of a lane have something to publish or to release."""
+        return bool(self._lanes[lane].publishes or self._lanes[lane].releases)
+
+    def state_hash(self, lane: int = 0) -> int:
+        return self._lanes[lane].ledger.state_hash()
+
+    # --- placing --------------------------------------------------------------------------------------
+
+    def _maps(
+        self,
+        prompt_tokens: int,
+        reserved_tokens: int,
+        hashes: str,
+        pending_seconds: Sequence[float] | None,
+        remaining_seconds: Callable[[int], float] | None,
+    ) -> Iterable[ShardMap]:
+        """Maps to be tried in this order: the one that finds most in the caches, and one that counts on none."""
+        if len(self._lanes) == 1:
+            if reserved_tokens <= self._lane_tokens:
+                yield ShardMap((Segment(0, 0, reserved_tokens),))
+            return
+        free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
+        seconds = list(pending_seconds or [0.0] * len(free))
+        preferred: list[int] = []
+        if hashes:
+            preferred, rooms, cached = self._cached_lanes(prompt_tokens, hashes, free)
+            if remaining_seconds is not None:
+                seconds = [
+                    ahead + remaining_seconds(tokens) for ahead, tokens in zip(seconds, cached, strict=True)
+                ]
+            shards = self._place(prompt_tokens, reserved_tokens, rooms, seconds, preferred)
+            if shards is not None:
+                yield shards
+        shards = self._place(prompt_tokens, reserved_tokens, free, seconds, ())
+        if shards is not None:
+            yield shards
+
+    def _place(
+        self,
+        prompt: int,
+        reserved: int,
+        free: Sequence[int],
+        seconds: Sequence[float],
+        preferred: Sequence[int],
+    ) -> ShardMap | None:
+        return place(
+            prompt,
+            reserved,
+            free,
+            block_size_tokens=self.block_size_tokens,
+            tokens_per_lane=self._tokens_per_lane,
+            lane_tokens=self._lane_tokens,
+            pending_seconds=seconds,
+            preferred=preferred,
+        )
+
+    def _cached_lanes(
+        self, prompt_tokens: int, hashes: str, free: list[int]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Lanes that hold the shards of a long prompt, in order; room and cached tokens of each lane."""
+        size = self.block_size_tokens
+        cap = max(self._tokens_per_lane // size, 1)
+        is_long = prompt_tokens > cap * size
+        rooms, cached, preferred = list(free), [0] * len(free), []
+        for shard in range(0, hash_count(hashes), cap):
+            chain = hash_range(hashes, shard, shard + cap)
+            found = [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
+            for lane, match in enumerate(found):
+                if lane not in preferred and match.blocks > 0:
+                    rooms[lane] = free[lane] + (match.blocks - match.unlocked) * size
+                    cached[lane] = min(match.blocks * size, prompt_tokens - 1)
+            best = max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
+            if not is_long or found[best].blocks == 0 or best in preferred:
+                break
+            preferred.append(best)
+        return preferred, rooms, cached
+
+    def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
+        """The hashes of each lane's part of the prompt; a lane holds one run of it."""
+        if not hashes:
+            return {}
+        if len(shards.lanes) == 1:
+            return {shards.owner: hashes}
+        size = self.block_size_tokens
+        return {
+            piece.lane: hash_range(hashes, piece.start // size, piece.stop // size)
+            for piece in shards.pieces(0, prompt_tokens)
+        }
+
+    def _matches(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
+        """What is cached of the prompt on each of its lanes, without a gap, and never its last token."""
+        matches: dict[int, Match] = {}
+        usable = (prompt_tokens - 1) // self.block_size_tokens
+        for lane, chain in chains.items():
+            stop = min(usable, hash_count(chain))
+            matches[lane] = self._lanes[lane].cache.match(chain, stop)
+            usable -= stop
+            if matches[lane].blocks < hash_count(chain):
+                break
+        return matches
+
+    def _fits(self, shards: ShardMap, lane: int, match: Match | None) -> bool:
+        here = self._lanes[lane]
+        wanted = here.ledger.blocks_for(shards.tokens_on(lane))
+        if match is None:
+            return wanted <= here.available_blocks
+        return wanted - match.blocks <= here.available_blocks - match.unlocked
+
+    def _take(
+        self,
+        sequence: str,
+        shards: ShardMap,
+        prompt_tokens: int,
+        chains: dict[int, str],
+        matches: dict[int, Match],
+    ) -> Placed:
+        cached: list[BlockRun] = []
+        evicts: list[BlockRun] = []
+        cached_blocks = 0
+        for lane in shards.lanes:
+            here, tokens, match = self._lanes[lane], shards.tokens_on(lane), matches.get(lane)
+            blocks, runs = (match.blocks, match.runs) if match else (0, ())
+            here.cache.lock(sequence, chains.get(lane, ""), blocks)  # before anything is evicted
+            evicts += _named(here.make_free(here.ledger.blocks_for(tokens) - blocks), lane)
+            reserved = here.ledger.reserve(sequence, tokens, runs)
+            assert reserved
+            cached += _named(runs, lane)
+            cached_blocks += blocks
+        cached_tokens = cached_blocks * self.block_size_tokens
+        unpublished = sum(map(hash_count, chains.values()))
+        self._held[sequence] = _Held(shards, prompt_tokens, chains, unpublished)
+        self.queried_tokens += prompt_tokens if self._prefix_caching else 0
+        self.hit_tokens += cached_tokens
+        return Placed(shards, cached_tokens, self._segments(shards), tuple(cached), tuple(evicts))
+
+    def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
+        here = self._lanes[lane]
+        new = here.cache.publish(sequence, chain, stop, here.ledger.runs(sequence, 0, stop))
+        if new:
+            here.ledger.remember(sequence, stop - new, new)
+            here.publishes.append(Publish(sequence, stop - new, new, lane))
+
+    def _segments(self, shards: ShardMap) -> tuple[Segment, ...]:
+        """What a message says of a map; nothing where there is only one lane."""
+        return shards.segments if len(self._lanes) > 1 else ()
+
+
+class LaneReplica:
+    """A rank's ledger of its lane, which replays what `KvPools` decided.
+
+    Each call applies one part of a `Step`, in the order that it names: publishes, releases, grows, admits.
+    """
+
+    def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
+        self.ledger = ledger
+        self.lane = lane
+        self._shards: dict[str, ShardMap] = {}
+
+    def shards(self, sequence: str) -> ShardMap:
+        return self._shards[sequence]
+
+    def publish(self, publishes: Iterable[Publish]) -> None:
+        for publish in publishes:
+            if publish.lane == self.lane:
+                self.ledger.remember(publish.id, publish.start, publish.count)
+
+    def release(self, sequence: str) -> None:
+        """Sequences that hold nothing on this lane are ignored."""
+        if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
+            self.ledger.release(sequence)
+
+    def grow(self, grow: Grow) -> bool:
+        """False if no KV is left, which means that the ledgers have parted."""
+        self._evict(grow.evicts)
+        shards = self._shards[grow.id]
+        if grow.segments:
+            kept = [segment for segment in shards.segments if segment.start < grow.segments[0].start]
+            shards = ShardMap((*kept, *grow.segments), shards.version + 1)
+        elif grow.reserved_tokens > shards.tokens:
+            shards = ShardMap((Segment(shards.owner, 0, grow.reserved_tokens),), shards.version + 1)
+        self._shards[grow.id] = shards
+        tokens = shards.tokens_on(self.lane)
+        if grow.id in self.ledger:
+            return self.ledger.grow(grow.id, tokens)
+        return tokens == 0 or self.ledger.reserve(grow.id, tokens)
+
+    def admit(self, admit: Admit) -> list[BlockCopy] | None:
+        """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
+        self._evict(admit.evicts)
+        shards = ShardMap(admit.segments or (Segment(0, 0, admit.reserved_tokens),))
+        self._shards[admit.id] = shards
+        tokens = shards.tokens_on(self.lane)
+        if tokens == 0:
+            return []
+        if admit.fork_of is not None:
+            shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
+            return _fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
+        cached = [(run.first, run.count) for run in admit.cached if run.lane == self.lane]
+        return [] if self.ledger.reserve(admit.id, tokens, cached) else None
+
+    def _evict(self, runs: Iterable[BlockRun]) -> None:
+        self.ledger.evict((run.first, run.count) for run in runs if run.lane == self.lane)
+
+
+def _fork_on(
+    ledger: BlockLedger, parent: str, child: str, shared_tokens: int, tokens: int
+) -> list[BlockCopy] | None:
+    """Fork on one lane, where the parent may hold nothing that is shared."""
+    if shared_tokens == 0:
+        return [] if ledger.reserve(child, tokens) else None
+    return ledger.fork(parent, child, shared_tokens, tokens)
+
+
+def _named(runs: Iterable[Run], lane: int) -> list[BlockRun]:
+    return [BlockRun(first, count, lane) for first, count in runs]
+
+
+def _changed(before: Sequence[Segment], after: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The segments of `after` from the first one on that `before` has not."""
+    same = 0
+    while same < len(before) and before[same] == after[same]:
+        same += 1
+    return tuple(after[same:])

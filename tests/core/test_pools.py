@@ -1,0 +1,271 @@
+"""The KV of a replica under any order of events: nothing lost, nothing shared wrongly, ranks agree.
+
+The machine plays the ranks too: they hold the content of every block, write what a sequence computes, and find in
+every block of every table what belongs there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from medha.blocks import BlockLedger
+from medha.messages import Admit, Grow, Sampling
+from medha.pools import KvPools, LaneReplica, Placed
+from medha.prefix import PrefixHasher
+
+Content = tuple[int, ...]
+
+
+@dataclass
+class Sequence:
+    """What the machine knows of a running sequence."""
+
+    ids: list[int]  # prompt, then outputs, as far as they are known
+    prompt_tokens: int
+    computed: int
+    in_flight: int = 0  # tokens of the one step that has it
+    failed: bool = False
+
+
+@dataclass
+class Ranks:
+    """The ranks of one lane: their ledger, and which tokens' KV each (block, offset) holds."""
+
+    replica: LaneReplica
+    content: dict[tuple[int, int], Content] = field(default_factory=dict)
+
+    def table(self, name: str) -> list[int]:
+        return [int(block) for block in self.replica.ledger.table(name)]
+
+
+class PoolsMachine(RuleBasedStateMachine):
+    @initialize(
+        lanes=st.integers(1, 3),
+        blocks=st.integers(4, 30),
+        size=st.integers(1, 4),
+        cap_blocks=st.integers(1, 12),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool) -> None:
+        self.lanes, self.blocks, self.size = lanes, blocks, size
+        self.pools = KvPools(
+            lanes=lanes,
+            kv_blocks=blocks,
+            block_size_tokens=size,
+            tokens_per_lane=cap_blocks * size,
+            prefix_caching=caching,
+        )
+        self.ranks = [Ranks(LaneReplica(BlockLedger(blocks, size), lane)) for lane in range(lanes)]
+        self.hasher = PrefixHasher(size, b"secret")
+        self.sequences: dict[str, Sequence] = {}
+        self.names = 0
+
+    # --- operations -----------------------------------------------------------------------------------
+
+    @rule(
+        branches=st.lists(st.integers(0, 1), max_size=4),
+        length=st.integers(1, 60),
+        output=st.integers(0, 20),
+        pending=st.lists(st.floats(0, 9), min_size=3, max_size=3),
+    )
+    def admit(self, branches: list[int], length: int, output: int, pending: list[float]) -> None:
+        """Prompts differ where they take another branch, every eight tokens: many begin alike."""
+        ids = [branches[index // 8] if index // 8 < len(branches) else 0 for index in range(length)]
+        name = self._new_name()
+        before = self.pools.free_tokens
+        placed = self.pools.admit(
+            name,
+            length,
+            length + output,
+            block_hashes=self.hasher.hashes(np.array(ids, dtype=np.int32)),
+            pending_seconds=pending[: self.lanes],
+            remaining_seconds=lambda cached: float(length - cached),
+        )
+        if placed is None:
+            assert self.pools.free_tokens == before, "all or nothing"
+            if self.lanes == 1:
+                assert -(-(length + output) // self.size) * self.size > before
+            return
+        assert placed.cached_tokens < length, "the last token is computed again"
+        assert placed.cached_tokens % self.size == 0
+        self._flush()
+        self._replay_admit(name, placed, length, length + output)
+        self.sequences[name] = Sequence(ids, length, placed.cached_tokens)
+
+    @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def fork(self, data: st.DataObject, more: int) -> None:
+        """As the controller does: the whole prompt of a sequence that has computed it, but for its last token."""
+        parents = [name for name, one in self.sequences.items() if one.computed >= one.prompt_tokens]
+        if not parents:
+            return
+        parent = data.draw(st.sampled_from(sorted(parents)))
+        one, name = self.sequences[parent], self._new_name()
+        shared = one.prompt_tokens - 1
+        placed = self.pools.fork(parent, name, shared, one.prompt_tokens + more)
+        if placed is None:
+            return
+        self._flush()
+        self._replay_admit(name, placed, one.prompt_tokens, one.prompt_tokens + more, parent, shared)
+        self.sequences[name] = Sequence(one.ids[: one.prompt_tokens], one.prompt_tokens, shared)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), more=st.integers(0, 25))
+    def grow(self, data: st.DataObject, more: int) -> None:
+        name = data.draw(st.sampled_from(sorted(self.sequences)))
+        version = self.pools.shards(name).version
+        tokens = self.pools.shards(name).tokens + more
+        grow = self.pools.grow(name, tokens)
+        if grow is None:
+            spare = self.pools.reserved_tokens(name) - self.pools.shards(name).tokens
+            assert more > spare
+            assert self.pools.shards(name).version == version
+            return
+        self._flush()
+        assert isinstance(grow, Grow)
+        for ranks in self.ranks:
+            assert ranks.replica.grow(grow)
+
+    @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
+    @rule(data=st.data(), count=st.integers(1, 40))
+    def launch(self, data: st.DataObject, count: int) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, one in self.sequences.items() if not one.in_flight)))
+        one = self.sequences[name]
+        reserved = self.pools.shards(name).tokens
+        count = min(count, one.prompt_tokens - one.computed) if one.computed < one.prompt_tokens else 1
+        if one.computed + count > reserved:
+            return
+        one.in_flight = count
+        while len(one.ids) < one.computed + count:
+            one.ids.append(1000 + self.names)  # an output of its own
+        for position in range(one.computed, one.computed + count):
+            self._write(name, one, position)
+
+    @precondition(lambda self: any(one.in_flight for one in self.sequences.values()))
+    @rule(data=st.data(), fails=st.sampled_from([False, False, False, True]))
+    def done(self, data: st.DataObject, fails: bool) -> None:
+        name = data.draw(st.sampled_from(sorted(n for n, one in self.sequences.items() if one.in_flight)))
+        one = self.sequences[name]
+        if fails:
+            self._end(name)  # what a failed entry has written is garbage
+            return
+        one.computed += one.in_flight
+        one.in_flight = 0
+        self.pools.computed(name, one.computed)
+
+    @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """Only what no step has: the controller keeps the others in quarantine until their step is done."""
+        self._end(
+            data.draw(st.sampled_from(sorted(n for n, one in self.sequences.items() if not one.in_flight)))
+        )
+
+    @rule()
+    def bookkeeping_step(self) -> None:
+        self._flush()
+
+    # --- what always holds ----------------------------------------------------------------------------
+
+    @invariant()
+    def no_block_is_lost_and_all_counts_are_right(self) -> None:
+        for lane in self.pools._lanes:
+            lane.ledger.check()
+            lane.cache.check()
+            assert lane.cache.evictable_blocks <= lane.ledger.remembered_blocks
+            if not self.sequences:
+                assert lane.available_blocks == self.blocks
+                assert lane.ledger.held_blocks == 0
+        for ranks in self.ranks:
+            ranks.replica.ledger.check()
+
+    @invariant()
+    def every_table_holds_the_kv_of_its_sequence(self) -> None:
+        for name, one in self.sequences.items():
+            for position in range(one.computed):
+                lane, local = self.pools.shards(name).locate(position)
+                ranks = self.ranks[lane]
+                place = (ranks.table(name)[local // self.size], local % self.size)
+                assert ranks.content[place] == tuple(one.ids[: position + 1]), f"{name} at {position}"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "pools"):
+            return
+        for name in list(self.sequences):
+            self._end(name)
+        self._flush()
+        for lane, ranks in zip(self.pools._lanes, self.ranks, strict=True):
+            evicted = lane.cache.evict(lane.cache.evictable_blocks)
+            for ledger in (lane.ledger, ranks.replica.ledger):
+                ledger.evict(evicted)
+                ledger.check()
+                assert ledger.free_blocks == self.blocks
+
+    # --- the ranks --------------------------------------------------------------------------------------
+
+    def _flush(self) -> None:
+        """A step: what was published and released since the last one reaches the ranks."""
+        for lane, ranks in enumerate(self.ranks):
+            ranks.replica.publish(self.pools.take_publishes([lane]))
+            for name in self.pools.take_releases([lane]):
+                ranks.replica.release(name)
+
+    def _replay_admit(
+        self,
+        name: str,
+        placed: Placed,
+        tokens: int,
+        reserved: int,
+        parent: str | None = None,
+        shared: int = 0,
+    ) -> None:
+        admit = Admit(
+            id=name,
+            prompt=name,
+            tokens=tokens,
+            prompt_length=tokens,
+            seed=0,
+            sampling=Sampling(),
+            reserved_tokens=reserved,
+            fork_of=parent,
+            shared_tokens=shared,
+            segments=placed.segments,
+            cached_tokens=placed.cached_tokens,
+            cached=placed.cached,
+            evicts=placed.evicts,
+        )
+        for lane, ranks in enumerate(self.ranks):
+            copies = ranks.replica.admit(admit)
+            assert copies is not None
+            for copy in copies:
+                for offset in range(self.size):
+                    if (copy.source, offset) in ranks.content:
+                        ranks.content[copy.target, offset] = ranks.content[copy.source, offset]
+            assert ranks.replica.ledger.state_hash() == self.pools.state_hash(lane)
+            assert ranks.replica.shards(name) == placed.shards
+
+    def _write(self, name: str, one: Sequence, position: int) -> None:
+        lane, local = self.ranks[0].replica.shards(name).locate(position)
+        assert (lane, local) == self.pools.shards(name).locate(position)
+        ranks = self.ranks[lane]
+        block = ranks.table(name)[local // self.size]
+        assert ranks.replica.ledger._holders[block] == 1, "nobody writes into a shared block"
+        assert not self.pools.ledger(lane)._remembered[block], "nor into a cached one"
+        ranks.content[block, local % self.size] = tuple(one.ids[: position + 1])
+
+    def _end(self, name: str) -> None:
+        del self.sequences[name]
+        self.pools.release(name)
+
+    def _new_name(self) -> str:
+        self.names += 1
+        return f"s{self.names}"
+
+
+PoolsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPools = PoolsMachine.TestCase
