@@ -1,0 +1,135 @@
+"""Every system of the comparison by name, on the same deployment and workload.
+
+`medha-<policy>` is Medha's own controller with multi-prefill batching; `single-<policy>` is the variant without.
+LoongServe runs on as many GPUs, as instances of TP2. The one constant that was calibrated is
+`LOONGSERVE_ITERATION_SECONDS`, once, to T4, and it is used for every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from medha.errors import ConfigInvalid
+from medha.hardware import profile_for
+from medha.predictor import Predictor
+from medha.topology import Topology
+from medha_sim.baselines.costs import DisaggregatedCost, ElasticCost, RingLink
+from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens
+from medha_sim.baselines.hrrn import Hrrn
+from medha_sim.baselines.loongserve import LoongServe, LoongServeSettings
+from medha_sim.baselines.sarathi import Sarathi
+from medha_sim.baselines.single_prefill import SinglePrefill
+from medha_sim.driver import Controller, SimulatedReplica, Simulation, Workload
+from medha_sim.executor import Executor, PredictorCost, StepCost
+from medha_sim.scenario import Deployment, card
+
+LOONGSERVE_ITERATION_SECONDS = 0.150
+"""Engine time in every iteration of LoongServe, so that its short-only curve bends at 1.75 requests/s (T4).
+
+Its 128 decoding requests of 440 output tokens on average leave at 1.75/s when a token takes 128 / (1.75 x 440) =
+166 ms; the step itself takes about 16 ms of that.
+"""
+_INSTANCE_TENSOR = 2
+MEDHA = tuple(f"medha-{policy}" for policy in ("fcfs", "edf", "lrs", "srpt", "lars", "guarded"))
+SINGLE = tuple(f"single-{policy}" for policy in ("fcfs", "edf", "lrs", "lars"))
+OTHERS = (
+    "sarathi-512",
+    "sarathi-2048",
+    "vllm-2048",
+    "hrrn",
+    "loongserve",
+    "loongserve-reserved",
+    "distserve",
+)
+SYSTEMS = (*MEDHA, *SINGLE, *OTHERS)
+
+
+def simulation(
+    system: str, deployment: Deployment, workload: Workload, *, loongserve_speed: float = 1.0
+) -> Simulation:
+    """`system` on `deployment`'s hardware, ready to run `workload`.
+
+    Raises:
+        ConfigInvalid: no system has that name.
+    """
+    if system not in SYSTEMS:
+        raise ConfigInvalid(f"system is {system!r}; choose one of {', '.join(SYSTEMS)}")
+    family, _, rest = system.partition("-")
+    if family == "medha":
+        return deployment.with_policy(rest).simulation(workload)
+    if family == "loongserve":
+        controller, cost, lanes, stages = _loongserve(deployment, rest == "reserved", loongserve_speed)
+    elif family == "distserve":
+        controller, cost, lanes, stages = _distserve(deployment)
+    else:
+        controller, cost, lanes, stages = _on_the_pipeline(family, rest, deployment)
+    executor = Executor(
+        cost,
+        stages=stages,
+        lanes=lanes,
+        ends_at=workload.ends_at(),
+        message_seconds=deployment.message_seconds,
+    )
+    kv_tokens = controller.load().kv_tokens_free  # of an empty replica: all that it has
+    announced = replace(card("replica-0", deployment.config()), kv_tokens_total=kv_tokens)
+    replica = SimulatedReplica(controller, executor, announced)
+    return Simulation([replica], workload, latencies=deployment.latencies)
+
+
+def _on_the_pipeline(family: str, rest: str, deployment: Deployment) -> tuple[Controller, StepCost, int, int]:
+    """Systems that run on Medha's own grid of ranks."""
+    stages = deployment.topology.stream
+    kv_tokens = deployment.kv_tokens()
+    predictor = deployment.predictor()
+    controller: Controller
+    if family == "single":
+        controller = SinglePrefill(kv_tokens, predictor, rest)
+    elif family == "hrrn":
+        controller = Hrrn(kv_tokens, lambda tokens: predictor.prefill_seconds(0, tokens), stages=stages)
+    elif family == "vllm":
+        chunk = int(rest)
+        controller = Sarathi(
+            kv_tokens, chunk_tokens=chunk, stages=stages, long_prefill_threshold_tokens=chunk // 4
+        )
+    else:
+        controller = Sarathi(kv_tokens, chunk_tokens=int(rest), stages=stages)
+    return controller, PredictorCost(deployment.predictor()), 1, stages
+
+
+def _loongserve(
+    deployment: Deployment, reserved: bool, speed: float
+) -> tuple[Controller, StepCost, int, int]:
+    instances = deployment.topology.ranks // _INSTANCE_TENSOR
+    instance = replace(deployment, topology=Topology(tensor=_INSTANCE_TENSOR))
+    model, hardware = deployment.model, deployment.hardware
+    link = RingLink(
+        kv_bytes_per_token_layer=model.kv_bytes_per_token / model.layers / _INSTANCE_TENSOR,
+        node_bytes_per_second=hardware.node_link_bytes_per_second,
+        fabric_bytes_per_second=hardware.fabric_link_bytes_per_second,
+        instances_per_node=hardware.devices_per_node // _INSTANCE_TENSOR,
+    )
+    cost = ElasticCost(
+        profile_for(model, hardware, instance.topology),
+        link,
+        iteration_seconds=LOONGSERVE_ITERATION_SECONDS,
+        speed=speed,
+    )
+    settings = LoongServeSettings(
+        instances=instances,
+        kv_tokens_per_instance=instance.kv_tokens(),
+        reserved_instances=instances // 4 if reserved else 0,
+    )
+    return LoongServe(settings, cost), cost, instances, 1
+
+
+def _distserve(deployment: Deployment) -> tuple[Controller, StepCost, int, int]:
+    tensor = deployment.topology.tensor
+    pool = replace(deployment, topology=Topology(tensor=tensor))
+    model, hardware = deployment.model, deployment.hardware
+    cost = DisaggregatedCost(
+        Predictor(pool.profile(), pool.topology),
+        model.kv_bytes_per_token,
+        tensor * hardware.fabric_link_bytes_per_second,
+    )
+    longest = longest_prompt_tokens(model, hardware, tensor, memory_fraction=deployment.memory_fraction)
+    return DistServe(pool.kv_tokens(), longest_prompt=longest), cost, 3, 1
