@@ -60,7 +60,8 @@ class PrefixHasher:
     ) -> npt.NDArray[np.uint64]:
         """The running sums, uint64 [blocks, rows], behind each block of `ids`, after `first_block` blocks of `sums`."""
         blocks = ids.astype(np.uint32).reshape(-1, self.block_size_tokens).astype(np.uint64)
-        digests = (blocks @ self._token_keys) >> np.uint64(32)
+        digests = (blocks @ self._token_keys) >> np.uint64(33)
+        digests += np.uint64(1)  # none is 0, so that a block of zeros makes another prefix too
         digests *= self._keys(first_block, first_block + len(blocks))
         digests[0] += sums
         return np.cumsum(digests, axis=0, dtype=np.uint64)
