@@ -23,6 +23,7 @@ from torch import Tensor
 from medha.blocks import BlockLedger
 from medha.errors import PartFailed, WireInvalid
 from medha.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, StepEntry, Tokens
+from medha.pools import LaneReplica
 from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -118,6 +119,7 @@ class Executor:
         """`clock` gives seconds; `mask_for` gives an admitted sequence's logits mask, if it has one."""
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         self.epoch = epoch
+        self._lane = LaneReplica(self.ledger)
         self._model = model
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
@@ -165,16 +167,19 @@ class Executor:
     # --- steps --------------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
-        """Apply the step's releases and forgets. Ids that come from here on belong to what it admits.
+        """Apply the step's publishes, releases and forgets. Ids that come from here on belong to what it admits.
 
         Raises:
             PartFailed: the step does not fit the state of this rank.
         """
         if step.epoch != self.epoch:
             raise PartFailed(f"step {step.step_id} is of epoch {step.epoch}; this rank is in {self.epoch}")
+        for publish in step.publishes:
+            self._sequence(publish.id, step)
+        self._lane.publish(step.publishes)
         for name in step.releases:
             self._sequence(name, step)
-            self.ledger.release(name)
+            self._lane.release(name)
             del self._sequences[name]
         for name in step.forgets:
             self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
@@ -206,9 +211,9 @@ class Executor:
     def _apply(self, step: Step) -> None:
         for grow in step.grows:
             sequence = self._sequence(grow.id, step)
-            if not self.ledger.grow(grow.id, grow.reserved_tokens):
+            if not self._lane.grow(grow):
                 raise self._parted(step, f"no KV is left to grow {grow.id} to {grow.reserved_tokens} tokens")
-            sequence.table = self._table(grow.id)
+            sequence.table = self.ledger.table(grow.id)
         for admit in step.admits:
             self._admit(admit, step)
         if step.state_hash is not None and step.state_hash != self.ledger.state_hash():
@@ -220,29 +225,22 @@ class Executor:
         prompt = self._prompts.get(admit.prompt)
         if prompt is None or not prompt.complete:
             raise self._parted(step, f"{admit.id} is admitted ahead of its prompt's ids")
-        if admit.fork_of is None:
-            admitted = self.ledger.reserve(admit.id, admit.reserved_tokens)
-        else:
-            admitted = self._fork(admit, admit.fork_of, step)
-        if not admitted:
+        if admit.fork_of is not None and self._sequence(admit.fork_of, step).computed < admit.shared_tokens:
+            raise self._parted(step, f"{admit.id} shares tokens that {admit.fork_of} has not computed")
+        copies = self._lane.admit(admit)
+        if copies is None:
             raise self._parted(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
+        for copy in copies:
+            self._kv_cache.copy_block(copy.source, copy.target)
         ids = prompt.ids[: admit.tokens]
         sampler = self._sampler(admit, ids)
         self._sequences[admit.id] = _Sequence(
             prompt=ids,
             sampler=sampler if isinstance(sampler, SequenceSampler) else None,
             fault=sampler if isinstance(sampler, str) else None,
-            table=self._table(admit.id),
-            computed=admit.shared_tokens if admit.fork_of is not None else 0,
+            table=self.ledger.table(admit.id),
+            computed=admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens,
         )
-
-    def _fork(self, admit: Admit, parent: str, step: Step) -> bool:
-        if self._sequence(parent, step).computed < admit.shared_tokens:
-            raise self._parted(step, f"{admit.id} shares tokens that {parent} has not computed")
-        copies = self.ledger.fork(parent, admit.id, admit.shared_tokens, admit.reserved_tokens)
-        for copy in copies or ():
-            self._kv_cache.copy_block(copy.source, copy.target)
-        return copies is not None
 
     def _sampler(self, admit: Admit, ids: TokenIds) -> SequenceSampler | str:
         """The sequence's sampler, or why the sequence cannot be run."""
@@ -330,9 +328,6 @@ class Executor:
         part.sequence.append(result.token)
         finish_reason = part.sequence.sampler.append(result.token)
         return Sample(part.entry.id, result.token, finish_reason, result.logprob)
-
-    def _table(self, name: str) -> npt.NDArray[np.int64]:
-        return np.array(self.ledger.table(name), dtype=np.int64)
 
     def _sequence(self, name: str, step: Step) -> _Sequence:
         try:
