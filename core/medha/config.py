@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
 from medha.errors import ConfigInvalid
 from medha.messages import RankReady
+from medha.predictor import TOKENS_PER_LANE
 from medha.topology import Topology
 
 
@@ -22,10 +23,18 @@ class ReplicaConfig:
     block_size_tokens: int
     kv_blocks: int  # of one lane
     long_threshold_tokens: int  # KV length from which a request is long
+    tokens_per_lane: int = TOKENS_PER_LANE  # of one request's prompt, before the next lane joins
+    prefix_caching: bool = True
 
     @property
     def kv_tokens(self) -> int:
+        """Of one lane."""
         return self.kv_blocks * self.block_size_tokens
+
+    @property
+    def pool_tokens(self) -> int:
+        """Of all lanes together."""
+        return self.topology.kv * self.kv_tokens
 
 
 def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
@@ -50,4 +59,6 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         block_size_tokens=ready.block_size_tokens,
         kv_blocks=ready.kv_blocks,
         long_threshold_tokens=spec.scheduling.long_threshold_tokens or max(crossover, 1),
+        tokens_per_lane=spec.kv_cache.tokens_per_lane,
+        prefix_caching=spec.kv_cache.prefix_caching,
     )

@@ -13,19 +13,28 @@ How a request moves::
 * `StageFree` and `Done` are two events. A step leaves stage 0 long before it leaves the last stage, and the next
   chunk of the same prompt may enter as soon as stage 0 is free; so `dispatched` moves when a step is launched and
   `computed` when it is done.
-* The ledger is changed only when a step is launched (grows, admits) or a request has left the pipeline (releases),
-  and each change rides on the next step, in the order that the ranks replay it.
+* The ledgers are changed only when a step is launched (grows, admits) or a request has left the pipeline (releases),
+  and each change rides on the next step, in the order that the ranks replay it. Every rank of every lane sees every
+  step, so that all ledgers see all changes in one order; it computes only the steps that name its lane.
 * A request that ends while a step with it is in flight waits in quarantine: its blocks are not reused before then.
+
+The parts: `intake` says what a request is entitled to, `admission` gives KV, `candidates` is the table of prefills that
+`policy` and `guarded` order, `lanes` knows what can take a step, and `packer` fills it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from math import isfinite
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from medha import intake
+from medha.admission import Admission
 from medha.blocks import BlockLedger
+from medha.candidates import Candidates
 from medha.config import ReplicaConfig
+from medha.lanes import Lane, coupled
 from medha.messages import (
     Admit,
     Cancel,
@@ -38,7 +47,6 @@ from medha.messages import (
     Extent,
     Failed,
     Grow,
-    RefusalReason,
     Refused,
     Sample,
     StageFree,
@@ -47,15 +55,18 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.packer import DecodeCandidate, Limits, Packed, PrefillCandidate, pack
-from medha.policy import policy_key
-from medha.predictor import Predictor
-from medha.request import Request
+from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
+from medha.policy import Floats
+from medha.pools import KvPools
+from medha.predictor import Chunking, Predictor
+from medha.profile import Profile
+from medha.request import NOWHERE, Prompt, Request
 from medha.slo import targets
+from medha.urgency import Urgency
 
 STATE_HASH_EVERY_STEPS = 32
-GROWTH_TOKENS = 1024
-"""How far an unreserved request's KV grows at a time: large enough to stay in long runs of blocks."""
+MOST_ORDERS = 4
+"""How often a step selects candidates anew because admissions have used up the room of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +80,42 @@ class Load:
     pending_prefill_seconds: float
 
 
-@dataclass(slots=True)
-class _Bookkeeping:
-    """Changes of ranks' state that ride on the next step."""
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step in flight, and whom it computes."""
 
-    releases: list[str] = field(default_factory=list)
-    forgets: list[str] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.releases or self.forgets)
+    step: Step
+    decodes: list[Request]
+    prefills: list[tuple[Request, int]]  # with the tokens of its chunk
 
 
 class ReplicaController:
     """Decides what one replica computes next."""
 
-    def __init__(self, config: ReplicaConfig, profile: StepProfile, epoch: int = 0) -> None:
+    def __init__(
+        self, config: ReplicaConfig, profile: StepProfile | Profile | Predictor, epoch: int = 0
+    ) -> None:
+        """A controller that knows no request; after a lost rank, a new one with the next `epoch` takes its place."""
         self.config = config
         self.epoch = epoch
-        self.predictor = Predictor(profile)
-        self.ledger = BlockLedger(config.kv_blocks, config.block_size_tokens)
+        self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
         self.last_packed = Packed()
-        self._key = policy_key(config.scheduling.policy, config.scheduling.lars_denominator)
+        self._admission = Admission(config)
+        self._pools = self._admission.pools
+        self._candidates = Candidates()
+        self._urgency = Urgency(config.scheduling)
+        self._limits = _limits(config)
+        self._lanes = [Lane(index, config.topology.stream) for index in range(config.topology.kv)]
+        self._coupled = coupled(len(self._lanes), ())
         self._waiting: dict[str, Request] = {}
         self._running: dict[str, Request] = {}  # holds KV; in the order of admission
-        self._prompt_users: dict[str, int] = {}
-        self._in_flight: dict[int, Step] = {}
-        self._stage_free = True
+        self._spread: dict[str, Request] = {}  # of those, the ones on several lanes that have not ended
+        self._prompts: dict[str, Prompt] = {}
+        self._in_flight: dict[int, _Launched] = {}
+        self._forgets: dict[str, None] = {}  # prompts whose ids ranks need no more; rides on the next step
         self._draining = False
         self._next_step_id = 0
-        self._bookkeeping = _Bookkeeping()
+        self._arrivals = 0
 
     # --- what others may read -----------------------------------------------------------------------
 
@@ -108,34 +126,54 @@ class ReplicaController:
     @property
     def idle(self) -> bool:
         """Nothing waits, runs, or is still to be told to the ranks."""
-        return not (self._waiting or self._running or self._in_flight or self._bookkeeping)
+        return not (self._waiting or self._running or self._in_flight or self._has_news)
+
+    @property
+    def _has_news(self) -> bool:
+        """Ranks are still to be told of something that has ended, or can be shared."""
+        return bool(self._forgets) or any(self._pools.has_news(lane.index) for lane in self._lanes)
+
+    @property
+    def pools(self) -> KvPools:
+        """The KV of all lanes."""
+        return self._pools
+
+    @property
+    def ledger(self) -> BlockLedger:
+        """Of lane 0."""
+        return self._pools.ledger(0)
 
     def knows_prompt(self, prompt: str) -> bool:
         """Whether a request here names this prompt."""
-        return prompt in self._prompt_users
+        return prompt in self._prompts
 
     def requests(self) -> Iterable[Request]:
         """Every request known here, waiting ones first."""
         return [*self._waiting.values(), *self._running.values()]
 
-    def load(self) -> Load:
-        alive = [request for request in self._running.values() if not request.ended]
-        pending = [*self._waiting.values(), *(request for request in alive if not request.is_decoding)]
-        return Load(
-            running=len(alive),
-            waiting=len(self._waiting),
-            kv_tokens_free=self.ledger.free_tokens,
-            kv_blocks_held=self.ledger.held_blocks,
-            pending_prefill_seconds=sum(self._remaining_seconds(request) for request in pending),
-        )
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id, if it is here."""
+        return self._waiting.get(request_id) or self._running.get(request_id)
 
-    def relative_slack(self, request: Request, now: float) -> float:
-        """rho of a request that has not finished its prefill."""
-        return request.prefill_state(self._remaining_seconds(request)).relative_slack(now)
+    def load(self) -> Load:
+        return Load(
+            running=len(self._running) - sum(lane.quarantined for lane in self._lanes),
+            waiting=len(self._waiting),
+            kv_tokens_free=self._pools.free_tokens,
+            kv_blocks_held=self._pools.held_blocks,
+            pending_prefill_seconds=self._candidates.total_remaining_seconds() * self.predictor.correction,
+        )
 
     def slack_seconds(self, request: Request, now: float) -> float:
         """Deadline - now - remaining work, of a request that has not finished its prefill."""
-        return request.prefill_state(self._remaining_seconds(request)).slack(now)
+        return request.deadline - now - self._remaining_seconds(request)
+
+    def relative_slack(self, request: Request, now: float) -> float:
+        """rho of a request that has not finished its prefill."""
+        return self.slack_seconds(request, now) / max(request.work_seconds, 1e-6)
+
+    def _remaining_seconds(self, request: Request) -> float:
+        return self._candidates.remaining_seconds(request) * self.predictor.correction
 
     # --- the one entry ------------------------------------------------------------------------------
 
@@ -148,162 +186,323 @@ class ReplicaController:
             case Cancel():
                 self._cancel(event.id)
             case StageFree():
-                # Done may overtake it on another link: only the newest step says that stage 0 is free.
-                if event.stage == 0 and event.step_id == self._next_step_id - 1:
-                    self._stage_free = True
+                self._stage_free(event)
             case Done():
                 commands += self._done(event)
             case Drain():
                 self._draining = True
-        return commands + self._launch(now)
+        for lanes in self._coupled:
+            if all(self._lanes[lane].takes_step for lane in lanes):
+                commands += self._launch(lanes, now)
+        return commands
+
+    def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
+        """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
+        grows, exhausted = self._grow(lanes)
+        admits = self._admit_late(now)
+        entries, decodes, prefills = self._fill(lanes, admits, now)
+        ends: list[ControllerCommand] = [
+            Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
+        ]
+        if not (entries or admits or grows or self._has_news):
+            for request in exhausted:
+                self._end(request)
+            return ends + self._launch(lanes, now) if exhausted else []
+        step = self._new_step(lanes, entries, grows, admits)
+        self._in_flight[step.step_id] = _Launched(step, decodes, prefills)
+        for lane in lanes:
+            self._lanes[lane].launched(step.step_id, step.predicted_seconds)
+        for (
+            request
+        ) in exhausted:  # not before: ranks apply releases first, so that theirs ride on a later step
+            self._end(request)
+        return [*ends, step]
+
+    def _new_step(
+        self, lanes: tuple[int, ...], entries: list[StepEntry], grows: list[Grow], admits: list[Admit]
+    ) -> Step:
+        """The next step, with all that ranks are still to be told."""
+        hashes: tuple[int, ...] = ()
+        everywhere = range(len(self._lanes))
+        if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
+            hashes = tuple(self._pools.state_hash(lane) for lane in everywhere)
+        step = Step(
+            step_id=self._next_step_id,
+            epoch=self.epoch,
+            entries=tuple(entries),
+            releases=self._pools.take_releases(everywhere),
+            forgets=tuple(self._forgets),
+            grows=tuple(grows),
+            admits=tuple(admits),
+            predicted_seconds=self.last_packed.predicted_seconds if entries else 0.0,
+            state_hash=hashes[0] if len(hashes) == 1 else None,
+            publishes=self._pools.take_publishes(everywhere),
+            lanes=lanes,
+            state_hashes=hashes if len(hashes) > 1 else (),
+        )
+        self._next_step_id += 1
+        self._forgets = {}
+        return step
+
+    def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request]]:
+        """Let requests that have used up their KV grow on; name one for which none is left.
+
+        The others that find none wait for the blocks of that one, or of those in quarantine.
+        """
+        grows: list[Grow] = []
+        exhausted: list[Request] = []
+        for lane in lanes:
+            here = self._lanes[lane]
+            soon_free = here.quarantined > 0
+            starved, here.decodes.starved = here.decodes.starved, []
+            for request in starved:
+                grow = self._admission.grow(request)
+                if grow is not None:
+                    grows.append(grow)
+                    self._after_map_change(request)
+                    here.decodes.add(request)
+                elif soon_free:
+                    here.decodes.starved.append(request)
+                else:
+                    soon_free = True
+                    exhausted.append(request)
+        return grows, exhausted
+
+    def _admit_late(self, now: float) -> list[Admit]:
+        """Let the claimant in as soon as there is room for it, and find the next one."""
+        admits: list[Admit] = []
+        if not self._waiting or len(self._running) >= self.config.scheduling.max_running:
+            return admits
+        claimant = self._admission.claimant
+        if claimant is None:
+            room, correction = self._admission.free_room(), self.predictor.correction
+            claimant = self._candidates.late_without_room(room, now, correction)
+            if claimant is not None:
+                self._admission.claim(claimant)
+        elif self._lane_for(claimant, range(len(self._lanes))) is not None:
+            self._admit(claimant, admits)
+        return admits
+
+    def _admit(self, request: Request, admits: list[Admit]) -> bool:
+        """Give KV to a request that `_lane_for` lets in; False if there is none after all."""
+        tokens = request.submit.tokens
+
+        def remaining_seconds(cached_tokens: int) -> float:
+            return self.predictor.prefill_seconds(cached_tokens, tokens)
+
+        admit = self._admission.admit(request, self._pending_seconds(), remaining_seconds)
+        if admit is None:
+            return False
+        admits.append(admit)
+        del self._waiting[request.id]
+        self._running[request.id] = request
+        self._candidates.admitted(request)
+        prompt = request.prompt
+        del prompt.waiting[request.id]
+        prompt.holders[request.id] = request
+        self._share(prompt)
+        self._after_map_change(request)
+        if request.cached_tokens:
+            self._candidates.progressed([request], self._prefill_seconds([request]))
+        return True
+
+    def _pending_seconds(self) -> list[float]:
+        """Prefill seconds ahead of a new request on each lane, steps in flight included."""
+        if len(self._lanes) == 1:
+            return [0.0]
+        admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self.predictor.correction
+        return [
+            seconds + sum(lane.in_flight_seconds.values())
+            for lane, seconds in zip(self._lanes, admitted.tolist(), strict=True)
+        ]
+
+    def _after_map_change(self, request: Request) -> None:
+        if request.is_spread:
+            self._spread[request.id] = request
+            self._couple()
+
+    def _couple(self) -> None:
+        self._coupled = coupled(len(self._lanes), self._spread.values())
 
     # --- requests come and go -----------------------------------------------------------------------
 
     def _submit(self, submit: Submit, now: float) -> list[ControllerCommand]:
-        refusal = self._refusal(submit)
-        if refusal is not None:
-            return [refusal]
-        service_class = self.config.service_classes[self._class_name(submit)]
-        work_seconds = self._prefill_seconds(0, submit.tokens)
+        refused = self._refusal(submit)
+        if refused is not None:
+            return [Refused(submit.id, *refused)]
+        config = self.config
+        limit_tokens = intake.limit_tokens(config, submit)
+        if submit.tokens >= limit_tokens:  # resumed with nothing left to draw
+            return [Emit(id=submit.id, tokens=(), finish_reason="length")]
+        prompt = self._prompts.setdefault(submit.prompt, Prompt(submit.prompt, submit.tokens))
+        prompt.users += 1
+        self._forgets.pop(submit.prompt, None)  # not yet told: the ranks still have it
+        work_seconds = self.predictor.prefill_seconds(0, submit.tokens)
+        service_class = config.service_classes[intake.class_name(config, submit)]
+        self._arrivals += 1
         request = Request(
             submit=submit,
+            id=submit.id,
+            prompt=prompt,
+            tie=self._arrivals,
             arrival=now - submit.age_seconds,
             targets=targets(
                 service_class, work_seconds, submit.deadline_after_seconds, submit.tpot_target_seconds
             ),
             work_seconds=work_seconds,
-            is_long=submit.tokens >= self.config.long_threshold_tokens,
+            is_long=submit.tokens >= config.long_threshold_tokens,
             length=submit.tokens,
-            limit_tokens=self._limit_tokens(submit),
+            limit_tokens=limit_tokens,
+            reservation_tokens=intake.reservation_tokens(config, submit),
+            may_spread=intake.may_spread(config, submit),
         )
-        if request.length >= request.limit_tokens:  # resumed with nothing left to draw
-            return [Emit(id=submit.id, tokens=(), finish_reason="length")]
-        self._waiting[submit.id] = request
-        if submit.prompt in self._bookkeeping.forgets:  # not yet told: the ranks still have it
-            self._bookkeeping.forgets.remove(submit.prompt)
-        self._prompt_users[submit.prompt] = self._prompt_users.get(submit.prompt, 0) + 1
+        self._waiting[request.id] = request
+        prompt.waiting[request.id] = request
+        wanted = self._admission.wanted_blocks(request)
+        self._candidates.add(request, work_seconds / self.predictor.correction, wanted)
+        if prompt.users > 1:
+            self._share(prompt, newcomer=request)
         return []
 
-    def _refusal(self, submit: Submit) -> Refused | None:
+    def _refusal(self, submit: Submit) -> intake.Refusal | None:
         """Why a request is not taken, or None."""
-
-        def refused(reason: RefusalReason, detail: str) -> Refused:
-            return Refused(id=submit.id, reason=reason, detail=detail)
-
-        config = self.config
-        if submit.id in self._waiting or submit.id in self._running:
-            return refused("invalid", f"request {submit.id} is already here")
-        if not 1 <= submit.prompt_length <= submit.tokens:
-            return refused("invalid", f"prompt_length {submit.prompt_length} of {submit.tokens} tokens")
-        seconds = (submit.age_seconds, submit.deadline_after_seconds or 0, submit.tpot_target_seconds or 0)
-        if not all(map(isfinite, seconds)):
-            return refused("invalid", f"age, deadline and TPOT target must be finite: {seconds} seconds")
-        known_tokens = self._prompt_tokens(submit.prompt)
-        if known_tokens not in (None, submit.tokens):
-            return refused(
-                "invalid", f"prompt {submit.prompt} has {known_tokens} tokens, not {submit.tokens}"
-            )
+        if self.find(submit.id) is not None:
+            return "invalid", f"request {submit.id} is already here"
+        prompt = self._prompts.get(submit.prompt)
+        malformed = intake.malformed(submit, None if prompt is None else prompt.tokens)
+        if malformed is not None:
+            return "invalid", malformed
         if self._draining:
-            return refused("draining", "the replica is stopping")
-        if self._class_name(submit) not in config.service_classes:
-            return refused(
-                "unknown_class", f"service class {submit.service_class!r} is not one of the replica's"
-            )
-        if submit.prompt_length >= config.max_model_len:
-            return refused("too_long", f"{submit.tokens} tokens; maxModelLen is {config.max_model_len}")
-        if self._reservation_tokens(submit) > config.kv_tokens:
-            return refused("too_long", f"{submit.tokens} tokens; the KV pool holds {config.kv_tokens}")
-        if len(self._waiting) >= config.scheduling.max_waiting:
-            return refused("capacity", f"{len(self._waiting)} requests already wait")
+            return "draining", "the replica is stopping"
+        unservable = intake.unservable(self.config, submit)
+        if unservable is not None:
+            return unservable
+        if len(self._waiting) >= self.config.scheduling.max_waiting:
+            return "capacity", f"{len(self._waiting)} requests already wait"
         return None
 
-    def _prompt_tokens(self, prompt: str) -> int | None:
-        """Token ids of a prompt that some request here names."""
-        if prompt not in self._prompt_users:
-            return None
-        return next(request.submit.tokens for request in self.requests() if request.submit.prompt == prompt)
-
-    def _class_name(self, submit: Submit) -> str:
-        return self.config.default_class if submit.service_class == "default" else submit.service_class
-
-    def _limit_tokens(self, submit: Submit) -> int:
-        asked = submit.sampling.max_tokens
-        limit = self.config.max_model_len
-        return limit if asked is None else min(limit, submit.prompt_length + asked)
-
-    def _reservation_tokens(self, submit: Submit) -> int:
-        """Tokens of KV that a request is promised (DESIGN §5): its whole output, or its class's usual output.
-
-        Nothing is reserved for the last token drawn: its KV is never computed.
-        """
-        limit = self._limit_tokens(submit)
-        if submit.sampling.max_tokens is None:
-            usual = self.config.service_classes[self._class_name(submit)].default_output_tokens
-            limit = min(limit, submit.tokens + usual, max(self.config.kv_tokens, submit.tokens + 1))
-        return max(limit - 1, submit.tokens)
-
     def _cancel(self, request_id: str) -> None:
-        if request_id in self._waiting:
-            self._drop_prompt(self._waiting.pop(request_id))
+        request = self._waiting.pop(request_id, None)
+        if request is not None:
+            self._candidates.remove(request)
+            self._admission.withdraw(request)
+            self._leave_prompt(request)
         elif request_id in self._running:
             self._end(self._running[request_id])
 
+    def _stop(self, request: Request) -> None:
+        """No more steps for a running request; its KV waits in quarantine."""
+        request.ended = True
+        for lane in request.held_lanes:
+            self._lanes[lane].quarantined += 1
+        self._candidates.remove(request)
+        if request.is_decoding:
+            self._lanes[request.lane].decodes.end(request)
+        if request.is_spread:
+            del self._spread[request.id]
+            self._couple()
+        self._share(request.prompt)
+
     def _end(self, request: Request) -> None:
         """No more steps for it; its KV is free once no step in flight has it."""
-        request.ended = True
+        if not request.ended:
+            self._stop(request)
         if request.steps_in_flight == 0:
+            for lane in request.held_lanes:
+                self._lanes[lane].quarantined -= 1
             del self._running[request.id]
-            self.ledger.release(request.id)
-            self._bookkeeping.releases.append(request.id)
-            self._drop_prompt(request)
+            self._admission.release(request)
+            self._leave_prompt(request)
 
-    def _drop_prompt(self, request: Request) -> None:
-        prompt = request.submit.prompt
-        self._prompt_users[prompt] -= 1
-        if self._prompt_users[prompt] == 0:
-            del self._prompt_users[prompt]
-            self._bookkeeping.forgets.append(prompt)
+    def _leave_prompt(self, request: Request) -> None:
+        prompt = request.prompt
+        prompt.users -= 1
+        prompt.waiting.pop(request.id, None)
+        prompt.holders.pop(request.id, None)
+        if prompt.users == 0:
+            del self._prompts[prompt.name]
+            self._forgets[prompt.name] = None
 
-    # --- a step has left the pipeline ---------------------------------------------------------------
+    def _share(self, prompt: Prompt, newcomer: Request | None = None) -> None:
+        """Let those that wait share a prefill of their prompt that is computed, and wait for one that runs.
+
+        The latter may yet fail, and only what is computed can be shared.
+        """
+        if not prompt.waiting:
+            return
+        holders = [holder for holder in prompt.holders.values() if not holder.ended]
+        sharing = next((holder for holder in holders if holder.computed >= prompt.tokens), None)
+        prefilling = bool(holders) and sharing is None
+        changed = (prompt.sharing, prompt.prefilling) != (sharing, prefilling)
+        prompt.sharing, prompt.prefilling = sharing, prefilling
+        for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
+            there = prompt.tokens - 1 if sharing is not None else 0
+            seconds = self.predictor.prefill_seconds(there, prompt.tokens) / self.predictor.correction
+            wanted = self._admission.wanted_blocks(request)
+            self._candidates.wants(request, wanted, seconds, held=prefilling)
+
+    # --- a step moves through the pipeline ----------------------------------------------------------
+
+    def _stage_free(self, stage_free: StageFree) -> None:
+        launched = self._in_flight.get(stage_free.step_id)
+        if stage_free.stage == 0 and launched is not None:  # else its Done has come already, on another link
+            for lane in launched.step.lanes:
+                self._lanes[lane].left_stage_0(stage_free.step_id)
 
     def _done(self, done: Done) -> list[ControllerCommand]:
-        step = self._in_flight.pop(done.step_id)
-        if not self._in_flight:
-            self._stage_free = True  # a step that is done has left every stage
-        if step.entries:
-            self.predictor.observe(step.predicted_seconds, done.compute_seconds)
-        for entry in step.entries:
-            request = self._running[entry.id]
-            request.steps_in_flight -= 1
-            request.computed += entry.token_count
+        launched = self._in_flight.pop(done.step_id)
+        for lane in launched.step.lanes:
+            self._lanes[lane].done(done.step_id)
+        if launched.step.entries:
+            self.predictor.observe(launched.step.predicted_seconds, done.compute_seconds)
         commands: list[ControllerCommand] = []
         for failure in done.failures:
             commands += self._fail(failure)
+        for request in launched.decodes:
+            request.computed += 1
+            request.steps_in_flight -= 1
+        for request, count in launched.prefills:
+            request.computed += count
+            request.steps_in_flight -= 1
+            if not request.ended:
+                self._prefill_done(request)
         for sample in done.samples:
             commands += self._take_sample(sample)
-        for entry in step.entries:
-            request_or_none = self._running.get(entry.id)
-            if request_or_none is not None and request_or_none.ended:
-                self._end(request_or_none)  # leaves quarantine if this was its last step
+        for request in (*launched.decodes, *(request for request, _ in launched.prefills)):
+            if request.ended:
+                self._end(request)  # leaves quarantine if this was its last step
         return commands
+
+    def _prefill_done(self, request: Request) -> None:
+        """A chunk is computed: its whole blocks may be shared, and its whole prompt forked."""
+        self._pools.computed(request.id, request.computed)
+        if request.computed >= request.prompt.tokens:
+            self._share(request.prompt)
 
     def _take_sample(self, sample: Sample) -> list[ControllerCommand]:
         request = self._running[sample.id]
         if request.ended:
             return []  # cancelled while the step ran
         request.length += 1
-        request.emitted += 1
         finish_reason = sample.finish_reason
         if finish_reason is None and request.length >= request.limit_tokens:
             finish_reason = "length"
+        is_first = request.emitted == 0
         if finish_reason is not None:
-            request.ended = True
+            self._stop(request)
+        else:
+            decodes = self._lanes[request.lane].decodes
+            if is_first:
+                decodes.begin(request)
+            decodes.add(request)
+        request.emitted += 1
         return [
             Emit(
                 id=sample.id,
                 tokens=(sample.token,),
                 finish_reason=finish_reason,
                 logprobs=() if sample.logprob is None else (sample.logprob,),
+                cached_tokens=request.cached_tokens if is_first else 0,
             )
         ]
 
@@ -311,214 +510,151 @@ class ReplicaController:
         request = self._running[failure.id]
         if request.ended:
             return []
-        request.ended = True
+        self._stop(request)
         return [Failed(id=failure.id, reason=failure.reason, detail=failure.detail)]
 
-    # --- the next step ------------------------------------------------------------------------------
+    # --- what goes into a step ----------------------------------------------------------------------
 
-    def _launch(self, now: float) -> list[ControllerCommand]:
-        """Launch a step if stage 0 is free and there is something to compute or to tell the ranks."""
-        if not self._stage_free or len(self._in_flight) >= self.config.topology.stream:
-            return []
-        grows, exhausted = self._grow()
-        admits = self._admit(now)
-        entries = self._pack(now)
-        ends: list[ControllerCommand] = [
-            Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
-        ]
-        if not (entries or admits or grows or self._bookkeeping):
-            if not exhausted:
-                return []
-            self._end_all(exhausted)
-            return ends + self._launch(now)
-        step_id = self._next_step_id
-        step = Step(
-            step_id=step_id,
-            epoch=self.epoch,
-            entries=tuple(entries),
-            releases=tuple(self._bookkeeping.releases),
-            forgets=tuple(self._bookkeeping.forgets),
-            grows=tuple(grows),
-            admits=tuple(admits),
-            predicted_seconds=self.last_packed.predicted_seconds if entries else 0.0,
-            state_hash=self.ledger.state_hash() if step_id % STATE_HASH_EVERY_STEPS == 0 else None,
+    def _fill(
+        self, lanes: tuple[int, ...], admits: list[Admit], now: float
+    ) -> tuple[list[StepEntry], list[Request], list[tuple[Request, int]]]:
+        """Entries of the next step, and whom they compute: all runnable decodes, then prefill chunks."""
+        batch = Batch(self.predictor, lanes)
+        for lane in lanes:
+            self._lanes[lane].decodes.put_into(batch, lane)
+
+        def admit(prefill: PrefillCandidate) -> PrefillCandidate | None:
+            request = self._waiting[prefill.id]
+            if self._lane_for(request, lanes) is None or not self._admit(request, admits):
+                return None  # others have taken its place since it was looked at
+            return self._candidate(request, request.lane, now)
+
+        packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
+        self.last_packed = packed
+        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take()]
+        entries = [_decode_entry(request) for request in decodes]
+        prefills = [(self._running[id_], count) for id_, count in packed.chunks.items()]
+        entries += [_prefill_entry(request, count) for request, count in prefills]
+        for request in decodes:
+            request.dispatch(1)
+        if prefills:
+            self._dispatch(prefills)
+        if self._spread:
+            self._couple()
+        return entries, decodes, prefills
+
+    def _dispatch(self, prefills: list[tuple[Request, int]]) -> None:
+        """Chunks have gone into a step: bring requests and table up to date."""
+        table = self._candidates
+        for request, count in prefills:
+            request.dispatch(count)
+            if request.dispatched == request.length:
+                table.remove(request)
+        unfinished = [request for request, _ in prefills if request.row != NOWHERE]
+        if unfinished:
+            table.progressed(unfinished, self._prefill_seconds(unfinished))
+
+    def _prefill_seconds(self, requests: Sequence[Request]) -> Floats:
+        """What is left of their prefills, before correction."""
+        return self.predictor.uncorrected_prefill_seconds_many(
+            np.array([request.dispatched for request in requests]),
+            np.array([request.submit.tokens for request in requests]),
         )
-        self._next_step_id += 1
-        self._in_flight[step_id] = step
-        self._stage_free = False
-        self._bookkeeping = _Bookkeeping()
-        for entry in entries:
-            request = self._running[entry.id]
-            request.dispatched += entry.token_count
-            request.steps_in_flight += 1
-        self._end_all(exhausted)
-        return [*ends, step]
 
-    def _grow(self) -> tuple[list[Grow], list[Request]]:
-        """Let requests that reserved no output of their own grow on; name one for which no KV is left.
+    def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
+        """The tightest of all decodes on `lanes`."""
+        found = [target for lane in lanes if (target := self._lanes[lane].decodes.targets) is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return DecodeTargets(
+            min(target.tpot_seconds for target in found), min(target.fair_tpot_seconds for target in found)
+        )
 
-        The others that find none wait for the blocks of that one, or of those in quarantine. Its blocks are
-        released only after this step is built: ranks apply releases before grows and admits, so a release in
-        between would give the ledgers different tables.
+    def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
+        """Prefills that a step on `lanes` may take, most urgent first: running ones, and those that find KV.
+
+        Whom the first admissions leave no room is not asked one by one: the rest is ordered anew without them.
         """
-        grows: list[Grow] = []
-        exhausted: list[Request] = []
-        soon_free = any(request.ended for request in self._running.values())
-        for request in self._running.values():
-            if request.runnable_tokens == 0 or request.length <= self.ledger.reserved_tokens(request.id):
-                continue
-            for wanted in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
-                if self.ledger.grow(request.id, wanted):
-                    grows.append(Grow(id=request.id, reserved_tokens=wanted))
+        table = self._candidates
+        if not len(table):
+            return
+        ordered = self._urgency.look_at(table, self.predictor.correction, now)
+        seen = np.zeros(len(table), dtype=np.bool_)
+        running = table.running(lanes)
+        for turn in range(MOST_ORDERS):
+            eligible = running & ~seen
+            if turn < MOST_ORDERS - 1 and len(self._running) < self.config.scheduling.max_running:
+                eligible |= table.admissible(self._admission.room(lanes)) & ~seen
+            if not eligible.any():
+                return
+            for row in ordered(eligible):
+                request = table.requests[row]
+                seen[row] = True
+                lane = self._lane_for(request, lanes) if request.waits else request.lane
+                if lane is None:
                     break
+                yield self._candidate(request, lane, now)
             else:
-                if not soon_free:
-                    request.ended = soon_free = True
-                    exhausted.append(request)
-        return grows, exhausted
+                return
 
-    def _end_all(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self._end(request)
-
-    def _admit(self, now: float) -> list[Admit]:
-        """Give KV to waiting requests, most urgent first.
-
-        A request that finds no room is overtaken by those that do, until it is late: then nobody is admitted
-        before it, so that a stream of small requests cannot starve a large one.
-        """
-        admits: list[Admit] = []
-        for request in self._by_urgency(self._waiting.values(), now):
-            if len(self._running) >= self.config.scheduling.max_running:
-                break
-            sibling = self._sibling(request)
-            if sibling is not None and sibling.computed < sibling.submit.tokens:
-                continue  # the same prompt is being prefilled, which may yet fail: wait and share it
-            admit = self._fork(request, sibling) if sibling is not None else self._reserve(request)
-            if admit is None:
-                if self.slack_seconds(request, now) < 0 and not self._is_held_back(request):
-                    break
-                continue
-            del self._waiting[request.id]
-            self._running[request.id] = request
-            admits.append(admit)
-        return admits
-
-    def _sibling(self, request: Request) -> Request | None:
-        """A running request of the same prompt, whose KV can be shared."""
-        if self._prompt_users[request.submit.prompt] < 2:
+    def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
+        """Which of `lanes` has KV for a waiting request now."""
+        if len(self._running) >= self.config.scheduling.max_running or request.prompt.prefilling:
             return None
-        for other in self._running.values():
-            if other.submit.prompt == request.submit.prompt and not other.ended:
-                return other
-        return None
+        return self._admission.lane_for(request, lanes, self._pending_seconds())
 
-    def _reserve(self, request: Request) -> Admit | None:
-        if self._is_held_back(request):
-            return None
-        reserved = self._reservation_tokens(request.submit)
-        if not self.ledger.reserve(request.id, reserved):
-            return None
-        return self._admit_message(request, reserved)
-
-    def _fork(self, request: Request, sibling: Request) -> Admit | None:
-        """Share the sibling's prompt; its last token is computed again, to draw from it."""
-        shared = request.submit.tokens - 1
-        reserved = self._reservation_tokens(request.submit)
-        if self.ledger.fork(sibling.id, request.id, shared, reserved) is None:
-            return None
-        request.dispatched = request.computed = shared
-        return replace(self._admit_message(request, reserved), fork_of=sibling.id, shared_tokens=shared)
-
-    def _is_held_back(self, request: Request) -> bool:
-        """Longs are capped in number and in their share of the KV pool, so that shorts find room.
-
-        The first long always passes, however large: otherwise a stream of shorts could keep it out for ever.
-        """
-        if not request.is_long:
-            return False
-        longs = [other for other in self._running.values() if other.is_long]
-        if not longs:
-            return False
-        scheduling = self.config.scheduling
-        if len(longs) >= scheduling.max_running_long:
-            return True
-        held = sum(self.ledger.reserved_tokens(other.id) for other in longs)
-        wanted = held + self._reservation_tokens(request.submit)
-        return wanted > (1 - scheduling.short_headroom) * self.config.kv_tokens
-
-    def _admit_message(self, request: Request, reserved_tokens: int) -> Admit:
-        submit = request.submit
-        return Admit(
-            id=submit.id,
-            prompt=submit.prompt,
-            tokens=submit.tokens,
-            prompt_length=submit.prompt_length,
-            seed=submit.seed,
-            sample_index=submit.sample_index,
-            sampling=submit.sampling,
-            reserved_tokens=reserved_tokens,
-        )
-
-    def _pack(self, now: float) -> list[StepEntry]:
-        """Entries of the next step: all runnable decodes, then prefill chunks in the order of the policy."""
-        runnable = [request for request in self._running.values() if self._is_runnable(request)]
-        decodes = [
-            DecodeCandidate(request.id, request.dispatched, request.targets.tpot_seconds)
-            for request in runnable
-            if request.is_decoding
-        ]
-        prefills = [
-            PrefillCandidate(
-                id=request.id,
-                context=request.dispatched,
-                remaining=request.runnable_tokens,
-                is_long=request.dispatched >= self.config.long_threshold_tokens,
-                relative_slack=self.relative_slack(request, now),
-            )
-            for request in self._by_urgency((request for request in runnable if not request.is_decoding), now)
-        ]
-        if not decodes and not prefills:
-            return []
-        self.last_packed = pack(decodes, prefills, self._limits(), self.predictor)
-        return [self._entry(self._running[id_], count) for id_, count in self.last_packed.tokens.items()]
-
-    def _is_runnable(self, request: Request) -> bool:
-        """It has positions to compute, and KV for them."""
-        return request.runnable_tokens > 0 and request.length <= self.ledger.reserved_tokens(request.id)
-
-    def _entry(self, request: Request, count: int) -> StepEntry:
-        return StepEntry(
+    def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
+        """A request as the packer sees it; `lane` computes it, or would."""
+        dispatched = request.dispatched
+        if request.waits and request.prompt.sharing is not None:
+            dispatched = request.submit.tokens - 1
+        is_long = dispatched >= self.config.long_threshold_tokens
+        return PrefillCandidate(
             id=request.id,
-            lane=0,
-            extents=(Extent(start=request.dispatched, count=count),),
-            samples=request.dispatched + count == request.length,
+            context=dispatched,
+            remaining=min(request.length, request.joins_at) - dispatched,
+            is_long=is_long,
+            relative_slack=self.relative_slack(request, now) if is_long else 0.0,
+            lane=lane,
+            lane_tokens=request.lane_tokens if len(request.lanes) > 1 else {},
+            waits=request.waits,
         )
 
-    def _limits(self) -> Limits:
-        scheduling = self.config.scheduling
-        return Limits(
-            stages=self.config.topology.stream,
-            max_chunk_tokens=scheduling.max_chunk_tokens,
-            min_chunk_tokens=scheduling.min_chunk_tokens,
-            max_step_seconds=scheduling.max_step_seconds,
-            min_prefill_share=scheduling.min_prefill_share,
-            space_sharing_cap=scheduling.space_sharing_cap,
-        )
 
-    # --- urgency ------------------------------------------------------------------------------------
+def _limits(config: ReplicaConfig) -> Limits:
+    scheduling = config.scheduling
+    return Limits(
+        stages=config.topology.stream,
+        max_chunk_tokens=scheduling.max_chunk_tokens,
+        min_chunk_tokens=scheduling.min_chunk_tokens,
+        max_step_seconds=scheduling.max_step_seconds,
+        min_prefill_share=scheduling.min_prefill_share,
+        space_sharing_cap=scheduling.space_sharing_cap,
+    )
 
-    def _by_urgency(self, requests: Iterable[Request], now: float) -> list[Request]:
-        """Requests in the order of the policy; ties by arrival, then by id, so that the order is total."""
 
-        def key(request: Request) -> tuple[float, float, str]:
-            state = request.prefill_state(self._remaining_seconds(request))
-            return (self._key(state, now), request.arrival, request.id)
+def _entry(request: Request, count: int, *, samples: bool) -> StepEntry:
+    """The next `count` positions of a request, before they count as dispatched."""
+    extents = (Extent(request.dispatched, count),)
+    if len(request.lanes) == 1:
+        return StepEntry(request.id, request.lane, extents, samples)
+    assert request.shard_map is not None
+    return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)
 
-        return sorted(requests, key=key)
 
-    def _remaining_seconds(self, request: Request) -> float:
-        return self._prefill_seconds(request.dispatched, request.submit.tokens)
+def _decode_entry(request: Request) -> StepEntry:
+    return _entry(request, 1, samples=True)
 
-    def _prefill_seconds(self, context: int, tokens: int) -> float:
-        return self.predictor.prefill_seconds(context, tokens, self.config.scheduling.max_chunk_tokens)
+
+def _prefill_entry(request: Request, count: int) -> StepEntry:
+    return _entry(request, count, samples=request.dispatched + count == request.length)
+
+
+def _predictor(config: ReplicaConfig, profile: StepProfile | Profile) -> Predictor:
+    stages, scheduling = config.topology.stream, config.scheduling
+    chunking = Chunking(
+        max_tokens=scheduling.max_chunk_tokens,
+        min_tokens=min(scheduling.min_chunk_tokens, scheduling.max_chunk_tokens),
+        budget_seconds=scheduling.max_step_seconds / stages,
+    )
+    return Predictor(profile, config.topology, chunking, config.tokens_per_lane)

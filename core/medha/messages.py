@@ -295,7 +295,8 @@ class StepEntry:
 class Step:
     """One batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
 
-    The controller applies the same operations to its own ledger in the same order, so that the ledgers agree.
+    The controller applies the same operations to its own ledgers in the same order, so that the ledgers agree. For
+    that, every rank is sent every step and applies what concerns its lane; the entries are run by `lanes` alone.
     """
 
     step_id: int
@@ -311,6 +312,7 @@ class Step:
     )
     lanes: tuple[int, ...] = (0,)  # that run the entries in lock-step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
+    state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,10 +356,11 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class StageFree:
-    """A stage has finished its part of a step and can take the next one."""
+    """A stage has finished its part of a step and can take the next one, on every lane of the step."""
 
     step_id: int
     stage: int
+    lanes: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,12 +384,13 @@ class EntryFailed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last stage has finished a step."""
+    """The last stage has finished a step, on every lane of the step."""
 
     step_id: int
     samples: tuple[Sample, ...] = ()
     failures: tuple[EntryFailed, ...] = ()
     compute_seconds: float = 0.0
+    lanes: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,35 +7,51 @@ Paper B, algorithms 1 and 2, mended as DESIGN §5 says:
 * only long requests yield space, only while another prefill is runnable, and what nobody used is given back;
 * at most one long prefill runs per lane and step;
 * the most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
+
+Prefills are read lazily, most urgent first, and only as many as a step can use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from medha.predictor import Predictor, Work
 
+MOST_PREFILLS = 64
+"""Chunks of one step: more would each be too small to matter, and each costs the controller time."""
+MOST_MISSES = 10
+"""Prefills in a row that find no space, until the step counts as full (paper B bounds its skips, too)."""
+FAIR_SHARE = 0.96
+"""Of the prefill rate that classes' own targets allow: what is left of it if streams ask for tighter ones."""
+IDLE_EFFICIENCY = 0.98
+"""Of the best prefill rate: what a long chunk may give up, while nothing decodes, to let arrivals in earlier."""
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeCandidate:
-    id: str
-    context: int  # tokens of KV before the one that it computes
+class DecodeTargets:
+    """Tightest TPOT targets of all decodes that are running, whether or not their next token is in this step."""
+
     tpot_seconds: float
+    fair_tpot_seconds: float  # that classes give by themselves
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillCandidate:
     id: str
     context: int  # positions already dispatched
-    remaining: int  # positions still to dispatch
+    remaining: int  # positions that it may dispatch now
     is_long: bool
     relative_slack: float  # rho, for space sharing
+    lane: int = 0  # that computes it
+    lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
+    waits: bool = False  # it holds no KV yet
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds of one step; tokens count all sequences together."""
+    """Bounds of one step; tokens count all sequences of a lane together."""
 
     stages: int
     max_chunk_tokens: int
@@ -43,98 +59,232 @@ class Limits:
     max_step_seconds: float
     min_prefill_share: float
     space_sharing_cap: float
+    idle_efficiency: float = IDLE_EFFICIENCY
 
 
 @dataclass(slots=True)
 class Packed:
-    """A step: tokens per sequence, decodes first, and why it is as large as it is (seconds)."""
+    """Prefill tokens by request, and why the step is as large as it is (seconds)."""
 
-    tokens: dict[str, int] = field(default_factory=dict)
+    chunks: dict[str, int] = field(default_factory=dict)
     predicted_seconds: float = 0.0
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
 
 
-def pack(
-    decodes: Sequence[DecodeCandidate],
-    prefills: Sequence[PrefillCandidate],
-    limits: Limits,
-    predictor: Predictor,
-) -> Packed:
-    """The next step. `prefills` are in the order of the policy, most urgent first."""
-    works = {decode.id: Work(decode.context, 1) for decode in decodes}
-    decode_seconds = predictor.step_seconds(works.values()) if works else 0.0
-    packed = Packed(predicted_seconds=decode_seconds)
-    if decodes:
-        target = min(decode.tpot_seconds for decode in decodes) / limits.stages
-        packed.decode_overrun = decode_seconds > target
-        packed.budget_seconds = max(target, decode_seconds / (1 - limits.min_prefill_share))
-    else:
-        packed.budget_seconds = limits.max_step_seconds / limits.stages
+class Batch:
+    """A step under construction on one lane, or on several that move in lock-step."""
 
-    chunks = _Chunks(works, limits, predictor)
+    def __init__(self, predictor: Predictor, lanes: Sequence[int] = (0,)) -> None:
+        self._predictor = predictor
+        self._tallies = {lane: predictor.tally() for lane in lanes}
+        self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
+        self._exchanged_queries = 0
+
+    @property
+    def lanes(self) -> Iterable[int]:
+        return self._tallies
+
+    def add_decodes(self, lane: int, contexts_tokens: int, count: int) -> None:
+        """`count` decodes whose KV, together `contexts_tokens`, lies on `lane` alone."""
+        self._tallies[lane].add_decodes(contexts_tokens, count)
+
+    def add_spread_decode(self, lane: int, lane_tokens: Mapping[int, int]) -> None:
+        """A decode that `lane` computes and whose KV lies on several lanes."""
+        for holder, tokens in lane_tokens.items():
+            self._tallies[holder].add(Work(tokens, 1, attention_only=holder != lane))
+        self._exchanged_queries += len(lane_tokens) > 1
+
+    def add(self, prefill: PrefillCandidate, count: int) -> None:
+        """Put a chunk of `count` tokens into the step."""
+        if not prefill.lane_tokens:
+            self._tallies[prefill.lane].add(Work(prefill.context, count))
+            return
+        for holder, tokens in prefill.lane_tokens.items():
+            self._tallies[holder].add(Work(tokens, count, attention_only=holder != prefill.lane))
+        self._exchanged_queries += count
+
+    def remove(self, prefill: PrefillCandidate, count: int) -> None:
+        """Undo an `add`."""
+        if not prefill.lane_tokens:
+            self._tallies[prefill.lane].remove(Work(prefill.context, count))
+            return
+        for holder, tokens in prefill.lane_tokens.items():
+            self._tallies[holder].remove(Work(tokens, count, attention_only=holder != prefill.lane))
+        self._exchanged_queries -= count
+
+    def seconds(self) -> float:
+        """Predicted time of the step."""
+        if self._alone is not None:
+            return self._alone.seconds()
+        return self._predictor.coupled_tally_seconds(list(self._tallies.values()), self._exchanged_queries)
+
+    def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:
+        """The same, with a chunk added."""
+        if self._alone is not None:
+            return self._alone.seconds_with(prefill.context, count)
+        self.add(prefill, count)
+        seconds = self.seconds()
+        self.remove(prefill, count)
+        return seconds
+
+    def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float) -> int:
+        """The largest chunk of at most `most` tokens with which the whole step ends within the budget, or 0."""
+        if most <= 0 or self.seconds_with(prefill, most) <= budget_seconds:
+            return max(most, 0)
+        return _first(lambda count: self.seconds_with(prefill, count) > budget_seconds, most) - 1
+
+    def efficient_seconds(
+        self, prefill: PrefillCandidate, limits: Limits, budget_seconds: float, share: float
+    ) -> float:
+        """Time of the smallest step whose prefill rate is `share` of that of the largest one within the budget.
+
+        Rates are those of a prompt that goes on for ever behind `prefill`'s context. Never more than the budget.
+        """
+        largest = self.largest(prefill, limits.max_chunk_tokens, budget_seconds)
+        if largest <= limits.min_chunk_tokens:
+            return budget_seconds
+        rate = share * largest / self.seconds_with(prefill, largest)
+        size = _first(lambda count: count >= rate * self.seconds_with(prefill, count), largest)
+        return min(self.seconds_with(prefill, max(size, limits.min_chunk_tokens)), budget_seconds)
+
+
+def pack(
+    batch: Batch,
+    targets: DecodeTargets | None,
+    prefills: Iterable[PrefillCandidate],
+    limits: Limits,
+    admit: Callable[[PrefillCandidate], PrefillCandidate | None] = lambda prefill: prefill,
+) -> Packed:
+    """Add prefill chunks to a step that already holds its decodes.
+
+    Args:
+        batch: with the decodes in it.
+        targets: of the decodes that are running; None if there are none.
+        prefills: in the order of the policy, most urgent first.
+        admit: gives KV to one that waits and finds space: how it stands then, or None if it gets none.
+    """
+    packed = Packed(predicted_seconds=batch.seconds())
+    upcoming = iter(prefills)
+    head = list(islice(upcoming, 2))
+    _set_budget(packed, batch, targets, head, limits)
+    chunks = _Chunks(batch, packed, limits, admit)
     yielding: list[PrefillCandidate] = []
-    has_long = False
-    for prefill in prefills:
-        if prefill.is_long and has_long:
-            continue
-        budget = packed.budget_seconds
-        if prefill.is_long and len(prefills) > 1:
-            budget *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
-            yielding.append(prefill)
-        most_urgent = prefill is prefills[0]
-        if chunks.add(prefill, budget, at_least_one=most_urgent) and prefill.is_long:
-            has_long = True
+    misses = 0
+    for prefill in chain(head, upcoming):
+        budget_seconds = packed.budget_seconds
+        if prefill.is_long:
+            if prefill.lane in chunks.long_lanes:
+                continue
+            if len(head) > 1:
+                budget_seconds *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
+                yielding.append(prefill)
+        misses = 0 if chunks.add(prefill, budget_seconds) else misses + 1
+        if chunks.full or misses == MOST_MISSES or len(packed.chunks) == MOST_PREFILLS:
+            break
     for prefill in yielding:  # second pass: what the others left
-        if prefill.id in works or not has_long:
-            has_long = chunks.add(prefill, packed.budget_seconds, at_least_one=False) or has_long
-    packed.tokens = {sequence: work.count for sequence, work in works.items()}
-    if works:
-        packed.predicted_seconds = predictor.step_seconds(works.values())
+        if prefill.id in packed.chunks or prefill.lane not in chunks.long_lanes:
+            chunks.add(prefill, packed.budget_seconds)
+    packed.predicted_seconds = batch.seconds()
     return packed
 
 
+def _set_budget(
+    packed: Packed,
+    batch: Batch,
+    targets: DecodeTargets | None,
+    head: Sequence[PrefillCandidate],
+    limits: Limits,
+) -> None:
+    decode_seconds = packed.predicted_seconds
+    if targets is None:
+        budget = limits.max_step_seconds / limits.stages
+        if head and head[0].is_long and limits.idle_efficiency < 1:
+            budget = batch.efficient_seconds(head[0], limits, budget, limits.idle_efficiency)
+        packed.budget_seconds = budget
+        return
+    target = targets.tpot_seconds / limits.stages
+    packed.decode_overrun = decode_seconds > target
+    least = decode_seconds / (1 - limits.min_prefill_share)
+    packed.budget_seconds = max(target, least)
+    fair = max(targets.fair_tpot_seconds / limits.stages, least)
+    if head and fair > packed.budget_seconds:
+        floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE)
+        packed.budget_seconds = max(packed.budget_seconds, floor)
+
+
 class _Chunks:
-    """Adds prefill chunks to the works of a step, each as large as its budget allows."""
+    """Adds prefill chunks to a batch, each as large as its budget allows."""
 
-    def __init__(self, works: dict[str, Work], limits: Limits, predictor: Predictor) -> None:
-        self.works = works
-        self.limits = limits
-        self.predictor = predictor
-        self.tokens_left = limits.max_chunk_tokens
+    def __init__(
+        self,
+        batch: Batch,
+        packed: Packed,
+        limits: Limits,
+        admit: Callable[[PrefillCandidate], PrefillCandidate | None],
+    ) -> None:
+        self.long_lanes: set[int] = set()  # have a long prefill in this step
+        self._batch = batch
+        self._packed = packed
+        self._limits = limits
+        self._admit = admit
+        self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
 
-    def add(self, prefill: PrefillCandidate, budget_seconds: float, *, at_least_one: bool) -> bool:
-        """Give `prefill` the largest chunk that fits, or enlarge the one that it has; False if it has none."""
-        before = self.works.pop(prefill.id, None)
-        held = before.count if before else 0
-        most = min(prefill.remaining, self.tokens_left + held)
-        least = min(self.limits.min_chunk_tokens, prefill.remaining)
-        size = self._largest(prefill, most, budget_seconds)
-        if size < least:
-            size = min(least, most) if at_least_one else 0
+    @property
+    def full(self) -> bool:
+        """No lane may take another token."""
+        return not any(self._tokens_left.values())
+
+    def add(self, prefill: PrefillCandidate, budget_seconds: float) -> bool:
+        """Give `prefill` the largest chunk that fits, or enlarge the one that it has; False if it gets none.
+
+        The first one that is admitted gets its smallest chunk in any case.
+        """
+        chunks = self._packed.chunks
+        held = chunks.get(prefill.id, 0)
+        if held:
+            self._batch.remove(prefill, held)
+        elif prefill.waits:
+            if chunks and not self._fits(prefill, held, budget_seconds):
+                return False
+            admitted = self._admit(prefill)
+            if admitted is None or admitted.lane not in self._tokens_left:
+                return False
+            prefill = admitted
+        most = min(prefill.remaining, self._tokens_left[prefill.lane] + held)
+        size = 0
+        if self._fits(prefill, held, budget_seconds):
+            size = self._batch.largest(prefill, most, budget_seconds)
+        elif not chunks:
+            size = min(self._least(prefill), most)
         size = max(size, held)
         if size == 0:
             return False
-        self.works[prefill.id] = Work(prefill.context, size)
-        self.tokens_left -= size - held
+        self._batch.add(prefill, size)
+        chunks[prefill.id] = size
+        self._tokens_left[prefill.lane] -= size - held
+        if prefill.is_long:
+            self.long_lanes.add(prefill.lane)
         return True
 
-    def _largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float) -> int:
-        """Binary search of the largest chunk for which the whole batch is predicted to end in time."""
+    def _fits(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> bool:
+        """Whether there is space for its smallest chunk."""
+        least = self._least(prefill)
+        if least > self._tokens_left[prefill.lane] + held:
+            return False
+        return self._batch.seconds_with(prefill, least) <= budget_seconds
 
-        def fits(count: int) -> bool:
-            batch = [*self.works.values(), Work(prefill.context, count)]
-            return self.predictor.step_seconds(batch) <= budget_seconds
+    def _least(self, prefill: PrefillCandidate) -> int:
+        return min(self._limits.min_chunk_tokens, prefill.remaining)
 
-        if most <= 0:
-            return 0
-        if fits(most):
-            return most
-        low, high = 0, most  # fits at low (a chunk of none), not at high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle
-        return low
+
+def _first(holds: Callable[[int], bool], most: int) -> int:
+    """The smallest count in 1 .. `most` from which on `holds`, which it does at `most`; by binary search."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high

@@ -12,31 +12,65 @@ here. The step that dispatches the last known position also draws the next token
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from sys import maxsize
 
 from medha.messages import Submit
-from medha.policy import PrefillState
+from medha.shards import ShardMap
 from medha.slo import Targets
+
+NOWHERE = -1
+"""The lane of a request that holds no KV, and the row of one that waits for no step."""
 
 
 @dataclass(slots=True)
+class Prompt:
+    """Requests here that name one prompt, and whether its KV can be shared."""
+
+    name: str
+    tokens: int
+    users: int = 0
+    waiting: dict[str, Request] = field(default_factory=dict)
+    holders: dict[str, Request] = field(default_factory=dict)  # hold KV; in the order of admission
+    sharing: Request | None = None  # its whole prefill is computed: others may fork it
+    prefilling: bool = False  # it has holders, and none can be forked yet
+
+
+@dataclass(slots=True, eq=False)
 class Request:
+    """One sequence, from its `Submit` until its KV is released."""
+
     submit: Submit
+    id: str
+    prompt: Prompt
+    tie: int  # unique; rises with each arrival here
     arrival: float  # on the controller's clock, age already taken off
     targets: Targets
     work_seconds: float  # predicted prefill, alone
     is_long: bool
     length: int
     limit_tokens: int  # prompt plus output may not pass it
+    reservation_tokens: int  # of KV that it is promised at admission
+    may_spread: bool = False  # its KV may be cut over several lanes
+    row: int = NOWHERE  # in the table of candidates
+    lane: int = NOWHERE  # that computes it
+    reserved_tokens: int = 0  # that its blocks can hold
+    shard_map: ShardMap | None = None  # once it holds KV
+    is_spread: bool = False  # several lanes hold its KV, or will
+    lanes: tuple[int, ...] = ()  # that a step with it needs, its own first
+    joins_at: int = maxsize  # the position at which a further lane joins
+    lane_tokens: dict[int, int] = field(default_factory=dict)  # dispatched KV by lane, if it has several
     dispatched: int = 0
     computed: int = 0
+    cached_tokens: int = 0  # of its prompt, whose KV was there before it came
     emitted: int = 0  # tokens drawn here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; KV waits in quarantine for those in flight
 
     @property
-    def id(self) -> str:
-        return self.submit.id
+    def deadline(self) -> float:
+        """a + d, on the controller's clock."""
+        return self.arrival + self.targets.ttft_seconds
 
     @property
     def is_decoding(self) -> bool:
@@ -44,9 +78,42 @@ class Request:
         return self.emitted > 0
 
     @property
-    def runnable_tokens(self) -> int:
-        """Positions that a step may take now."""
-        return 0 if self.ended else self.length - self.dispatched
+    def waits(self) -> bool:
+        """It holds no KV."""
+        return self.lane == NOWHERE
 
-    def prefill_state(self, remaining_seconds: float) -> PrefillState:
-        return PrefillState(self.arrival, self.targets.ttft_seconds, self.work_seconds, remaining_seconds)
+    @property
+    def held_lanes(self) -> tuple[int, ...]:
+        """Lanes that hold its KV, or will."""
+        return () if self.shard_map is None else self.shard_map.lanes
+
+    def enter(self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int) -> None:
+        """It holds KV from now on, of which that of `there_tokens` tokens is there already."""
+        self.dispatched = self.computed = there_tokens
+        self.lane = shard_map.owner
+        self.extend(shard_map, reserved_tokens)
+
+    def extend(self, shard_map: ShardMap, reserved_tokens: int) -> None:
+        """Its KV lies as `shard_map` says; what was there stays where it is."""
+        self.shard_map = shard_map
+        self.is_spread = len(shard_map.lanes) > 1
+        self.reserved_tokens = shard_map.tokens if self.is_spread else reserved_tokens
+        if self.is_spread:
+            self.lane_tokens = shard_map.local_lengths(self.dispatched)
+        self._join(shard_map)
+
+    def dispatch(self, count: int) -> None:
+        """A step with its next `count` positions is launched."""
+        if self.is_spread and self.shard_map is not None:
+            for piece in self.shard_map.pieces(self.dispatched, self.dispatched + count):
+                self.lane_tokens[piece.lane] = piece.local_start + piece.stop - piece.start
+        self.dispatched += count
+        self.steps_in_flight += 1
+        if self.dispatched >= self.joins_at and self.shard_map is not None:
+            self._join(self.shard_map)
+
+    def _join(self, shard_map: ShardMap) -> None:
+        """Lanes take part progressively: once there is a position of theirs to compute."""
+        self.lanes = shard_map.participants(self.dispatched + 1)
+        outside = (segment.start for segment in shard_map.segments if segment.lane not in self.lanes)
+        self.joins_at = next(outside, maxsize)

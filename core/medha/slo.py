@@ -13,6 +13,8 @@ class Targets:
 
     ttft_seconds: float  # counted from arrival at the router
     tpot_seconds: float
+    fair_tpot_seconds: float
+    """What its class would give it: a request that asks for less may not slow the prefills of others for it."""
 
 
 def targets(
@@ -29,4 +31,9 @@ def targets(
     by_class = max(service_class.ttft_floor_seconds, service_class.ttft_factor * work_seconds)
     ttft = by_class if asked_ttft_seconds is None else asked_ttft_seconds
     tpot = service_class.tpot_target_seconds if asked_tpot_seconds is None else asked_tpot_seconds
-    return Targets(ttft_seconds=ttft, tpot_seconds=max(tpot, service_class.tpot_floor_seconds))
+    tpot = max(tpot, service_class.tpot_floor_seconds)
+    return Targets(
+        ttft_seconds=ttft,
+        tpot_seconds=tpot,
+        fair_tpot_seconds=max(tpot, service_class.tpot_target_seconds),
+    )

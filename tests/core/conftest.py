@@ -197,7 +197,7 @@ class FakeReplica:
         assert list(self.controller.requests()) == []
         assert not self._sequences
         assert not self._prompts
-        assert not self.controller._prompt_users
+        assert not self.controller._prompts
         for id_ in self._submits:
             assert len(self.endings.get(id_, [])) == 1, f"{id_} ended as {self.endings.get(id_)}"
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.messages import StepProfile
-from medha.packer import DecodeCandidate, Limits, PrefillCandidate, pack
+from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.predictor import Predictor, Work
 
 # One token takes 1 ms and nothing else takes time, so budgets are token counts.
@@ -21,11 +21,20 @@ LIMITS = Limits(
     max_step_seconds=0.1001,
     min_prefill_share=0.1,
     space_sharing_cap=0.4,
+    idle_efficiency=1.0,
 )
 
 
-def decode(name: str, tpot_seconds: float = 0.0501) -> DecodeCandidate:
-    return DecodeCandidate(name, context=100, tpot_seconds=tpot_seconds)
+@dataclass(frozen=True)
+class DecodeCandidate:
+    name: str
+    context: int
+    tpot_seconds: float
+    fair_tpot_seconds: float
+
+
+def decode(name: str, tpot_seconds: float = 0.0501, fair: float | None = None) -> DecodeCandidate:
+    return DecodeCandidate(name, 100, tpot_seconds, fair or tpot_seconds)
 
 
 def prefill(
@@ -34,15 +43,32 @@ def prefill(
     return PrefillCandidate(name, context, remaining, is_long, rho)
 
 
+def packed_step(
+    decodes: list[DecodeCandidate],
+    prefills: list[PrefillCandidate],
+    limits: Limits = LIMITS,
+    predictor: Predictor = TOKEN_IS_A_MILLISECOND,
+) -> Packed:
+    batch = Batch(predictor)
+    batch.add_decodes(0, sum(decode.context for decode in decodes), len(decodes))
+    targets = None
+    if decodes:
+        targets = DecodeTargets(
+            min(decode.tpot_seconds for decode in decodes),
+            min(decode.fair_tpot_seconds for decode in decodes),
+        )
+    return pack(batch, targets, prefills, limits)
+
+
 def tokens(
     decodes: list[DecodeCandidate], prefills: list[PrefillCandidate], limits: Limits = LIMITS
 ) -> dict[str, int]:
-    return pack(decodes, prefills, limits, TOKEN_IS_A_MILLISECOND).tokens
+    return packed_step(decodes, prefills, limits).chunks
 
 
 def test_nothing_to_do_is_an_empty_step() -> None:
-    packed = pack([], [], LIMITS, TOKEN_IS_A_MILLISECOND)
-    assert packed.tokens == {}
+    packed = packed_step([], [])
+    assert packed.chunks == {}
     assert packed.predicted_seconds == 0
 
 
@@ -52,28 +78,29 @@ def test_without_decodes_a_step_is_bounded_by_max_step_seconds() -> None:
 
 def test_the_budget_is_the_tightest_tpot_target_of_the_decodes() -> None:
     decodes = [decode("d1", 0.0801), decode("d2", 0.0301)]
-    assert tokens(decodes, [prefill("a", 500)]) == {"d1": 1, "d2": 1, "a": 28}
+    assert tokens(decodes, [prefill("a", 500)]) == {"a": 28}
 
 
 def test_each_of_several_stages_has_its_part_of_the_budget() -> None:
     limits = replace(LIMITS, stages=2)
-    assert tokens([decode("d")], [prefill("a", 500)], limits) == {"d": 1, "a": 24}
+    assert tokens([decode("d")], [prefill("a", 500)], limits) == {"a": 24}
     assert tokens([], [prefill("a", 500)], limits) == {"a": 50}
 
 
-def test_decodes_always_run_all_of_them() -> None:
+def test_decodes_run_whatever_their_target() -> None:
     decodes = [decode(f"d{index}", 0.01) for index in range(50)]
-    packed = pack(decodes, [], LIMITS, TOKEN_IS_A_MILLISECOND)
-    assert packed.tokens == {f"d{index}": 1 for index in range(50)}
+    packed = packed_step(decodes, [])
+    assert packed.chunks == {}
+    assert packed.predicted_seconds == pytest.approx(0.05)
     assert packed.decode_overrun
 
 
 def test_when_decodes_alone_exceed_their_target_the_most_urgent_prefill_gets_its_share() -> None:
     decodes = [decode(f"d{index}", 0.01) for index in range(180)]
-    packed = pack(decodes, [prefill("a", 500), prefill("b", 500)], LIMITS, TOKEN_IS_A_MILLISECOND)
+    packed = packed_step(decodes, [prefill("a", 500), prefill("b", 500)])
     assert packed.decode_overrun
-    assert packed.tokens["a"] == pytest.approx(180 / 0.9 * 0.1, abs=1)
-    assert "b" not in packed.tokens
+    assert packed.chunks["a"] == pytest.approx(180 / 0.9 * 0.1, abs=1)
+    assert "b" not in packed.chunks
 
 
 def test_when_that_share_is_too_small_the_most_urgent_prefill_gets_the_smallest_chunk() -> None:
@@ -84,7 +111,7 @@ def test_when_that_share_is_too_small_the_most_urgent_prefill_gets_the_smallest_
 
 
 def test_decodes_that_meet_their_target_are_no_overrun() -> None:
-    assert not pack([decode("d")], [], LIMITS, TOKEN_IS_A_MILLISECOND).decode_overrun
+    assert not packed_step([decode("d")], []).decode_overrun
 
 
 def test_prefills_fill_the_step_in_the_order_given() -> None:
@@ -104,7 +131,6 @@ def test_no_chunk_is_smaller_than_the_smallest_efficient_one_except_a_tail() -> 
 def test_max_chunk_tokens_bounds_all_prefills_together() -> None:
     limits = replace(LIMITS, max_chunk_tokens=50)
     assert tokens([decode("d", 1.0)], [prefill("a", 30), prefill("b", 30)], limits) == {
-        "d": 1,
         "a": 30,
         "b": 20,
     }
@@ -114,8 +140,8 @@ def test_the_whole_batch_is_predicted_so_a_constant_is_paid_once() -> None:
     """0.4 s a step and 0.1 s a token: of 1 s, a takes 3 tokens and b the other 3, not (1 - 0.7 - 0.4) / 0.1."""
     predictor = Predictor(StepProfile(0.4, 0.1, 0.0, 0.0))
     limits = replace(LIMITS, max_step_seconds=1.001, min_chunk_tokens=1)
-    packed = pack([], [prefill("a", 3), prefill("b", 9)], limits, predictor)
-    assert packed.tokens == {"a": 3, "b": 3}
+    packed = packed_step([], [prefill("a", 3), prefill("b", 9)], limits, predictor)
+    assert packed.chunks == {"a": 3, "b": 3}
     assert packed.predicted_seconds == pytest.approx(1.0)
 
 
@@ -142,7 +168,7 @@ def test_a_lone_long_prefill_takes_the_same_chunks_as_a_short_one() -> None:
         context, remaining, chunks[is_long] = 0, 5000, []
         while remaining:
             candidate = prefill("a", remaining, is_long=is_long, context=context)
-            size = pack([decode("d")], [candidate], LIMITS, predictor).tokens["a"]
+            size = packed_step([decode("d")], [candidate], LIMITS, predictor).chunks["a"]
             chunks[is_long].append(size)
             context, remaining = context + size, remaining - size
     assert chunks[True] == chunks[False]
@@ -186,16 +212,18 @@ def test_every_step_is_within_its_bounds(
 ) -> None:
     predictor = Predictor(StepProfile(0.001, 5e-5, 1e-8, 1e-4))
     limits = Limits(stages, max_chunk_tokens, min_chunk_tokens, 0.1, min_prefill_share, 0.4)
-    decodes = [DecodeCandidate(f"d{index}", context, tpot_seconds) for index, context in enumerate(contexts)]
+    decodes = [
+        DecodeCandidate(f"d{index}", context, tpot_seconds, tpot_seconds)
+        for index, context in enumerate(contexts)
+    ]
     prefills = [
         PrefillCandidate(f"p{index}", context, remaining, is_long, rho)
         for index, (context, remaining, is_long, rho) in enumerate(candidates)
     ]
-    packed = pack(decodes, prefills, limits, predictor)
+    packed = packed_step(decodes, prefills, limits, predictor)
 
-    assert list(packed.tokens)[: len(decodes)] == [candidate.id for candidate in decodes]
-    chosen = {candidate.id: candidate for candidate in prefills if candidate.id in packed.tokens}
-    sizes = {name: packed.tokens[name] for name in chosen}
+    chosen = {candidate.id: candidate for candidate in prefills if candidate.id in packed.chunks}
+    sizes = {name: packed.chunks[name] for name in chosen}
     assert sum(sizes.values()) <= max_chunk_tokens
     assert sum(candidate.is_long for candidate in chosen.values()) <= 1
     for name, size in sizes.items():

@@ -16,7 +16,7 @@ CHAT = ServiceClass(
     ("work_seconds", "deadline"), [(0.0, 2), (0.5, 2), (2 / 3, 2), (1.0, 3), (100.0, 300)]
 )
 def test_the_deadline_is_the_floor_or_a_multiple_of_the_work(work_seconds: float, deadline: float) -> None:
-    assert targets(CHAT, work_seconds) == Targets(pytest.approx(deadline), 0.05)
+    assert targets(CHAT, work_seconds) == Targets(pytest.approx(deadline), 0.05, 0.05)
 
 
 def test_a_request_may_name_its_own_deadline() -> None:
@@ -28,3 +28,10 @@ def test_a_request_may_name_its_own_deadline() -> None:
 )
 def test_a_tpot_tighter_than_the_floor_is_clamped_to_it(asked: float | None, applied: float) -> None:
     assert targets(CHAT, 1.0, asked_tpot_seconds=asked).tpot_seconds == applied
+
+
+@pytest.mark.parametrize(("asked", "fair"), [(None, 0.05), (0.2, 0.2), (0.01, 0.05), (0.001, 0.05)])
+def test_a_tighter_wish_than_the_class_is_told_apart_from_what_the_class_gives(
+    asked: float | None, fair: float
+) -> None:
+    assert targets(CHAT, 1.0, asked_tpot_seconds=asked).fair_tpot_seconds == fair

@@ -63,11 +63,11 @@ class Observer:
                     self._counters["medha_sequences_refused"].labels(reason=reason).inc()
 
     def _launch(self, step: Step, core: ReplicaController, now: float) -> None:
-        requests = {request.id: request for request in core.requests()}
         prefill: dict[str, int] = {}
         decodes = 0
         for entry in step.entries:
-            request = requests[entry.id]
+            request = core.find(entry.id)
+            assert request is not None, f"{entry.id} runs and is not known"
             if request.is_decoding:
                 decodes += 1
                 continue

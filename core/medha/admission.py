@@ -1,0 +1,242 @@
+"""Who gets KV, and when: the ledgers of all lanes, the caps on long requests, and what a late one may claim.
+
+A request gets all of its KV at once, when the step that computes its first chunk is formed, so that nobody holds KV
+that does not move. Three rules keep shorts and longs out of each other's way (DESIGN §5):
+
+* Longs are capped in number and in their share of the pool. The first long always passes, however large:
+  otherwise a stream of shorts could keep it out for ever.
+* A request that finds no room is overtaken by smaller ones, until it is late. Then it *claims* what becomes free.
+* Beside a claim others are still admitted, so that no convoy forms behind it, but all of them together hold no more
+  than the head-room for shorts; and none any more once they alone stand between the claim and its KV. What the
+  claim waits for is then held by requests that end, so it does not starve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from medha.candidates import Room
+from medha.config import ReplicaConfig
+from medha.messages import Admit, Grow
+from medha.pools import KvPools, Placed
+from medha.request import Request
+
+GROWTH_TOKENS = 1024
+"""How far an unreserved request's KV grows at a time: large enough to stay in long runs of blocks."""
+
+
+@dataclass(slots=True)
+class _Claim:
+    """A late request to which freed KV of `lanes` goes, and what those admitted beside it hold there (blocks)."""
+
+    request: Request
+    lanes: tuple[int, ...]
+    blocks: int
+    beside: dict[str, int] = field(default_factory=dict)
+
+
+class Admission:
+    """Lets requests into the KV pools."""
+
+    def __init__(self, config: ReplicaConfig) -> None:
+        scheduling = config.scheduling
+        self.pools = KvPools(
+            lanes=config.topology.kv,
+            kv_blocks=config.kv_blocks,
+            block_size_tokens=config.block_size_tokens,
+            tokens_per_lane=config.tokens_per_lane,
+            prefix_caching=config.prefix_caching,
+        )
+        self._config = config
+        self._lanes = tuple(range(config.topology.kv))
+        self._longs = 0
+        self._long_blocks = 0
+        self._pool_blocks = config.topology.kv * config.kv_blocks
+        self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
+        self._claim: _Claim | None = None
+
+    # --- room ---------------------------------------------------------------------------------------
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self._config.block_size_tokens)
+
+    def wanted_blocks(self, request: Request) -> int:
+        """Free blocks that a waiting request needs."""
+        wanted = self.blocks_for(request.reservation_tokens)
+        if request.prompt.sharing is not None:
+            wanted -= (request.submit.tokens - 1) // self._config.block_size_tokens
+        return wanted
+
+    def free_room(self) -> Room:
+        """What is free on the emptiest lane and on all, without regard to claims."""
+        free = [self._free_blocks(lane) for lane in self._lanes]
+        return Room(max(free), sum(free), self._room_of_longs())
+
+    def room(self, lanes: Sequence[int]) -> Room:
+        """What requests that `lanes` compute may take now, at most."""
+        free = max(self._free_blocks(lane) for lane in lanes)
+        together = sum(self._free_blocks(lane) for lane in self._lanes)
+        claim = self._claim
+        if claim is not None:
+            beside = self._room_beside(claim)
+            together = min(together, beside)
+            if all(lane in claim.lanes for lane in lanes):
+                free = min(free, beside)
+        return Room(free, together, self._room_of_longs())
+
+    def lane_for(
+        self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
+    ) -> int | None:
+        """Which of `lanes` should take a waiting request now; None: none of them, or there is no room."""
+        wanted = self.wanted_blocks(request)
+        sibling = request.prompt.sharing
+        if sibling is not None:
+            lane = sibling.lane
+        elif len(self._lanes) == 1:
+            lane = 0
+        elif request.may_spread:
+            lane = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
+        else:
+            with_room = [lane for lane in self._lanes if self._free_blocks(lane) >= wanted]
+            key = lambda lane: (pending_seconds[lane], -self._free_blocks(lane), lane)  # noqa: E731
+            lane = min(with_room, key=key, default=-1)
+        if lane not in lanes:
+            return None
+        free = sum(map(self._free_blocks, self._lanes)) if request.may_spread else self._free_blocks(lane)
+        return lane if wanted <= free and self._may_enter(request, wanted, (lane,)) else None
+
+    def _free_blocks(self, lane: int) -> int:
+        return self.pools.free_tokens_on(lane) // self._config.block_size_tokens
+
+    def _room_of_longs(self) -> int | None:
+        """Blocks that another long request may take; None: any number."""
+        if not self._longs:
+            return None
+        scheduling = self._config.scheduling
+        if self._longs >= scheduling.max_running_long:
+            return 0
+        return int((1 - scheduling.short_headroom) * self._pool_blocks) - self._long_blocks
+
+    def _may_enter(self, request: Request, wanted: int, lanes: Sequence[int]) -> bool:
+        """Whether caps and claims allow it."""
+        if request.is_long:
+            of_longs = self._room_of_longs()
+            if of_longs is not None and wanted > of_longs:
+                return False
+        claim = self._claim
+        if claim is None or claim.request is request:
+            return True
+        if not request.may_spread and not any(lane in claim.lanes for lane in lanes):
+            return True
+        return wanted <= self._room_beside(claim)
+
+    # --- claims -------------------------------------------------------------------------------------
+
+    @property
+    def claimant(self) -> Request | None:
+        """The late request that freed KV goes to."""
+        return None if self._claim is None else self._claim.request
+
+    def claim(self, request: Request) -> None:
+        """From now on freed KV goes to `request`, until it is admitted or gone."""
+        assert self._claim is None
+        lanes = self._lanes
+        if not request.may_spread:
+            lanes = (max(lanes, key=lambda lane: (self._free_blocks(lane), -lane)),)
+        self._claim = _Claim(request, lanes, self.wanted_blocks(request))
+
+    def withdraw(self, request: Request) -> None:
+        """A waiting request is gone."""
+        if self.claimant is request:
+            self._claim = None
+
+    def _room_beside(self, claim: _Claim) -> int:
+        """Blocks that may still be given to others beside a claim."""
+        held = sum(claim.beside.values())
+        if sum(map(self._free_blocks, claim.lanes)) + held >= claim.blocks:
+            return 0
+        return max(self._headroom_blocks - held, 0)
+
+    # --- KV is given and taken ----------------------------------------------------------------------
+
+    def admit(
+        self,
+        request: Request,
+        pending_seconds: Sequence[float],
+        remaining_seconds: Callable[[int], float],
+    ) -> Admit | None:
+        """Give a request that `lane_for` lets in its KV, or change nothing and return None.
+
+        `pending_seconds` are the prefill seconds ahead of a new request on each lane, `remaining_seconds(cached)` its
+        own behind `cached` tokens that need not be computed.
+        """
+        submit, sibling = request.submit, request.prompt.sharing
+        wanted = self.wanted_blocks(request)
+        shared_tokens = 0
+        placed: Placed | None
+        if sibling is not None:
+            shared_tokens = submit.tokens - 1
+            placed = self.pools.fork(sibling.id, request.id, shared_tokens, request.reservation_tokens)
+        else:
+            placed = self.pools.admit(
+                request.id,
+                submit.tokens,
+                request.reservation_tokens,
+                block_hashes=submit.block_hashes,
+                pending_seconds=pending_seconds,
+                remaining_seconds=remaining_seconds,
+            )
+        if placed is None:
+            return None
+        request.enter(
+            placed.shards, self.pools.reserved_tokens(request.id), shared_tokens or placed.cached_tokens
+        )
+        request.cached_tokens = placed.cached_tokens
+        if request.is_long:
+            self._longs += 1
+            self._long_blocks += self.blocks_for(request.reservation_tokens)
+        self._note_beside_claim(request, wanted)
+        return Admit(
+            id=submit.id,
+            prompt=submit.prompt,
+            tokens=submit.tokens,
+            prompt_length=submit.prompt_length,
+            seed=submit.seed,
+            sampling=submit.sampling,
+            reserved_tokens=request.reservation_tokens,
+            sample_index=submit.sample_index,
+            fork_of=None if sibling is None else sibling.id,
+            shared_tokens=shared_tokens,
+            segments=placed.segments,
+            cached_tokens=placed.cached_tokens,
+            cached=placed.cached,
+            evicts=placed.evicts,
+        )
+
+    def grow(self, request: Request) -> Grow | None:
+        """Let a request that has used up its KV go on: by a large piece, else by what it needs now, else None."""
+        for tokens in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
+            grow = self.pools.grow(request.id, tokens)
+            if grow is not None:
+                request.extend(self.pools.shards(request.id), self.pools.reserved_tokens(request.id))
+                return grow
+        return None
+
+    def release(self, request: Request) -> None:
+        """Take back all that a request holds."""
+        self.pools.release(request.id)
+        if request.is_long:
+            self._longs -= 1
+            self._long_blocks -= self.blocks_for(request.reservation_tokens)
+        if self._claim is not None:
+            self._claim.beside.pop(request.id, None)
+
+    def _note_beside_claim(self, request: Request, wanted: int) -> None:
+        claim = self._claim
+        if claim is None:
+            return
+        if claim.request is request:
+            self._claim = None
+        elif any(lane in claim.lanes for lane in request.held_lanes):
+            claim.beside[request.id] = wanted

@@ -1,0 +1,229 @@
+"""The table of prefills: every request that has prompt positions left to dispatch, as a struct of arrays.
+
+A decision looks at all of them at once, so each fact that it needs is one numpy column. Rows are dense: the last row
+takes the place of one that goes. The order of the rows by due time is kept while requests come and go, at the price of
+a short `memmove` each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.guarded import Plan
+from medha.policy import Bools, Columns, Floats, Ints
+from medha.request import NOWHERE, Request
+
+_FIRST_CAPACITY = 64
+
+_Item = TypeVar("_Item", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Blocks of KV that waiting requests may take now."""
+
+    of_one_lane: int
+    of_all_lanes: int  # for requests that may be cut over several lanes
+    of_longs: int | None = None  # what is left of the share of long ones; None: no limit
+
+
+class Candidates:
+    """Waiting requests, and running ones whose prefill is not wholly dispatched."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []  # by row
+        self._arrival: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self._deadline: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self._work: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self._remaining: Floats = np.zeros(
+            _FIRST_CAPACITY, dtype=np.float64
+        )  # before the predictor's correction
+        self._tie: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
+        self._wanted: Ints = np.zeros(
+            _FIRST_CAPACITY, dtype=np.int64
+        )  # blocks of KV to be admitted; 0 once it is
+        self._lane: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # NOWHERE while it waits
+        self._long: Bools = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)
+        self._spread: Bools = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)  # may be cut over several lanes
+        self._held: Bools = np.zeros(
+            _FIRST_CAPACITY, dtype=np.bool_
+        )  # waits for a prefill that it will share
+        self._due: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self._promise: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, in that order
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def _double(self) -> None:
+        """Room for twice as many rows."""
+        self._arrival = _doubled(self._arrival)
+        self._deadline = _doubled(self._deadline)
+        self._work = _doubled(self._work)
+        self._remaining = _doubled(self._remaining)
+        self._tie = _doubled(self._tie)
+        self._wanted = _doubled(self._wanted)
+        self._lane = _doubled(self._lane)
+        self._long = _doubled(self._long)
+        self._spread = _doubled(self._spread)
+        self._held = _doubled(self._held)
+        self._due = _doubled(self._due)
+        self._promise = _doubled(self._promise)
+        self._by_due = _doubled(self._by_due)
+
+    @property
+    def _per_row(self) -> tuple[npt.NDArray[Any], ...]:
+        """Every column that moves with its row."""
+        return (
+            self._arrival, self._deadline, self._work, self._remaining, self._tie, self._wanted, self._lane,
+            self._long, self._spread, self._held, self._due, self._promise,
+        )  # fmt: skip
+
+    # --- rows come, change and go -------------------------------------------------------------------
+
+    def add(self, request: Request, remaining_seconds: float, wanted_blocks: int) -> None:
+        """A new row; `remaining_seconds` is before correction."""
+        row = len(self.requests)
+        if row == len(self._tie):
+            self._double()
+        request.row = row
+        self.requests.append(request)
+        self._arrival[row] = request.arrival
+        due = self._deadline[row] = self._due[row] = request.deadline
+        self._promise[row] = np.inf
+        self._work[row] = request.work_seconds
+        self._remaining[row] = remaining_seconds
+        self._tie[row] = request.tie
+        self._wanted[row] = wanted_blocks
+        self._lane[row] = request.lane
+        self._long[row] = request.is_long
+        self._spread[row] = request.may_spread
+        self._held[row] = False
+        place = int(self._due[:row].searchsorted(due, side="right", sorter=self._by_due[:row]))
+        self._by_due[place + 1 : row + 1] = self._by_due[place:row]
+        self._by_due[place] = row
+
+    def remove(self, request: Request) -> None:
+        """The row goes; nothing happens to a request that has none."""
+        row, last = request.row, len(self.requests) - 1
+        if row == NOWHERE:
+            return
+        place = self._place(row)
+        if row != last:
+            self._by_due[self._place(last)] = row
+            for column in self._per_row:
+                column[row] = column[last]
+            moved = self.requests[row] = self.requests[last]
+            moved.row = row
+        self._by_due[place:last] = self._by_due[place + 1 : last + 1]
+        self.requests.pop()
+        request.row = NOWHERE
+
+    def _place(self, row: int) -> int:
+        """Where `row` stands in the order of due times."""
+        rows = len(self.requests)
+        ordered, due = self._by_due[:rows], self._due[row]
+        first = int(self._due[:rows].searchsorted(due, side="left", sorter=ordered))
+        if ordered[first] == row:
+            return first
+        stop = int(self._due[:rows].searchsorted(due, side="right", sorter=ordered))
+        return first + int(np.flatnonzero(ordered[first:stop] == row)[0])
+
+    def admitted(self, request: Request) -> None:
+        """It holds KV now, and runs on its lane."""
+        self._lane[request.row] = request.lane
+        self._wanted[request.row] = 0
+
+    def wants(self, request: Request, blocks: int, remaining_seconds: float, *, held: bool) -> None:
+        """What a waiting request needs to be admitted, and whether it must wait for a prefill that it shares."""
+        self._wanted[request.row] = blocks
+        self._remaining[request.row] = remaining_seconds
+        self._held[request.row] = held
+
+    def progressed(self, requests: Sequence[Request], remaining_seconds: Floats) -> None:
+        """What is left of the prefills of `requests`, before correction."""
+        for request, seconds in zip(requests, remaining_seconds.tolist(), strict=True):
+            self._remaining[request.row] = seconds
+
+    # --- what a decision looks at -------------------------------------------------------------------
+
+    def columns(self, correction: float) -> Columns:
+        """A view for policies; remaining work is corrected."""
+        rows = len(self.requests)
+        return Columns(
+            arrival=self._arrival[:rows],
+            deadline=self._deadline[:rows],
+            work_seconds=self._work[:rows],
+            remaining_seconds=self._remaining[:rows] * correction,
+            tie=self._tie[:rows],
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """When each row is due: for `Guarded`, which brings it up to date."""
+        rows = len(self.requests)
+        return Plan(due=self._due[:rows], promise=self._promise[:rows], by_due=self._by_due[:rows])
+
+    def remaining_seconds(self, request: Request) -> float:
+        """What is left of one prefill, before correction."""
+        return float(self._remaining[request.row]) if request.row != NOWHERE else 0.0
+
+    def total_remaining_seconds(self) -> float:
+        """Of all rows, before correction."""
+        return float(self._remaining[: len(self.requests)].sum())
+
+    def remaining_by_lane(self, lanes: int) -> Floats:
+        """Of rows that hold KV, by the lane that computes them; before correction."""
+        rows = len(self.requests)
+        lane = self._lane[:rows] - NOWHERE  # those that wait come first
+        seconds = np.bincount(lane, weights=self._remaining[:rows], minlength=lanes + 1)
+        return np.asarray(seconds[1:], dtype=np.float64)
+
+    def running(self, lanes: Sequence[int]) -> Bools:
+        """Rows that hold KV and are computed by one of `lanes`."""
+        lane = self._lane[: len(self.requests)]
+        found: Bools = lane == lanes[0]
+        for other in lanes[1:]:
+            found |= lane == other
+        return found
+
+    def admissible(self, room: Room) -> Bools:
+        """Waiting rows that find room, and share no prefill that still runs."""
+        rows = len(self.requests)
+        found: Bools = (self._lane[:rows] == NOWHERE) & ~self._held[:rows] & ~self._without(room)
+        return found
+
+    def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
+        """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV."""
+        rows = len(self.requests)
+        blocked = self._without(room) & (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
+        if room.of_longs is not None:
+            blocked &= ~(self._long[:rows] & (self._wanted[:rows] > room.of_longs))
+        if not blocked.any():
+            return None
+        blocked &= self._deadline[:rows] - self._remaining[:rows] * correction < now
+        found = np.flatnonzero(blocked)
+        if not len(found):
+            return None
+        order = np.lexsort((self._tie[found], self._deadline[found]))
+        return self.requests[int(found[order[0]])]
+
+    def _without(self, room: Room) -> Bools:
+        """Rows that want more than there is."""
+        rows = len(self.requests)
+        wanted = self._wanted[:rows]
+        found: Bools = wanted > room.of_one_lane
+        if room.of_all_lanes > room.of_one_lane:
+            found &= ~self._spread[:rows] | (wanted > room.of_all_lanes)
+        if room.of_longs is not None:
+            found |= self._long[:rows] & (wanted > room.of_longs)
+        return found
+
+
+def _doubled(column: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
+    return np.concatenate([column, np.zeros_like(column)])

@@ -1,0 +1,55 @@
+"""The order in which a step looks at prefills: the policy, over the rows of the table that it may take now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from medha.api import SchedulingSpec
+from medha.candidates import Candidates
+from medha.guarded import Guarded, GuardedSettings
+from medha.policy import Bools, Floats, Ints, keys, urgent_first
+
+Ordered = Callable[[Bools], Iterator[int]]
+"""Those rows for which a flag is set, most urgent first."""
+
+
+class Urgency:
+    """Applies the policy that the settings name."""
+
+    def __init__(self, scheduling: SchedulingSpec) -> None:
+        self._policy = scheduling.policy
+        self._lars_denominator = scheduling.lars_denominator
+        self._guarded: Guarded | None = None
+        if scheduling.policy == "guarded":
+            settings = GuardedSettings(scheduling.given_up_share, grace_seconds=scheduling.max_step_seconds)
+            self._guarded = Guarded(settings)
+
+    def look_at(self, candidates: Candidates, correction: float, now: float) -> Ordered:
+        """Decide the order of all rows once; it is then read for one selection of them after another."""
+        columns = candidates.columns(correction)
+        if self._guarded is not None:
+            plan = candidates.plan
+            first = next(self._guarded.order(columns, plan, now), None)
+            return lambda chosen: _by_due(plan.by_due, first, chosen)
+        urgency, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
+        return lambda chosen: _by_key(urgency, tie, chosen)
+
+
+def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
+    """Chosen rows by due time; `first` comes before all others."""
+    if first is not None and chosen[first]:
+        yield first
+    for row in by_due[chosen[by_due]].tolist():
+        if row != first:
+            yield row
+
+
+def _by_key(urgency: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
+    if chosen.all():
+        yield from urgent_first(urgency, tie)
+        return
+    rows = np.flatnonzero(chosen)
+    for place in urgent_first(urgency[rows], tie[rows]):
+        yield int(rows[place])
