@@ -24,7 +24,7 @@ inside an instance; its time model is taken to be exact.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import inf
 
 from medha.engine import Load
@@ -33,6 +33,7 @@ from medha_sim.baselines.book import Book, Request, Steps
 from medha_sim.baselines.costs import ElasticCost
 
 DISPATCHED_AT_ONCE = 32  # requests that one dynamic program looks at
+LOOKED_AT = 256  # waiting requests that are asked whether they end inside a macro-iteration
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class ElasticPool:
         macro_starts = within_seconds == inf
         taken: list[Request] = []
         room = sum(self._kv_free[lane] for lane in idle)
-        for request in self._book.waiting.values():
+        for request in islice(self._book.waiting.values(), LOOKED_AT):
             if not idle or len(taken) == DISPATCHED_AT_ONCE:
                 break
             if len(self._book.running) + len(taken) >= self._max_running:

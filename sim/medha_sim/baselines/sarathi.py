@@ -71,8 +71,9 @@ class Sarathi:
         for request in runnable:
             if not request.is_decoding and left > 0:
                 left -= self._add(batch, request, left)
-        for request in list(self._book.waiting.values()):
-            if left == 0 or len(self._book.running) >= self._max_running or not self._book.admit(request):
+        while left > 0 and self._book.waiting and len(self._book.running) < self._max_running:
+            request = next(iter(self._book.waiting.values()))
+            if not self._book.admit(request):
                 break
             left -= self._add(batch, request, left)
         return batch

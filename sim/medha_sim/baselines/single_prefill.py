@@ -19,6 +19,48 @@ from medha.predictor import Predictor
 from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 
+class _Prefills:
+    """Requests whose prefill is not over, beside the columns that policies read. A removed row takes the last one's."""
+
+    def __init__(self) -> None:
+        self.rows: list[Request] = []
+        self._row_of: dict[str, int] = {}
+        self._values = np.zeros((4, 64))  # arrival, deadline, work, remaining
+        self._ties = np.zeros(64, np.int64)
+        self._arrivals = 0
+
+    def columns(self) -> Columns:
+        count = len(self.rows)
+        arrival, deadline, work, remaining = self._values[:, :count]
+        return Columns(arrival, deadline, work, remaining, self._ties[:count])
+
+    def add(self, request: Request, work_seconds: float) -> None:
+        row = len(self.rows)
+        if row == len(self._ties):
+            self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+            self._ties = np.concatenate([self._ties, np.zeros_like(self._ties)])
+        deadline = request.arrival + (request.submit.deadline_after_seconds or 0.0)
+        self._values[:, row] = (request.arrival, deadline, work_seconds, work_seconds)
+        self._ties[row] = self._arrivals
+        self._arrivals += 1
+        self._row_of[request.id] = row
+        self.rows.append(request)
+
+    def remaining(self, request_id: str, seconds: float) -> None:
+        self._values[3, self._row_of[request_id]] = seconds
+
+    def remove(self, request_id: str) -> None:
+        row = self._row_of.pop(request_id, None)
+        if row is None:
+            return
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
+            self._row_of[last.id] = row
+            self._values[:, row] = self._values[:, len(self.rows)]
+            self._ties[row] = self._ties[len(self.rows)]
+
+
 class SinglePrefill:
     """One replica of one lane."""
 
@@ -45,9 +87,7 @@ class SinglePrefill:
         self._max_step_seconds = max_step_seconds
         self._min_prefill_share = min_prefill_share
         self._max_running = max_running
-        self._work_seconds: dict[str, float] = {}  # of requests whose prefill is not over
-        self._arrivals = 0
-        self._tie: dict[str, int] = {}
+        self._prefills = _Prefills()
 
     def load(self) -> Load:
         return self._book.load()
@@ -58,26 +98,24 @@ class SinglePrefill:
             case Submit():
                 commands += self._book.submit(event, now)
                 if not commands:
-                    self._work_seconds[event.id] = self._predictor.prefill_seconds(0, event.tokens)
-                    self._arrivals += 1
-                    self._tie[event.id] = self._arrivals
+                    work_seconds = self._predictor.prefill_seconds(0, event.tokens)
+                    self._prefills.add(self._book.waiting[event.id], work_seconds)
             case Cancel():
                 self._book.cancel(event)
-                self._forget(event.id)
+                self._prefills.remove(event.id)
             case StageFree():
                 self._pipeline.stage_free(event)
             case Done():
                 self._pipeline.done(event)
-                output, ended = self._book.finish(self._steps.done(event), event)
-                commands += output
-                for request in ended:
-                    self._forget(request.id)
+                commands += self._book.finish(self._steps.done(event), event)[0]
             case Drain():
                 pass
         if self._pipeline.ready:
             batch = self._batch(now)
             if batch:
                 step = self._steps.launch(batch)
+                if not batch[-1][0].is_decoding:
+                    self._dispatched(batch[-1][0])
                 self._pipeline.launched(step)
                 commands.append(step)
         return commands
@@ -101,36 +139,22 @@ class SinglePrefill:
 
     def _most_urgent(self, now: float) -> Request | None:
         """The first prefill in the order of the policy that holds KV, or gets it now."""
-        rows = [
-            request
-            for request in (*self._book.running.values(), *self._book.waiting.values())
-            if not request.is_decoding and request.missing_tokens > 0 and not request.ended
-        ]
-        if not rows:
-            return None
-        works = np.array([self._work_seconds[request.id] for request in rows])
-        done = self._predictor.prefill_seconds_many(
-            np.zeros(len(rows), np.int64), np.array([request.dispatched for request in rows])
-        )
-        arrival = np.array([request.arrival for request in rows])
-        columns = Columns(
-            arrival=arrival,
-            deadline=arrival + np.array([request.submit.deadline_after_seconds or 0.0 for request in rows]),
-            work_seconds=works,
-            remaining_seconds=np.maximum(works - done, 0.0),
-            tie=np.array([self._tie[request.id] for request in rows]),
-        )
+        columns = self._prefills.columns()
         for row in urgent_first(keys(self._policy, columns, now), columns.tie):
-            request = rows[row]
+            request = self._prefills.rows[row]
             if request.id in self._book.running:
                 return request
             if len(self._book.running) < self._max_running and self._book.admit(request):
                 return request
         return None
 
-    def _forget(self, request_id: str) -> None:
-        self._work_seconds.pop(request_id, None)
-        self._tie.pop(request_id, None)
+    def _dispatched(self, request: Request) -> None:
+        """A step took some of it: what remains is less, or its prefill is over."""
+        if request.missing_tokens == 0:
+            self._prefills.remove(request.id)
+        else:
+            remaining = self._predictor.prefill_seconds(request.dispatched, request.submit.tokens)
+            self._prefills.remaining(request.id, remaining)
 
     @staticmethod
     def _tpot_seconds(request: Request) -> float:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from medha.errors import ConfigInvalid
 from medha.hardware import profile_for
 from medha.predictor import Predictor
@@ -20,8 +22,8 @@ from medha_sim.baselines.loongserve import LoongServe, LoongServeSettings
 from medha_sim.baselines.sarathi import Sarathi
 from medha_sim.baselines.single_prefill import SinglePrefill
 from medha_sim.driver import Controller, SimulatedReplica, Simulation, Workload
-from medha_sim.executor import Executor, PredictorCost, StepCost
-from medha_sim.scenario import Deployment, card
+from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
+from medha_sim.scenario import Deployment, Disturbance, card
 
 LOONGSERVE_ITERATION_SECONDS = 0.150
 """Engine time in every iteration of LoongServe, so that its short-only curve bends at 1.75 requests/s (T4).
@@ -45,9 +47,17 @@ SYSTEMS = (*MEDHA, *SINGLE, *OTHERS)
 
 
 def simulation(
-    system: str, deployment: Deployment, workload: Workload, *, loongserve_speed: float = 1.0
+    system: str,
+    deployment: Deployment,
+    workload: Workload,
+    *,
+    capacity: float = 1.0,
+    loongserve_speed: float = 1.0,
 ) -> Simulation:
     """`system` on `deployment`'s hardware, ready to run `workload`.
+
+    `capacity` is what the ranks do of what every controller believes; `loongserve_speed` makes LoongServe's steps
+    so many times faster, its engine time included.
 
     Raises:
         ConfigInvalid: no system has that name.
@@ -56,13 +66,15 @@ def simulation(
         raise ConfigInvalid(f"system is {system!r}; choose one of {', '.join(SYSTEMS)}")
     family, _, rest = system.partition("-")
     if family == "medha":
-        return deployment.with_policy(rest).simulation(workload)
+        return deployment.with_policy(rest).simulation(workload, disturbance=Disturbance(bias=1 / capacity))
     if family == "loongserve":
         controller, cost, lanes, stages = _loongserve(deployment, rest == "reserved", loongserve_speed)
     elif family == "distserve":
         controller, cost, lanes, stages = _distserve(deployment)
     else:
         controller, cost, lanes, stages = _on_the_pipeline(family, rest, deployment)
+    if capacity != 1:
+        cost = Perturbed(cost, bias=1 / capacity, noise=0.0, generator=np.random.default_rng(0))
     executor = Executor(
         cost,
         stages=stages,
