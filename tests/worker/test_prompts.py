@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from medha.messages import Submit, Tokens
+from medha.prefix import PrefixHasher
 from medha_worker.prompts import PromptStore
 
 IDS = np.arange(10, dtype=np.int32)
@@ -68,3 +71,23 @@ def test_pieces_out_of_order_and_prompts_too_long_are_dropped() -> None:
     ids = store.take_unsent("p")
     assert ids is not None
     assert ids.tolist() == IDS.tolist()
+
+
+# --- hashes -------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_handed_on_with_the_hashes_of_its_prompt_however_it_came() -> None:
+    hasher = PrefixHasher(4, b"secret")
+    store = PromptStore(longest_tokens=100, hasher=hasher)
+    assert store.hold(replace(submit("early"), block_hashes="made up by a router"))
+    assert store.receive(Tokens("p", 0, 10, sequences=2), IDS[:3]) == []
+    [early] = store.receive(Tokens("p", 3, 10, sequences=2), IDS[3:])
+    assert early == replace(submit("early"), block_hashes=hasher.hashes(IDS))
+    assert not store.hold(submit("late"))
+    assert store.hashed(submit("late")).block_hashes == hasher.hashes(IDS) != ""
+
+
+def test_without_a_hasher_no_hashes_are_handed_on() -> None:
+    store = PromptStore(longest_tokens=100)
+    store.receive(Tokens("p", 0, 10), IDS)
+    assert store.hashed(replace(submit("a"), block_hashes="made up by a router")) == submit("a")

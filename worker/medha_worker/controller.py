@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import signal
 import sys
 import time
@@ -51,6 +52,7 @@ from medha.messages import (
     Submit,
     Tokens,
 )
+from medha.prefix import PrefixHasher
 from medha.wire import TOKENS_PER_FRAME, encode, tokens_from_frame, tokens_to_frame
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
@@ -178,7 +180,11 @@ class Controller:
         self._config = config
         self._vocab_size = ready.vocab_size
         self._core = ReplicaController(config, ready.profile)
-        self._prompts = PromptStore(config.max_model_len)
+        hasher = None
+        if self._settings.spec.kv_cache.prefix_caching:
+            # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
+            hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
+        self._prompts = PromptStore(config.max_model_len, hasher)
         registry = CollectorRegistry()
         self._observer = Observer(registry, malformed=self._malformed)
         metrics = self._settings.spec.metrics
@@ -223,7 +229,7 @@ class Controller:
             match received.message:
                 case Submit() as submit:
                     if not self._prompts.hold(submit):
-                        yield submit
+                        yield self._prompts.hashed(submit)
                 case Cancel() as cancel:
                     self._prompts.withdraw(cancel.id)
                     yield cancel

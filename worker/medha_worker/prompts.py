@@ -3,16 +3,20 @@
 Ids and requests come on two links, in no order between them, so a request may have to wait here for its ids. A
 prompt is kept while a request that names it is still to come (`Tokens.sequences` says how many there will be)
 or is known to the controller; the ranks get it ahead of the step that admits its first sequence.
+
+The hashes of a prompt's blocks are computed here, piece by piece as the ids come: a request is handed on with them,
+and nothing behind it needs the ids to find out which prompts begin alike.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from medha.messages import Submit, Tokens
+from medha.prefix import PrefixHasher, PromptHash
 from medha.wire import TokenIds
 
 _log = logging.getLogger("medha.prompts")
@@ -21,6 +25,7 @@ _log = logging.getLogger("medha.prompts")
 @dataclass(slots=True)
 class _Prompt:
     ids: TokenIds
+    hash: PromptHash | None  # of the ids that have come; None: nothing is hashed
     received: int = 0
     awaited: int = 0  # requests still to come
     on_ranks: bool = False
@@ -34,8 +39,10 @@ class _Prompt:
 class PromptStore:
     """Prompts by name."""
 
-    def __init__(self, longest_tokens: int) -> None:
+    def __init__(self, longest_tokens: int, hasher: PrefixHasher | None = None) -> None:
+        """Without a `hasher` requests are handed on without hashes, and share no prefix."""
         self._longest_tokens = longest_tokens
+        self._hasher = hasher
         self._prompts: dict[str, _Prompt] = {}
 
     def __len__(self) -> int:
@@ -46,7 +53,7 @@ class PromptStore:
         if not 0 < tokens.total <= self._longest_tokens:
             _log.warning("dropped prompt %s: %d tokens", tokens.prompt, tokens.total)
             return []
-        prompt = self._prompts.setdefault(tokens.prompt, _Prompt(ids=np.zeros(tokens.total, dtype=np.int32)))
+        prompt = self._prompts.get(tokens.prompt) or self._expect(tokens.prompt, tokens.total)
         end = prompt.received + len(ids)
         if tokens.offset != prompt.received or end > len(prompt.ids):
             _log.warning("dropped a piece of prompt %s: offset %d", tokens.prompt, tokens.offset)
@@ -55,6 +62,8 @@ class PromptStore:
             prompt.awaited += tokens.sequences
         prompt.ids[prompt.received : end] = ids
         prompt.received = end
+        if prompt.hash is not None:
+            prompt.hash.update(ids)
         if not prompt.complete:
             return []
         released = list(prompt.held.values())
@@ -62,13 +71,19 @@ class PromptStore:
         prompt.awaited -= len(released)
         if prompt.awaited <= 0 and not released:
             del self._prompts[tokens.prompt]  # all its requests were cancelled meanwhile
-        return released
+        return [self.hashed(submit) for submit in released]
+
+    def hashed(self, submit: Submit) -> Submit:
+        """The request with the hashes of its prompt, whatever it came with."""
+        prompt = self._prompts.get(submit.prompt)
+        hashes = "" if prompt is None or prompt.hash is None else prompt.hash.hashes
+        return submit if submit.block_hashes == hashes else replace(submit, block_hashes=hashes)
 
     def hold(self, submit: Submit) -> bool:
         """Keep a request whose ids are not all here yet; False: it need not wait."""
         if not 0 < submit.tokens <= self._longest_tokens:
             return False  # the controller will refuse it
-        prompt = self._prompts.setdefault(submit.prompt, _Prompt(ids=np.zeros(submit.tokens, dtype=np.int32)))
+        prompt = self._prompts.get(submit.prompt) or self._expect(submit.prompt, submit.tokens)
         if prompt.complete:
             prompt.awaited -= 1
             return False
@@ -81,11 +96,6 @@ class PromptStore:
             if prompt.held.pop(request_id, None) is not None:
                 prompt.awaited -= 1  # below zero if no piece has come: the first one adds all its requests
                 return
-
-    def length(self, name: str) -> int:
-        """Token ids of a prompt, 0 if it is not known or not complete."""
-        prompt = self._prompts.get(name)
-        return len(prompt.ids) if prompt is not None and prompt.complete else 0
 
     def take_unsent(self, name: str) -> TokenIds | None:
         """The ids (int32 [n]) of a prompt that the ranks lack; they count as sent from here on."""
@@ -103,3 +113,8 @@ class PromptStore:
         prompt.on_ranks = False
         if prompt.complete and prompt.awaited <= 0:
             del self._prompts[name]
+
+    def _expect(self, name: str, tokens: int) -> _Prompt:
+        hash_ = None if self._hasher is None else self._hasher.start()
+        prompt = self._prompts[name] = _Prompt(np.zeros(tokens, dtype=np.int32), hash_)
+        return prompt
