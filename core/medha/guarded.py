@@ -77,7 +77,7 @@ class Guarded:
             victims = self._victims(view, worst=rounds >= _SINGLE_ROUNDS)
             if not len(victims):
                 break
-            self._give_up(columns, plan, victims, now)
+            self._give_up(columns, plan, view, victims, now)
             rounds += 1
         if view.any_late:
             for _ in range(_RETURNS):
@@ -108,15 +108,15 @@ class Guarded:
         count = int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1
         return before[:count] if worst else before[:1]
 
-    def _give_up(self, columns: Columns, plan: Plan, places: Ints, now: float) -> None:
+    def _give_up(self, columns: Columns, plan: Plan, view: _View, places: Ints, now: float) -> None:
         """Move the dues of these to their promises. A promise once given stays, even if it was taken back since.
 
         One whom the share alone would finish in time is promised to be hardly late: others have to go.
         """
         rows = plan.by_due[places]
-        promised = np.isfinite(plan.promise)
-        fresh = rows[~promised[rows]]
-        ahead = float(columns.remaining_seconds[promised].sum()) + np.cumsum(columns.remaining_seconds[fresh])
+        promised = np.isfinite(plan.promise[plan.by_due])
+        fresh = rows[~promised[places]]
+        ahead = float(view.remaining[promised].sum()) + np.cumsum(columns.remaining_seconds[fresh])
         plan.promise[fresh] = np.maximum(
             now + ahead / self.settings.given_up_share, np.nextafter(columns.deadline[fresh], np.inf)
         )
@@ -134,17 +134,15 @@ class Guarded:
 
     def _take_back(self, columns: Columns, plan: Plan, view: _View, now: float) -> bool:
         """Give the smallest of those given up its deadline again, if everybody else's due can still be met."""
-        late = np.flatnonzero(view.late)
-        rows = plan.by_due[late]
-        possible = columns.deadline[rows] - now >= view.remaining[late]
-        late, rows = late[possible], rows[possible]
-        for index in np.argsort(view.remaining[late], kind="stable")[:_RETURNS].tolist():
-            place, deadline = int(late[index]), float(columns.deadline[rows[index]]) - now
-            work = float(view.remaining[place])
+        in_time = (plan.due > columns.deadline) & (columns.deadline - columns.remaining_seconds >= now)
+        rows = np.flatnonzero(in_time)
+        for row in rows[np.lexsort((columns.tie[rows], columns.remaining_seconds[rows]))][:_RETURNS].tolist():
+            place = int(np.searchsorted(view.due, float(plan.due[row]) - now))
+            work, deadline = float(columns.remaining_seconds[row]), float(columns.deadline[row]) - now
             to = int(np.searchsorted(view.due, deadline, side="right"))
             ahead = float(view.done[to - 1]) if to else 0.0
             if ahead + work <= deadline and np.all(view.room[to:place] >= work):
-                self._move(plan, np.array([place]), columns.deadline[rows[index : index + 1]])
+                self._move(plan, np.flatnonzero(plan.by_due == row), columns.deadline[[row]])
                 return True
         return False
 
@@ -160,15 +158,12 @@ class Guarded:
         )
 
     def _cheap(self, view: _View) -> int | None:
-        """The place of a given-up request that costs the others next to nothing if it goes first."""
+        """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
         if not view.any_late:
             return None
-        before = np.minimum.accumulate(np.concatenate(([np.inf], view.room[:-1])))
-        work = np.where(
-            view.late & (view.remaining <= self.settings.given_up_share * before), view.remaining, np.inf
-        )
-        place = int(np.argmin(work))
-        return place if work[place] < np.inf else None
+        place = int(np.argmin(np.where(view.late, view.remaining, np.inf)))
+        room = float(view.room[:place].min(initial=np.inf))
+        return place if view.remaining[place] <= self.settings.given_up_share * room else None
 
 
 def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:

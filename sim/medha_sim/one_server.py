@@ -34,7 +34,7 @@ class Schedule:
     given_up: Ints
     """Jobs that `guarded` gave up at least once."""
     promise: Floats
-    """The last promise to each; infinite for jobs never given up."""
+    """The first promise to each; infinite for jobs never given up."""
     quanta: list[tuple[float, int, float]] = field(default_factory=list)
     """(start, job, seconds), as far as recorded."""
 
@@ -108,7 +108,7 @@ def serve(
             arrived += 1
         if policy == "guarded":
             row = next(guarded.order(waiting.columns, waiting.plan, now))
-            promise[waiting.job] = waiting.plan.promise
+            promise[waiting.job] = np.minimum(promise[waiting.job], waiting.plan.promise)
         else:
             columns = waiting.columns
             row = next(urgent_first(keys(policy, columns, now, lars_denominator), columns.tie))

@@ -1,0 +1,431 @@
+"""`guarded` on one server: which deadlines it keeps, what it promises to the others, and that it does as promised."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.guarded import Guarded, GuardedSettings, Plan
+from medha.policy import Columns
+from medha_sim.one_server import Jobs, Schedule, serve
+
+SHARE = 0.1
+
+
+def jobs(*rows: tuple[float, float, float]) -> Jobs:
+    """Of (arrival, work, deadline after arrival) each."""
+    arrival, work, after = np.array(sorted(rows), dtype=np.float64).reshape(-1, 3).T
+    return Jobs(arrival, arrival + after, work)
+
+
+def on_time(schedule: Schedule, requests: Jobs) -> list[bool]:
+    return (schedule.finish <= requests.deadline + 1e-6).tolist()
+
+
+# --- paper B's example --------------------------------------------------------------------------------
+
+PAPER = jobs((0, 10, 16), (5, 0.5, 1), (5, 0.5, 1))
+PREEMPTED = [(0, 0, 5), (5, 1, 0.5), (5.5, 2, 0.5), (6, 0, 5)]
+
+
+def merged(schedule: Schedule) -> list[tuple[float, int, float]]:
+    """(start, job, seconds) with neighbouring quanta of one job joined."""
+    runs: list[tuple[float, int, float]] = []
+    for start, job, seconds in schedule.quanta:
+        if runs and runs[-1][1] == job:
+            start, _, before = runs.pop()
+            seconds += before
+        runs.append((start, job, seconds))
+    return runs
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected", "met"),
+    [
+        ("fcfs", [(0, 0, 10), (10, 1, 0.5), (10.5, 2, 0.5)], [True, False, False]),
+        ("edf", PREEMPTED, [True, True, True]),
+        ("lrs", PREEMPTED, [True, True, True]),
+        ("srpt", PREEMPTED, [True, True, True]),
+        ("lars", [(0, 0, 5.5), (5.5, 1, 0.5), (6, 2, 0.5), (6.5, 0, 4.5)], [True, True, False]),
+        ("guarded", PREEMPTED, [True, True, True]),
+    ],
+)
+def test_the_papers_example_runs_exactly_as_each_policy_orders(
+    policy: str, expected: list[tuple[float, int, float]], met: list[bool]
+) -> None:
+    schedule = serve(PAPER, policy, quantum_seconds=0.5, record=True)
+    assert merged(schedule) == expected
+    assert on_time(schedule, PAPER) == met
+
+
+@pytest.mark.parametrize(("denominator", "last_end"), [("work", 6.25), ("deadline", 6.15)])
+def test_lars_in_small_quanta_misses_both_short_deadlines_of_the_paper(
+    denominator: str, last_end: float
+) -> None:
+    schedule = serve(PAPER, "lars", quantum_seconds=0.05, lars_denominator=denominator)
+    assert on_time(schedule, PAPER) == [True, False, False]
+    assert schedule.finish[1:].max() == pytest.approx(last_end, abs=0.051)
+
+
+# --- what can be met is met ---------------------------------------------------------------------------
+
+
+def edf_meets_all(requests: Jobs, chosen: tuple[int, ...]) -> bool:
+    """Whether preemptive EDF without quanta serves these jobs in time, which it does whenever anything can."""
+    now, following = 0.0, sorted(chosen, key=lambda job: requests.arrival[job])
+    queue: list[tuple[float, int]] = []
+    left = dict(zip(chosen, requests.work_seconds[list(chosen)].tolist(), strict=True))
+    while following or queue:
+        if not queue:
+            now = max(now, float(requests.arrival[following[0]]))
+        while following and requests.arrival[following[0]] <= now:
+            job = following.pop(0)
+            heapq.heappush(queue, (float(requests.deadline[job]), job))
+        deadline, job = queue[0]
+        until = float(requests.arrival[following[0]]) if following else np.inf
+        seconds = min(left[job], until - now)
+        now, left[job] = now + seconds, left[job] - seconds
+        if left[job] <= 1e-12:
+            heapq.heappop(queue)
+            if now > deadline + 1e-9:
+                return False
+    return True
+
+
+def most_on_time(requests: Jobs) -> int:
+    """The offline optimum, by trying every subset."""
+    everyone = range(len(requests.arrival))
+    for count in reversed(everyone):
+        if any(edf_meets_all(requests, chosen) for chosen in itertools.combinations(everyone, count + 1)):
+            return count + 1
+    return 0
+
+
+QUARTERS = st.integers(0, 60).map(lambda quarters: quarters / 4)
+SOME_QUARTERS = st.integers(1, 24).map(lambda quarters: quarters / 4)
+ON_A_GRID = st.lists(st.tuples(QUARTERS, SOME_QUARTERS, SOME_QUARTERS), min_size=1, max_size=8).map(
+    lambda rows: jobs(*((arrival, work, work + spare) for arrival, work, spare in rows))
+)
+SECONDS = st.floats(0.01, 10)
+ANYWHERE = st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=8).map(
+    lambda rows: jobs(*((arrival, work, work + spare) for arrival, work, spare in rows))
+)
+
+
+@given(ON_A_GRID)
+@settings(max_examples=200)
+def test_what_edf_serves_in_time_is_served_exactly_so_where_the_quantum_divides_all_times(
+    requests: Jobs,
+) -> None:
+    everyone = tuple(range(len(requests.arrival)))
+    schedule = serve(requests, "guarded", quantum_seconds=0.25, record=True)
+    if edf_meets_all(requests, everyone):
+        edf = serve(requests, "edf", quantum_seconds=0.25, record=True)
+        assert merged(schedule) == merged(edf)
+        assert all(on_time(schedule, requests))
+    else:
+        assert not all(on_time(schedule, requests))
+
+
+@given(ANYWHERE, st.sampled_from([0.05, 0.3, 1.0]))
+@settings(max_examples=200)
+def test_what_fluid_edf_serves_in_time_is_at_most_one_quantum_late(requests: Jobs, quantum: float) -> None:
+    schedule = serve(requests, "guarded", quantum_seconds=quantum)
+    if edf_meets_all(requests, tuple(range(len(requests.arrival)))):
+        assert not len(schedule.given_up)
+        assert (schedule.finish <= requests.deadline + quantum + 1e-6).all()
+
+
+def overloaded(generator: np.random.Generator, *, mixed: bool) -> Jobs:
+    """Eight jobs on a grid of quarters, not all of which can be met: paper B's mix in small, or any works."""
+    while True:
+        if mixed:
+            quarters = np.where(
+                generator.random(8) < 0.3, generator.integers(12, 48, 8), generator.integers(1, 5, 8)
+            )
+            after = np.maximum(2, 3 * quarters)
+        else:
+            quarters = generator.integers(1, 24, 8)
+            after = np.ceil(quarters * generator.choice([1.0, 1.5, 2.0, 3.0], 8))
+        requests = jobs(*zip(generator.integers(0, 40, 8) / 4, quarters / 4, after / 4, strict=True))
+        if not edf_meets_all(requests, tuple(range(8))):
+            return requests
+
+
+@pytest.mark.parametrize("mixed", [True, False], ids=["long and short", "any works"])
+def test_in_overload_nine_tenths_of_the_offline_optimum_are_met_on_average(mixed: bool) -> None:
+    generator = np.random.default_rng(7)
+    ratios = []
+    for _ in range(60):
+        requests = overloaded(generator, mixed=mixed)
+        schedule = serve(requests, "guarded", quantum_seconds=0.25)
+        ratios.append(sum(on_time(schedule, requests)) / most_on_time(requests))
+    assert np.mean(ratios) >= 0.9, f"mean {np.mean(ratios):.3f}, worst {min(ratios):.3f}"
+
+
+# --- nobody is left behind ----------------------------------------------------------------------------
+
+CROWD = st.lists(
+    st.tuples(st.floats(0, 20), st.floats(0.01, 5), st.floats(0.01, 10)), min_size=2, max_size=30
+).map(lambda rows: jobs(*rows))
+
+
+@given(CROWD, st.sampled_from([0.05, 0.1, 0.5]), st.sampled_from([0.05, 0.5]))
+@settings(max_examples=150)
+def test_everybody_ends_by_the_deadline_or_by_the_first_promise(
+    requests: Jobs, share: float, quantum: float
+) -> None:
+    """Nearly all of these are overloads, many deadlines are hopeless from the start."""
+    schedule = serve(requests, "guarded", quantum_seconds=quantum, given_up_share=share)
+    late = schedule.finish > requests.deadline + quantum + 1e-6
+    assert set(np.flatnonzero(late)) <= set(schedule.given_up.tolist())
+    given_up = schedule.given_up
+    assert (schedule.finish[given_up] <= schedule.promise[given_up] + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("policy", "ends"), [("fcfs", True), ("edf", True), ("guarded", True), ("srpt", False)]
+)
+def test_a_flood_of_short_requests_starves_a_long_one_only_under_srpt(policy: str, ends: bool) -> None:
+    """Shorts of half again what the server can do, for ten minutes."""
+    flood = [(0.1 * number, 0.15, 2.0) for number in range(6000)]
+    requests = jobs((0, 10, 30), *flood)
+    long = int(np.argmax(requests.work_seconds))
+    schedule = serve(requests, policy, quantum_seconds=0.15)
+    assert (schedule.finish[long] <= 600) == ends
+
+
+def test_a_short_request_that_is_hopeless_from_the_start_does_not_wait_behind_long_ones_given_up() -> None:
+    """Its promise is minutes away; but it goes first where that costs the others next to nothing."""
+    requests = jobs((0, 20, 22), (0, 25, 27), (1, 0.05, 0.01))
+    schedule = serve(requests, "guarded", quantum_seconds=0.1)
+    assert schedule.promise[2] > 100
+    assert schedule.finish[2] < 1.2
+    assert schedule.finish[:2].max() == pytest.approx(45.05)
+
+
+def test_predictions_that_are_wrong_by_half_starve_nobody_and_hardly_touch_the_shorts() -> None:
+    generator = np.random.default_rng(3)
+    rows = [(arrival, 0.02, 2.0) for arrival in generator.uniform(0, 300, 600)]
+    rows += [(arrival, 20.0, 60.0) for arrival in generator.uniform(0, 300, 40)]
+    requests = jobs(*rows)
+    slowness = generator.uniform(0.7, 1.5, len(rows))
+    schedule = serve(requests, "guarded", quantum_seconds=0.1, slowness=slowness)
+    assert np.isfinite(schedule.finish).all()
+    short = requests.work_seconds < 1
+    assert (schedule.finish <= requests.deadline)[short].mean() > 0.99
+
+
+# --- decisions by hand --------------------------------------------------------------------------------
+
+
+@dataclass
+class Table:
+    """Rows as the engine keeps them."""
+
+    columns: Columns
+    plan: Plan
+
+    @staticmethod
+    def of(*rows: tuple[float, float, float]) -> Table:
+        """Rows of (arrival, remaining work, deadline)."""
+        arrival, work, deadline = np.array(rows, dtype=np.float64).T
+        columns = Columns(arrival, deadline, work, work.copy(), np.arange(len(rows)))
+        by_due = np.argsort(deadline, kind="stable")
+        return Table(columns, Plan(deadline.copy(), np.full(len(rows), np.inf), by_due))
+
+    def promise(self, row: int, at: float) -> None:
+        """As if `row` had been given up before."""
+        self.plan.due[row] = self.plan.promise[row] = at
+        self.plan.by_due[:] = np.argsort(self.plan.due, kind="stable")
+
+    def order(self, now: float, *, share: float = SHARE) -> list[int]:
+        guarded = Guarded(GuardedSettings(given_up_share=share, grace_seconds=0.1))
+        return list(guarded.order(self.columns, self.plan, now))
+
+    @property
+    def given_up(self) -> list[int]:
+        return np.flatnonzero(self.plan.due > self.columns.deadline).tolist()
+
+
+def test_without_overload_nobody_is_given_up_and_the_order_is_that_of_deadlines() -> None:
+    table = Table.of((0, 5, 20), (0, 2, 8), (0, 1, 30))
+    assert table.order(now=0) == [1, 0, 2]
+    assert table.given_up == []
+
+
+def test_the_one_with_most_remaining_work_among_those_that_are_too_many_is_given_up() -> None:
+    """The largest of all is due later and does not stand in the way."""
+    table = Table.of((0, 5, 10), (0, 6, 10), (0, 1, 10), (0, 30, 50))
+    assert table.order(now=0) == [0, 2, 3, 1]
+    assert table.given_up == [1]
+
+
+def test_a_promise_is_the_work_given_up_so_far_over_the_share() -> None:
+    table = Table.of((0, 8, 7), (0, 3, 2))
+    table.order(now=0)
+    assert table.plan.promise.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE])
+    table.order(now=20)
+    assert table.plan.promise.tolist() == pytest.approx([(3 + 8) / SHARE, 3 / SHARE]), "it does not move"
+
+
+def test_a_promise_binds_who_is_kept() -> None:
+    """The given-up needs nearly all the time until its promise, so one that wants it too must go."""
+    table = Table.of((0, 5, 5), (94, 4, 99))
+    table.promise(0, at=100)
+    assert table.order(now=94) == [0, 1]
+    assert table.given_up == [0, 1]
+    assert table.plan.promise.tolist() == pytest.approx([100, 94 + (5 + 4) / SHARE])
+
+
+def test_a_promise_drives_out_nobody_who_is_small_beside_it() -> None:
+    table = Table.of((0, 5, 5), (90.5, 0.05, 92.5))
+    table.promise(0, at=100)
+    assert table.order(now=90.5) == [1, 0]
+    assert table.given_up == [0], "5.05 s fit before 100, and the margin is there for such"
+
+
+def test_a_promise_that_cannot_be_kept_even_alone_is_renewed_and_blocks_nobody() -> None:
+    """Steps took longer than predicted; without a new promise it would go before every short until it ends."""
+    table = Table.of((0, 5, 5), (97, 0.05, 99))
+    table.promise(0, at=98)
+    assert table.order(now=97) == [1, 0]
+    assert table.plan.promise[0] == pytest.approx(97 + 5 / SHARE)
+    assert table.given_up == [0]
+
+
+def test_one_given_up_gets_its_deadline_back_when_there_is_room_again() -> None:
+    table = Table.of((0, 5, 10), (0, 6, 10))
+    table.order(now=0)
+    assert table.given_up == [1]
+    table.columns.remaining_seconds[0] = 1  # as if it were nearly all cached
+    assert table.order(now=0.5) == [0, 1]
+    assert table.given_up == []
+    assert np.isfinite(table.plan.promise[1]), "what was promised stands, should it be given up again"
+
+
+def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:
+    """Each 5 s are promised for before 100; only who would be later than the deadline makes room."""
+    table = Table.of(*((0.0, 5.0, 100.0) for _ in range(21)))
+    table.order(now=0)
+    assert len(table.given_up) == 1
+    (row,) = table.given_up
+    assert table.plan.promise[row] > 100
+
+
+def test_no_rows_have_no_order() -> None:
+    empty = np.empty(0)
+    columns = Columns(empty, empty, empty, empty, np.empty(0, dtype=np.int64))
+    plan = Plan(empty, empty, np.empty(0, dtype=np.int64))
+    assert list(Guarded(GuardedSettings()).order(columns, plan, 0.0)) == []
+
+
+ROWS = st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 20), st.floats(0, 60)), min_size=1, max_size=40)
+
+
+@given(ROWS, st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_the_order_has_every_row_once_and_does_not_depend_on_where_rows_stand(
+    rows: list[tuple[float, float, float]], random: st.random
+) -> None:
+    table = Table.of(*rows)
+    order = table.order(now=10)
+    assert sorted(order) == list(range(len(rows)))
+    shuffled = list(range(len(rows)))
+    random.shuffle(shuffled)
+    other = Table.of(*(rows[row] for row in shuffled))
+    columns = Columns(
+        other.columns.arrival,
+        other.columns.deadline,
+        other.columns.work_seconds,
+        other.columns.remaining_seconds,
+        tie=np.array(shuffled),
+    )
+    by_due = np.lexsort((columns.tie, other.plan.due))
+    moved = Table(columns, Plan(other.plan.due, other.plan.promise, by_due))
+    assert [shuffled[row] for row in moved.order(now=10)] == order
+    assert [
+        moved.plan.promise[shuffled.index(row)] for row in range(len(rows))
+    ] == table.plan.promise.tolist()
+
+
+@given(ROWS)
+@settings(max_examples=150)
+def test_deciding_again_at_the_same_time_changes_nothing(rows: list[tuple[float, float, float]]) -> None:
+    table = Table.of(*rows)
+    order = table.order(now=10)
+    due = table.plan.due.copy()
+    assert table.order(now=10) == order
+    assert table.plan.due.tolist() == due.tolist()
+
+
+@given(ROWS)
+@settings(max_examples=100)
+def test_while_nobody_arrives_nobody_else_is_given_up(rows: list[tuple[float, float, float]]) -> None:
+    """Serving what was decided keeps what was decided: the sets do not flip."""
+    table = Table.of(*rows)
+    now, given_up = 10.0, None
+    for _ in range(60):
+        row = table.order(now)[0]
+        if given_up is not None:
+            assert set(table.given_up) <= given_up
+        given_up = set(table.given_up)
+        seconds = min(0.5, float(table.columns.remaining_seconds[row]))
+        table.columns.remaining_seconds[row] -= seconds
+        now += seconds
+        if (table.columns.remaining_seconds <= 1e-9).any():
+            table = without(table, int(np.argmin(table.columns.remaining_seconds)))
+            given_up = None if not len(table.plan.due) else shifted(given_up, row)
+        if not len(table.plan.due):
+            return
+
+
+def without(table: Table, row: int) -> Table:
+    columns, plan = table.columns, table.plan
+    by_due = plan.by_due[plan.by_due != row]
+    return Table(
+        Columns(
+            *(
+                np.delete(column, row)
+                for column in (
+                    columns.arrival,
+                    columns.deadline,
+                    columns.work_seconds,
+                    columns.remaining_seconds,
+                    columns.tie,
+                )
+            )
+        ),
+        Plan(np.delete(plan.due, row), np.delete(plan.promise, row), by_due - (by_due > row)),
+    )
+
+
+def shifted(rows: set[int], removed: int) -> set[int]:
+    return {row - (row > removed) for row in rows if row != removed}
+
+
+def test_a_lone_long_prefill_is_served_as_under_fcfs() -> None:
+    lone = jobs((0, 30, 1))
+    assert serve(lone, "guarded", quantum_seconds=0.5, record=True).quanta == [
+        (0.5 * number, 0, 0.5) for number in range(60)
+    ]
+    assert serve(lone, "fcfs", quantum_seconds=0.5).finish.tolist() == [30]
+
+
+def test_the_same_requests_are_served_the_same_way_again() -> None:
+    requests = overloaded(np.random.default_rng(1), mixed=True)
+    first, second = (serve(requests, "guarded", quantum_seconds=0.1, record=True) for _ in range(2))
+    assert first.quanta == second.quanta
+
+
+def test_requests_with_targets_of_their_own_are_kept_by_them() -> None:
+    """The second asks for an end by 3: it goes first, and the others are still in time."""
+    requests = jobs((0, 4, 12), (0.5, 2, 2.5), (0.5, 2, 9))
+    schedule = serve(requests, "guarded", quantum_seconds=0.5)
+    assert schedule.finish.tolist() == [8.0, 2.5, 4.5]
