@@ -18,6 +18,8 @@ from medha.policy import Columns, keys, urgent_first
 from medha.predictor import Predictor
 from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
+_GRANULARITY_TOKENS = 1024
+
 
 class _Prefills:
     """Requests whose prefill is not over, beside the columns that policies read. A removed row takes the last one's."""
@@ -61,6 +63,23 @@ class _Prefills:
             self._ties[row] = self._ties[len(self.rows)]
 
 
+class _Alone:
+    """Lone prefill times, linear between points: paper B's algorithm 3 with its granularity of about 1K tokens."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._seconds = [0.0]
+
+    def seconds(self, tokens: int) -> float:
+        """From nothing to `tokens`."""
+        point, beyond = divmod(tokens, _GRANULARITY_TOKENS)
+        if point + 2 > len(self._seconds):
+            ends = np.arange(2 * (point + 2)) * _GRANULARITY_TOKENS
+            self._seconds = self._predictor.prefill_seconds_many(np.zeros_like(ends), ends).tolist()
+        low, high = self._seconds[point], self._seconds[point + 1]
+        return low + (high - low) * beyond / _GRANULARITY_TOKENS
+
+
 class SinglePrefill:
     """One replica of one lane."""
 
@@ -88,6 +107,7 @@ class SinglePrefill:
         self._min_prefill_share = min_prefill_share
         self._max_running = max_running
         self._prefills = _Prefills()
+        self._alone = _Alone(predictor)
 
     def load(self) -> Load:
         return self._book.load()
@@ -98,7 +118,7 @@ class SinglePrefill:
             case Submit():
                 commands += self._book.submit(event, now)
                 if not commands:
-                    work_seconds = self._predictor.prefill_seconds(0, event.tokens)
+                    work_seconds = self._alone.seconds(event.tokens)
                     self._prefills.add(self._book.waiting[event.id], work_seconds)
             case Cancel():
                 self._book.cancel(event)
@@ -153,7 +173,7 @@ class SinglePrefill:
         if request.missing_tokens == 0:
             self._prefills.remove(request.id)
         else:
-            remaining = self._predictor.prefill_seconds(request.dispatched, request.submit.tokens)
+            remaining = self._alone.seconds(request.submit.tokens) - self._alone.seconds(request.dispatched)
             self._prefills.remaining(request.id, remaining)
 
     @staticmethod
