@@ -1,0 +1,223 @@
+"""Which deadlines each policy meets on one server, with nothing else in play.
+
+    python benchmarks/one_server.py [--quick] [--json FILE] [--hours HOURS] [--quantum SECONDS]
+
+Paper B's mix (5 % long prompts of 100K-1M tokens, ShareGPT-like short ones, Poisson arrivals), deadlines max(2 s, 3 w),
+one server that takes one prefill at a time in quanta. Every policy sees the same five draws of the workload, so
+differences are paired; intervals are 95 % over the seeds (Student's t). Work is counted in operations of Llama-3 8B at
+half the peak of 16 A100, which puts load 0.97 at 0.75 requests a second; load 1 is what the server can do.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medha.guarded import Guarded, GuardedSettings, Plan
+from medha.policy import Columns
+from medha_sim.one_server import Jobs, serve
+from medha_sim.workloads import Targets, generate, sharegpt_with_long
+
+LINEAR_FLOPS = 1.5e10  # per token: twice the weights of Llama-3 8B without embeddings and head
+ATTENTION_FLOPS = 4 * 4096 * 32 / 2  # per pair of a token and one before it
+SERVER_FLOPS = 16 * 312e12 * 0.5
+POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars", "guarded")
+LOADS = (0.87, 0.97, 1.07)
+STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
+MIX = sharegpt_with_long(0.05)
+
+
+def work_seconds(tokens: Any) -> Any:
+    return (LINEAR_FLOPS * tokens + ATTENTION_FLOPS * tokens**2.0) / SERVER_FLOPS
+
+
+@dataclass(frozen=True)
+class Run:
+    """One simulated window."""
+
+    policy: str
+    load: float
+    seed: int
+    hours: float
+    quantum_seconds: float
+    share: float = 0.1
+    noise: float = 0.0  # standard deviation of log(true / predicted time), per request
+
+
+@dataclass(frozen=True)
+class Result:
+    """Attainments in per cent, times in seconds, stretch = TTFT / work alone."""
+
+    short: float
+    long: float
+    short_p99_seconds: float
+    long_mean_stretch: float
+    long_worst_stretch: float
+    given_up: float
+
+
+def simulate(run: Run) -> Result:
+    rate = run.load / MIX.mean_work_seconds(work_seconds)
+    targets = Targets(work_seconds)
+    workload = generate(MIX, targets, rate=rate, duration_seconds=run.hours * 3600, seed=run.seed)
+    arrivals = workload.arrivals
+    arrival = np.array([request.at_seconds for request in arrivals])
+    work = work_seconds(np.array([request.prompt_tokens for request in arrivals], dtype=np.float64))
+    deadline = arrival + np.array([request.ttft_target_seconds for request in arrivals])
+    long = np.array([request.kind == "long" for request in arrivals])
+    noise = np.exp(np.random.default_rng(run.seed).normal(0, run.noise, len(arrival))) if run.noise else None
+    schedule = serve(
+        Jobs(arrival, deadline, work),
+        run.policy,
+        quantum_seconds=run.quantum_seconds,
+        given_up_share=run.share,
+        slowness=noise,
+    )
+    met = schedule.finish <= deadline + 1e-9
+    ttft = schedule.finish - arrival
+    stretch = (ttft / work)[long]
+    return Result(
+        short=100 * met[~long].mean(),
+        long=100 * met[long].mean(),
+        short_p99_seconds=float(np.quantile(ttft[~long], 0.99)),
+        long_mean_stretch=float(stretch.mean()),
+        long_worst_stretch=float(stretch.max()),
+        given_up=100 * len(schedule.given_up) / len(arrival),
+    )
+
+
+def mean_and_interval(values: list[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], float("nan")
+    half = STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values), half
+
+
+def row(results: list[Result]) -> str:
+    short, short_half = mean_and_interval([result.short for result in results])
+    long, long_half = mean_and_interval([result.long for result in results])
+    return (
+        f"{short:>7.2f} ± {short_half:<5.2f} {long:>7.2f} ± {long_half:<5.2f}"
+        f"{statistics.mean(result.short_p99_seconds for result in results):>10.2f}"
+        f"{statistics.mean(result.long_mean_stretch for result in results):>10.2f}"
+        f"{max(result.long_worst_stretch for result in results):>9.0f}"
+        f"{statistics.mean(result.given_up for result in results):>10.2f}"
+    )
+
+
+HEADER = f"{'shorts met %':>15} {'longs met %':>15}{'p99 s':>10}{'stretch':>10}{'worst':>9}{'given up %':>11}"
+
+
+def decision_times(rows: int, rounds: int) -> tuple[float, float]:
+    """Median and 99th percentile (s) of one order with `rows` queued, an arrival and an end between any two."""
+    generator = np.random.default_rng(0)
+    work = np.where(generator.random(rows) < 0.05, generator.uniform(5, 60, rows), 0.02)
+    arrival = np.sort(generator.uniform(-300, 0, rows))
+    deadline = arrival + np.maximum(2.0, 3 * work)
+    columns = Columns(arrival, deadline, work, work.copy(), np.arange(rows))
+    plan = Plan(deadline.copy(), np.full(rows, np.inf), np.argsort(deadline, kind="stable"))
+    guarded = Guarded(GuardedSettings())
+    seconds = []
+    for number in range(rounds):
+        now = 0.02 * number
+        start = time.perf_counter()
+        served = next(guarded.order(columns, plan, now))
+        seconds.append(time.perf_counter() - start)
+        # The one served ends; a request takes its row.
+        columns.arrival[served] = now
+        columns.work_seconds[served] = columns.remaining_seconds[served] = generator.choice(work)
+        columns.deadline[served] = plan.due[served] = now + max(2.0, 3 * columns.work_seconds[served])
+        plan.promise[served] = np.inf
+        plan.by_due[:] = plan.by_due[np.argsort(plan.due[plan.by_due], kind="stable")]
+    steady = np.array(seconds[1:])
+    return float(np.median(steady)), float(np.quantile(steady, 0.99))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="two seeds of half an hour: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--hours", type=float, help="length of each window (default 4)")
+    parser.add_argument("--quantum", type=float, default=0.25, help="seconds of a quantum (default 0.25)")
+    parser.add_argument("--processes", type=int, default=2)
+    arguments = parser.parse_args()
+    hours = arguments.hours or (0.5 if arguments.quick else 4.0)
+    seeds = range(2 if arguments.quick else 5)
+
+    def runs(policy: str, load: float, **more: float) -> list[Run]:
+        return [Run(policy, load, seed, hours, arguments.quantum, **more) for seed in seeds]
+
+    campaign: dict[str, list[Run]] = {
+        f"{policy} at {load}": runs(policy, load) for load, policy in itertools.product(LOADS, POLICIES)
+    }
+    variants = {f"share {share:g}": {"share": share} for share in (0.01, 0.05, 0.2)}
+    variants |= {f"times wrong by {noise:.0%}": {"noise": noise} for noise in (0.05, 0.1)}
+    campaign |= {name: runs("guarded", 0.97, **more) for name, more in variants.items()}
+    with ProcessPoolExecutor(arguments.processes) as pool:
+        flat = [run for group in campaign.values() for run in group]
+        flat_results = iter(list(pool.map(simulate, flat)))
+    results = {name: [next(flat_results) for _ in group] for name, group in campaign.items()}
+
+    claims: list[dict[str, Any]] = []
+
+    def claim(name: str, value: float, unit: str, goal: float, better: str, peer: str) -> None:
+        claims.append(
+            {
+                "name": name,
+                "value": round(value, 2),
+                "unit": unit,
+                "goal": goal,
+                "better": better,
+                "peer": peer,
+            }
+        )
+
+    print(f"{len(seeds)} seeds of {hours:g} hours, quantum {arguments.quantum:g} s, share 0.1")
+    for load in LOADS:
+        print(f"\nload {load:<13}{HEADER}")
+        for policy in POLICIES:
+            print(f"  {policy:<16} {row(results[f'{policy} at {load}'])}")
+        guarded, srpt = results[f"guarded at {load}"], results[f"srpt at {load}"]
+        gains = [ours.long - theirs.long for ours, theirs in zip(guarded, srpt, strict=True)]
+        gain, half = mean_and_interval(gains)
+        print(f"  guarded - srpt, longs, paired: {gain:+.2f} ± {half:.2f} points")
+        claim(
+            f"shorts on time at load {load}, guarded",
+            statistics.mean(result.short for result in guarded),
+            "%",
+            98.5 if load == 0.97 else 98.0,
+            "more",
+            "one server, five draws of paper B's mix",
+        )
+        claim(
+            f"longs on time at load {load}, guarded minus SRPT",
+            gain,
+            "points",
+            3.0 if load == 0.97 else 0.0,
+            "more",
+            f"SRPT in the same run, {statistics.mean(result.long for result in srpt):.1f} %",
+        )
+    print(f"\nguarded at 0.97     {HEADER}")
+    for name in variants:
+        print(f"  {name:<16} {row(results[name])}")
+
+    print(f"\n{'queued':>8} {'p50 us':>8} {'p99 us':>8}   order, with an arrival and an end between any two")
+    for queued in (1, 100, 1000, 10_000):
+        median, tail = decision_times(queued, 50 if arguments.quick else 500)
+        print(f"{queued:>8} {median * 1e6:>8.0f} {tail * 1e6:>8.0f}")
+    claim("order of guarded with 10,000 queued, p50", median * 1e6, "us", 150, "less", "")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
