@@ -50,11 +50,17 @@ class PredictorCost:
         if not step.entries:
             return StepTiming((0.0,) * self._stages)
         tally = self._truth.tally()
-        tokens = 0
+        decodes = contexts = 0
         for entry in step.entries:
-            count = entry.token_count
-            tokens += count
-            tally.add(Work(entry.extents[0].start, count))
+            extents = entry.extents
+            first = extents[0]
+            if first.count == 1 and len(extents) == 1:
+                decodes += 1
+                contexts += first.start
+            else:
+                tally.add(Work(first.start, entry.token_count))
+        tally.add_decodes(contexts, decodes)
+        tokens = tally.tokens
         return StepTiming((tally.seconds(),) * self._stages, self._hop(tokens))
 
     def _hop(self, tokens: int) -> float:
@@ -117,7 +123,7 @@ class Executor:
     def launch(self, step: Step, now: float) -> Launched:
         """Put a step that the controller launches at `now` behind those already in the pipeline."""
         timing = self._cost(step)
-        lanes = lanes_of(step)
+        lanes = step.lanes
         at = now + self._message_seconds
         left_first = at
         for stage, busy in enumerate(timing.stage_seconds):
@@ -131,7 +137,8 @@ class Executor:
             if stage == 0:
                 left_first = at
             at += timing.transit_seconds
-        done = Done(step.step_id, self._samples(step), compute_seconds=max(timing.stage_seconds))
+        busiest = max(timing.stage_seconds)
+        done = Done(step.step_id, self._samples(step), compute_seconds=busiest)
         free = StageFree(step.step_id, 0)
         message = self._message_seconds
         return Launched(((left_first + message, free), (at + message, done)), timing)
@@ -146,12 +153,6 @@ class Executor:
                 stops = position + 1 >= self._ends_at[original_id(entry.id)]
                 samples.append(Sample(entry.id, position, "stop" if stops else None))
         return tuple(samples)
-
-
-def lanes_of(step: Step) -> tuple[int, ...]:
-    """The lanes that a step couples."""
-    lanes: tuple[int, ...] = getattr(step, "lanes", (0,))
-    return lanes
 
 
 def original_id(wire_id: str) -> str:

@@ -75,6 +75,7 @@ class StepColumns:
 class ChunkColumns:
     """One row a prefill chunk; equal lengths."""
 
+    at: array[float] = field(default_factory=lambda: array("d"))
     context: array[int] = field(default_factory=lambda: array("q"))
     tokens: array[int] = field(default_factory=lambda: array("q"))
 
@@ -123,6 +124,7 @@ class RunLog:
                 decodes += 1
             else:
                 prefill_tokens += count
+                self.chunks.at.append(now)
                 self.chunks.context.append(entry.extents[0].start)
                 self.chunks.tokens.append(count)
         steps = self.steps

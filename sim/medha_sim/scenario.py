@@ -228,4 +228,4 @@ def medha_replica(
         ends_at=ends_at,
         message_seconds=message_seconds,
     )
-    return SimulatedReplica(ReplicaController(config, profile), executor, card(name, config))  # type: ignore[arg-type]
+    return SimulatedReplica(ReplicaController(config, profile), executor, card(name, config))

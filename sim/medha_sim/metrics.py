@@ -1,0 +1,234 @@
+"""From the log of a run to figures, as plain data that JSON can hold.
+
+How an open request counts: a TTFT target is *decided* once the first token has come, or once the deadline has passed
+without it (missed). Requests that are still inside their deadline when the clock stops are *undecided*: they are left
+out of the attainment, and counted beside it. A run that leaves many of them needs a longer window. Latency quantiles
+are of those that have a first token; `censored` says how many have not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from medha_sim.records import RequestRecord, RunLog
+
+LENGTH_BUCKETS = (1_000, 8_000, 32_000, 128_000, 512_000)
+"""Upper ends, prompt tokens; the last bucket has none."""
+QUANTILES = (0.5, 0.9, 0.95, 0.99)
+CURVE_POINTS = 101  # of each distribution that is plotted
+SERIES_POINTS = 600
+
+Summary = dict[str, Any]
+
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
+_STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
+
+
+def summarise(log: RunLog) -> Summary:
+    """Everything that a report shows of one run."""
+    records = list(log.requests.values())
+    window = log.window_seconds
+    return {
+        "window_seconds": window,
+        "interrupted": log.interrupted,
+        "all": group(records, window),
+        "kinds": _by(records, lambda record: record.kind, window),
+        "classes": _by(records, lambda record: record.service_class, window),
+        "lengths": _by(records, lambda record: length_bucket(record.prompt_tokens), window),
+        "convoy": convoy(records),
+        "steps": steps(log),
+        "series": series(log),
+    }
+
+
+def group(records: Sequence[RequestRecord], window_seconds: float) -> Summary:
+    """Figures of some requests of one run of `window_seconds`."""
+    with_token = [record for record in records if record.first_token_at is not None]
+    ttft = [record.first_token_at - record.arrived_at for record in with_token if record.first_token_at]
+    relative = [
+        seconds / record.ttft_target_seconds for seconds, record in zip(ttft, with_token, strict=False)
+    ]
+    tpot = [seconds for record in records if (seconds := record.tpot_seconds) is not None]
+    outcomes = [ttft_met(record, window_seconds) for record in records]
+    decided = [outcome for outcome in outcomes if outcome is not None]
+    tpot_outcomes = [tpot_met(record) for record in records if record.tpot_seconds is not None]
+    good = sum(1 for record in records if is_good(record))
+    tokens = sum(record.tokens for record in records)
+    return {
+        "arrived": len(records),
+        "finished": sum(record.ending == "finished" for record in records),
+        "refused": sum(record.ending == "refused" for record in records),
+        "failed": sum(record.ending == "failed" for record in records),
+        "censored": sum(record.ending == "censored" for record in records),
+        "ttft_undecided": len(outcomes) - len(decided),
+        "ttft_attainment": share(decided),
+        "tpot_attainment": share(tpot_outcomes),
+        "late_token_share": _ratio(
+            sum(record.late_gaps for record in records), tokens - sum(1 for r in records if r.tokens)
+        ),
+        "good": good,
+        "goodput_per_second": _ratio(good, window_seconds),
+        "finished_per_second": _ratio(sum(r.ending == "finished" for r in records), window_seconds),
+        "output_tokens_per_second": _ratio(tokens, window_seconds),
+        "prompt_tokens": sum(record.prompt_tokens for record in records),
+        "ttft_seconds": distribution(ttft),
+        "ttft_over_target": distribution(relative),
+        "tpot_seconds": distribution(tpot),
+    }
+
+
+def ttft_met(record: RequestRecord, window_seconds: float) -> bool | None:
+    """Whether the first token came inside the deadline; None while that is open."""
+    ttft = record.ttft_seconds
+    if ttft is not None:
+        return ttft <= record.ttft_target_seconds
+    if record.ending in ("refused", "failed"):
+        return False
+    late = record.arrived_at + record.ttft_target_seconds < window_seconds
+    return False if late else None
+
+
+def tpot_met(record: RequestRecord) -> bool:
+    """Whether the mean time per output token is inside its target; a single token has none to miss."""
+    tpot = record.tpot_seconds
+    return tpot is None or tpot <= record.tpot_target_seconds
+
+
+def is_good(record: RequestRecord) -> bool:
+    """It finished inside both targets: what goodput counts."""
+    ttft = record.ttft_seconds
+    in_time = ttft is not None and ttft <= record.ttft_target_seconds
+    return record.ending == "finished" and in_time and tpot_met(record)
+
+
+def convoy(records: Sequence[RequestRecord], long_tokens: int = 100_000) -> Summary:
+    """TTFT of short requests that arrive while a long prompt is in prefill or waits, against all the others'.
+
+    A convoy shows as a ratio of the two: shorts stand behind a long one (paper B §2.6).
+    """
+    intervals = sorted(
+        (record.arrived_at, inf if record.first_token_at is None else record.first_token_at)
+        for record in records
+        if record.prompt_tokens >= long_tokens
+    )
+    merged: list[tuple[float, float]] = []
+    for start, end in intervals:
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    starts = np.array([start for start, _ in merged])
+    behind: list[float] = []
+    free: list[float] = []
+    for record in records:
+        ttft = record.ttft_seconds
+        if record.prompt_tokens >= long_tokens or ttft is None:
+            continue
+        index = int(np.searchsorted(starts, record.arrived_at, side="right")) - 1
+        inside = index >= 0 and record.arrived_at < merged[index][1]
+        (behind if inside else free).append(ttft)
+    return {
+        "while_long_prefills": distribution(behind),
+        "otherwise": distribution(free),
+        "median_ratio": _ratio(float(np.median(behind)), float(np.median(free))) if behind and free else None,
+    }
+
+
+def steps(log: RunLog) -> Summary:
+    """Chunk sizes by context, how well steps were predicted, and how busy the slowest stage was."""
+    columns = log.steps
+    busy = np.frombuffer(columns.busy_seconds, np.float64) if columns.at else np.zeros(0)
+    predicted = np.frombuffer(columns.predicted_seconds, np.float64) if columns.at else np.zeros(0)
+    known = predicted > 0
+    chunks = log.chunks
+    context = np.frombuffer(chunks.context, np.int64) if chunks.context else np.zeros(0, np.int64)
+    sizes = np.frombuffer(chunks.tokens, np.int64) if chunks.tokens else np.zeros(0, np.int64)
+    borders = [0, *LENGTH_BUCKETS, 2**62]
+    by_context = {}
+    for low, high in pairwise(borders):
+        inside = sizes[(context >= low) & (context < high)]
+        if len(inside):
+            by_context[length_bucket(low)] = distribution(inside.tolist())
+    return {
+        "count": len(columns.at),
+        "busy_share": _ratio(float(busy.sum()), log.window_seconds),
+        "busy_seconds": distribution(busy.tolist()),
+        "observed_over_predicted": distribution((busy[known] / predicted[known]).tolist()),
+        "decodes": distribution(list(columns.decodes)),
+        "chunk_tokens_by_context": by_context,
+    }
+
+
+def series(log: RunLog) -> Summary:
+    """The state over time, thinned to `SERIES_POINTS`: means of what lies between two points."""
+    at = np.frombuffer(log.series.at, np.float64) if log.series.at else np.zeros(0)
+    edges = np.unique(np.linspace(0, len(at), SERIES_POINTS + 1).astype(int))[:-1]
+    thinned = {"at": at[edges].tolist() if len(at) else []}
+    for name in ("running", "waiting", "kv_share"):
+        values = np.frombuffer(getattr(log.series, name), np.float64) if len(at) else np.zeros(0)
+        if len(values):
+            counts = np.diff(np.append(edges, len(values)))
+            thinned[name] = np.round(np.add.reduceat(values, edges) / counts, 4).tolist()
+        else:
+            thinned[name] = []
+    return thinned
+
+
+def distribution(values: Sequence[float]) -> Summary:
+    """Count, mean, quantiles, and a curve of `CURVE_POINTS` quantiles for plots; no figures if there are no values."""
+    if not values:
+        return {"count": 0}
+    array = np.asarray(values, np.float64)
+    figures: Summary = {"count": len(array), "mean": float(array.mean()), "max": float(array.max())}
+    for quantile, value in zip(QUANTILES, np.quantile(array, QUANTILES), strict=True):
+        figures[f"p{quantile * 100:g}"] = float(value)
+    curve = np.quantile(array, np.linspace(0, 1, CURVE_POINTS))
+    figures["curve"] = [float(f"{value:.5g}") for value in curve]
+    return figures
+
+
+def length_bucket(prompt_tokens: int) -> str:
+    """Name of the bucket that a prompt's length falls into."""
+    for low, high in zip((0, *LENGTH_BUCKETS), LENGTH_BUCKETS, strict=False):
+        if prompt_tokens < high:
+            return f"{_thousands(low)}-{_thousands(high)}"
+    return f"{_thousands(LENGTH_BUCKETS[-1])} and more"
+
+
+def interval_95(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and half width of the 95 % interval of the mean (Student's t); the width is infinite for one value."""
+    array: npt.NDArray[np.float64] = np.asarray(values, np.float64)
+    mean = float(array.mean())
+    if len(array) < 2:
+        return mean, inf
+    student = _STUDENT_95[len(array) - 2] if len(array) - 2 < len(_STUDENT_95) else 1.96
+    return mean, student * float(array.std(ddof=1)) / sqrt(len(array))
+
+
+def share(outcomes: Iterable[bool]) -> float | None:
+    """Share of True; None if there are none."""
+    counted = list(outcomes)
+    return sum(counted) / len(counted) if counted else None
+
+
+def _by(
+    records: Iterable[RequestRecord], name: Callable[[RequestRecord], str], window_seconds: float
+) -> Summary:
+    groups: dict[str, list[RequestRecord]] = {}
+    for record in sorted(records, key=lambda record: record.prompt_tokens):
+        groups.setdefault(name(record), []).append(record)
+    return {key: group(members, window_seconds) for key, members in groups.items()}
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+def _thousands(tokens: int) -> str:
+    return f"{tokens // 1000}K" if tokens else "0"

@@ -1,0 +1,391 @@
+"""One HTML page that needs nothing else, and the JSON beside it: what a study found.
+
+The page holds plotly's script (MIT licence) and fetches nothing. Every figure of the page is in the JSON too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from medha_sim.metrics import CURVE_POINTS, Summary, interval_95
+from medha_sim.study import RunKey, StudyResult
+
+Runs = Sequence[tuple[RunKey, Summary]]
+Figure = Any  # plotly has no types
+
+_COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
+_HEIGHT = 380
+_STYLE = """
+:root { color-scheme: light; font: 15px/1.5 system-ui, sans-serif; color: #1f2328; }
+body { max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
+p { max-width: 78ch; margin: .3rem 0 .8rem; } .note { color: #59636e; }
+.warn { background: #fff8e1; border-left: 4px solid #efb118; padding: .5rem .8rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .92rem; }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid #d8dee4; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
+.scroll { overflow-x: auto; }
+"""
+
+
+def write_report(result: StudyResult, html: Path) -> Path:
+    """Write the page and, beside it, the JSON, whose path is returned."""
+    document = result.as_json()
+    beside = html.with_suffix(".json")
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    html.write_text(page(result), encoding="utf-8")
+    return beside
+
+
+def page(result: StudyResult) -> str:
+    """The HTML page."""
+    runs = comparable(result.runs)
+    central = [(key, summary) for key, summary in runs if key.capacity == 1]
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width'><title>Medha: simulation</title>",
+        f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
+        _head(result),
+        _warnings(result, central),
+    ]
+    for load in dict.fromkeys(key.load for key, _ in central):
+        at_load = [(key, summary) for key, summary in runs if key.load == load]
+        if load is not None:
+            parts.append(f"<h2>Offered load {load:g}</h2>")
+        parts += _sections(at_load)
+    loads = {key.load for key, _ in central}
+    if len(loads) > 1:
+        parts.append("<h2>Over the offered load</h2>")
+        parts.append(_plot(_over_load(central)))
+    parts.append("</body></html>")
+    return "\n".join(part for part in parts if part)
+
+
+def comparable(runs: Runs) -> Runs:
+    """Runs that reached their end; if there are none, those that were interrupted."""
+    whole = [(key, summary) for key, summary in runs if not summary["interrupted"]]
+    return whole or runs
+
+
+def table_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table that compares systems; mean over seeds +- half the 95 % interval, [band]."""
+    kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
+    head = ["system"]
+    columns: list[Callable[[Summary], float | None]] = []
+    for kind in kinds:
+        head += [f"{kind}: TTFT in time", f"{kind}: TTFT p50", "p99"]
+        columns += [
+            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_attainment"),  # type: ignore[misc]
+            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p50"),  # type: ignore[misc]
+            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p99"),  # type: ignore[misc]
+        ]
+    head += ["TPOT p50", "p99", "good/s", "censored", "undecided"]
+    columns += [
+        lambda run: _at(run, "all", "tpot_seconds", "p50"),
+        lambda run: _at(run, "all", "tpot_seconds", "p99"),
+        lambda run: _at(run, "all", "goodput_per_second"),
+        lambda run: _at(run, "all", "censored"),
+        lambda run: _at(run, "all", "ttft_undecided"),
+    ]
+    formats = [_percent, _duration, _duration] * len(kinds) + [_duration, _duration, _rate, _count, _count]
+    rows = []
+    for system in dict.fromkeys(key.system for key, _ in runs):
+        mine = [(key, summary) for key, summary in runs if key.system == system]
+        cells = [_cell(mine, column, format_) for column, format_ in zip(columns, formats, strict=True)]
+        rows.append([system, *cells])
+    return head, rows
+
+
+def _cell(runs: Runs, value: Callable[[Summary], float | None], format_: Callable[[float], str]) -> str:
+    central = [found for key, run in runs if key.capacity == 1 and (found := value(run)) is not None]
+    if not central:
+        return "-"
+    mean, half_width = interval_95(central)
+    text = format_(mean)
+    if isfinite(half_width):
+        text += f" ±{format_(half_width)}"
+    band = [found for key, run in runs if key.capacity != 1 and (found := value(run)) is not None]
+    if band:
+        text += f" [{format_(min(band))} to {format_(max(band))}]"
+    return text
+
+
+# --- the parts of the page ---------------------------------------------------------------------------
+
+
+def _head(result: StudyResult) -> str:
+    spec, deployment = result.spec, result.spec.deployment
+    workload = spec.workload
+    described = {
+        "mix": f"ShareGPT-like requests, {workload.long_share:.1%} of them Medha-SWE-like (100K-1M tokens"
+        + (f", times {workload.long_scale:g})" if workload.long_scale != 1 else ")"),
+        "conversations": "conversations of several turns",
+        "trace": f"the trace {workload.trace}",
+    }[workload.shape]
+    capacity = ""
+    if result.capacity_rate is not None:
+        capacity = f" Capacity, measured with a backlog: {result.capacity_rate:.3f} requests/s."
+    band = ""
+    if spec.band:
+        band = (
+            f" In brackets: the least and the greatest mean with ranks {spec.band:.0%} slower and faster "
+            "than the profile says."
+        )
+    rate = f" at {workload.rate:g} requests/s" if workload.rate is not None and not spec.loads else ""
+    return (
+        "<h1>Medha under a virtual clock</h1>"
+        f"<p class='note'>{escape(deployment.model.name)} on {deployment.topology.ranks * deployment.replicas} "
+        f"{escape(deployment.hardware.name)} ({escape(str(deployment.topology))}"
+        f"{f', {deployment.replicas} replicas' if deployment.replicas > 1 else ''}; "
+        f"{deployment.kv_tokens():,} KV tokens a lane). {escape(described)}{rate}, "
+        f"{spec.duration_seconds:g} s each, seeds {', '.join(map(str, spec.seeds))}.{capacity}{band}</p>"
+        "<p class='note'>The controllers and the router are the ones that serve; step times are predicted, and "
+        "attention on this hardware is known to about 30 %. A TTFT target is decided once the first token came or "
+        "the deadline passed; requests still inside it at the end are “undecided” and left out.</p>"
+    )
+
+
+def _warnings(result: StudyResult, central: Runs) -> str:
+    warnings = []
+    if result.interrupted:
+        warnings.append(
+            f"Interrupted: {len(result.runs)} of {result.planned} runs are here, "
+            f"{sum(summary['interrupted'] for _, summary in result.runs)} of them stopped on the way."
+        )
+    for key, summary in central:
+        figures = summary["all"]
+        if figures["ttft_undecided"] > 0.05 * max(figures["arrived"], 1):
+            warnings.append(
+                f"{key}: {figures['ttft_undecided']} of {figures['arrived']} requests are undecided; simulate "
+                "longer to know more."
+            )
+        if figures["refused"] or figures["failed"]:
+            warnings.append(f"{key}: {figures['refused']} refused, {figures['failed']} failed.")
+    return "".join(f"<p class='warn'>{escape(warning)}</p>" for warning in warnings[:12])
+
+
+def _sections(runs: Runs) -> Iterable[str]:
+    central = [(key, summary) for key, summary in runs if key.capacity == 1]
+    yield _table(*table_rows(runs))
+    kinds = list(dict.fromkeys(kind for _, summary in central for kind in summary["kinds"]))
+    yield "<h2>Deadlines met</h2>"
+    yield _plot(_attainment(runs, "kinds", "by kind of request"))
+    yield _plot(_attainment(runs, "lengths", "by prompt length, tokens"))
+    if any(len(summary["classes"]) > 1 for _, summary in central):
+        yield _plot(_attainment(runs, "classes", "by service class"))
+    yield "<h2>Time to first token</h2>"
+    yield "<p class='note'>Distributions are means of the seeds' quantiles.</p>"
+    for kind in kinds:
+        yield _plot(_curves(central, ("kinds", kind, "ttft_seconds"), f"{kind}: TTFT, seconds"))
+        yield _plot(
+            _curves(central, ("kinds", kind, "ttft_over_target"), f"{kind}: TTFT / its target", mark=1.0)
+        )
+    yield "<h2>Time per output token</h2>"
+    yield _plot(_curves(central, ("all", "tpot_seconds"), "mean TPOT of a request, seconds"))
+    yield "<h2>Convoys</h2>"
+    yield "<p>TTFT of short requests that arrive while a long prompt is not yet answered, and of the others.</p>"
+    yield _plot(_convoy(central))
+    yield "<h2>Inside the replicas</h2>"
+    yield f"<p class='note'>Seed {central[0][0].seed}.</p>" if central else ""
+    first = [(key, summary) for key, summary in central if key.seed == central[0][0].seed]
+    yield _plot(_over_time(first, "running", "requests that hold KV"))
+    yield _plot(_over_time(first, "waiting", "requests that wait"))
+    yield _plot(_over_time(first, "kv_share", "share of KV held"))
+    yield _plot(_chunks(central))
+    yield _plot(
+        _curves(central, ("steps", "observed_over_predicted"), "step time, observed / predicted", mark=1.0)
+    )
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    cells = "".join(f"<th>{escape(name)}</th>" for name in head)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<div class='scroll'><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
+
+
+def _attainment(runs: Runs, grouping: str, title: str) -> Figure:
+    """Bars: share of decided requests in time; whiskers: the capacity band."""
+    groups = _group_names(runs, grouping)
+    figure = _figure(f"TTFT in time, {title}")
+    for system, colour in _systems(runs):
+        means, below, above = [], [], []
+        for group in groups:
+            values = {
+                capacity: [
+                    found
+                    for key, run in runs
+                    if key.system == system
+                    and (key.capacity == 1) == capacity
+                    and (found := _at(run, grouping, group, "ttft_attainment")) is not None
+                ]
+                for capacity in (True, False)
+            }
+            mean = fmean(values[True]) if values[True] else None
+            means.append(mean)
+            below.append(0.0 if mean is None else mean - min([mean, *values[False]]))
+            above.append(0.0 if mean is None else max([mean, *values[False]]) - mean)
+        whiskers = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
+        figure.add_bar(x=groups, y=means, name=system, marker_color=colour, error_y=whiskers)
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    return figure
+
+
+def _curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = None) -> Figure:
+    """Cumulative distributions."""
+    figure = _figure(title)
+    shares = [index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)]
+    for system, colour in _systems(runs):
+        curves = [
+            found["curve"]
+            for key, run in runs
+            if key.system == system and (found := _at(run, *path)) is not None and found["count"]
+        ]
+        if curves:
+            x = [fmean(points) for points in zip(*curves, strict=True)]
+            figure.add_scatter(x=x, y=shares, name=system, mode="lines", line_color=colour)
+    if mark is not None:
+        figure.add_vline(x=mark, line_dash="dot", line_color="#59636e")
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(
+        tickformat=".0%", title="share of requests" if path[0] != "steps" else "share of steps"
+    )
+    return figure
+
+
+def _convoy(runs: Runs) -> Figure:
+    figure = _figure("TTFT of short requests, seconds: median (bar) and p90 (whisker)")
+    for place, name in (("otherwise", "no long prompt"), ("while_long_prefills", "behind a long prompt")):
+        systems, medians, highs = [], [], []
+        for system, _ in _systems(runs):
+            found = [_at(run, "convoy", place) for key, run in runs if key.system == system]
+            known = [one for one in found if one and one["count"]]
+            if known:
+                systems.append(system)
+                medians.append(fmean(one["p50"] for one in known))
+                highs.append(fmean(one["p90"] for one in known))
+        rise = [high - median for high, median in zip(highs, medians, strict=True)]
+        whiskers = {"type": "data", "symmetric": False, "array": rise, "arrayminus": [0.0] * len(rise)}
+        figure.add_bar(x=systems, y=medians, name=name, error_y=whiskers)
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def _over_time(runs: Runs, column: str, title: str) -> Figure:
+    figure = _figure(f"{title}, over time (seconds)")
+    for (system, colour), (_, summary) in zip(_systems(runs), runs, strict=False):
+        found = summary["series"]
+        figure.add_scatter(x=found["at"], y=found[column], name=system, mode="lines", line_color=colour)
+    if column == "kv_share":
+        figure.update_yaxes(tickformat=".0%")
+    return figure
+
+
+def _chunks(runs: Runs) -> Figure:
+    figure = _figure("prefill chunks by context (tokens): median (bar) and p90 (whisker)")
+    for system, colour in _systems(runs):
+        buckets: dict[str, list[Summary]] = {}
+        for key, run in runs:
+            if key.system == system:
+                for bucket, found in run["steps"]["chunk_tokens_by_context"].items():
+                    buckets.setdefault(bucket, []).append(found)
+        medians = [fmean(one["p50"] for one in found) for found in buckets.values()]
+        rise = [fmean(one["p90"] - one["p50"] for one in found) for found in buckets.values()]
+        whiskers = {"type": "data", "symmetric": False, "array": rise, "arrayminus": [0.0] * len(rise)}
+        figure.add_bar(x=list(buckets), y=medians, name=system, marker_color=colour, error_y=whiskers)
+    figure.update_xaxes(categoryorder="array", categoryarray=_group_names(runs, "lengths"))
+    return figure
+
+
+def _over_load(runs: Runs) -> Figure:
+    figure = _figure("TTFT in time, over the offered load")
+    kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
+    for system, colour in _systems(runs):
+        for index, kind in enumerate(kinds):
+            points: dict[float, list[float]] = {}
+            for key, run in runs:
+                found = _at(run, "kinds", kind, "ttft_attainment")
+                if key.system == system and key.load is not None and found is not None:
+                    points.setdefault(key.load, []).append(found)
+            loads = sorted(points)
+            figure.add_scatter(
+                x=loads,
+                y=[fmean(points[load]) for load in loads],
+                name=f"{system}, {kind}",
+                mode="lines+markers",
+                line={"color": colour, "dash": ("solid", "dash", "dot")[index % 3]},
+            )
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    return figure
+
+
+# --- small things ------------------------------------------------------------------------------------
+
+
+def _figure(title: str) -> Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        template="plotly_white",
+        height=_HEIGHT,
+        margin={"l": 60, "r": 20, "t": 50, "b": 50},
+        legend={"orientation": "h", "y": -0.15},
+        barmode="group",
+    )
+    return figure
+
+
+def _plot(figure: Figure) -> str:
+    text: str = figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+    )
+    return text
+
+
+def _systems(runs: Runs) -> list[tuple[str, str]]:
+    """Each system with its colour."""
+    names = list(dict.fromkeys(key.system for key, _ in runs))
+    return [(name, _COLOURS[index % len(_COLOURS)]) for index, name in enumerate(names)]
+
+
+def _group_names(runs: Runs, grouping: str) -> list[str]:
+    """Names of groups in the order of their size: the run that has the most of them knows it."""
+    most: Summary = max((summary[grouping] for _, summary in runs), key=len, default={})
+    missing = [name for _, summary in runs for name in summary[grouping] if name not in most]
+    return [*most, *dict.fromkeys(missing)]
+
+
+def _at(summary: Summary, *path: str) -> Any:
+    """What lies at a path of keys, or None."""
+    found: Any = summary
+    for name in path:
+        if not isinstance(found, dict) or name not in found:
+            return None
+        found = found[name]
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.1f}"

@@ -1,0 +1,317 @@
+"""Many runs of one question: systems x loads x seeds x capacity, in parallel processes, interruptible.
+
+A *system* is one of Medha's policies or a baseline. All systems see the same workloads (paired seeds) and the same
+deadlines. `load` is the arrival rate over the simulator's own capacity, which is measured first, with a backlog.
+The capacity band repeats each run on ranks that are a little slower and a little faster than the profile says.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.sharedctypes import SynchronizedArray
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from medha.api import SchedulingSpec
+from medha.errors import ConfigInvalid, MedhaError, PartFailed
+from medha_sim.driver import Progress, Workload
+from medha_sim.lengths import MEDHA_SWE, Stretched
+from medha_sim.metrics import Summary, summarise
+from medha_sim.scenario import Deployment, Disturbance
+from medha_sim.workloads import (
+    Mix,
+    Targets,
+    TraceColumns,
+    conversations,
+    generate,
+    read_trace,
+    sharegpt_with_long,
+)
+
+POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
+
+_CAPACITY_SECONDS = (
+    900.0  # simulated with a backlog, of which the first part fills the pipeline and is left out
+)
+_CAPACITY_WARM_UP_SECONDS = 100.0
+_CAPACITY_OVERLOAD = 3.0  # times the rate at which isolated prefills alone would fill the time
+_CAPACITY_SEED = 1
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSpec:
+    """Which requests come; exactly one of `rate` and a load must be known to make it."""
+
+    shape: str = "mix"  # mix, conversations or trace
+    long_share: float = 0.05
+    long_scale: float = 1.0  # long prompts are so many times Medha-SWE's
+    burstiness: float = 1.0  # coefficient of variation of arrival gaps
+    rate: float | None = None  # requests (or conversations) a second
+    trace: Path | None = None
+    columns: TraceColumns = field(default_factory=TraceColumns)
+    names_max_tokens: bool = True
+
+    def mix(self) -> Mix:
+        long = MEDHA_SWE if self.long_scale == 1 else Stretched(MEDHA_SWE, self.long_scale)
+        return sharegpt_with_long(self.long_share, long)
+
+    def make(self, targets: Targets, duration_seconds: float, seed: int) -> Workload:
+        """The workload of one seed.
+
+        Raises:
+            ConfigInvalid: a setting or the trace is wrong.
+        """
+        if self.shape == "trace":
+            assert self.trace is not None
+            return read_trace(
+                self.trace,
+                targets,
+                columns=self.columns,
+                rate=self.rate,
+                duration_seconds=duration_seconds,
+                seed=seed,
+            )
+        assert self.rate is not None
+        if self.shape == "conversations":
+            return conversations(targets, rate=self.rate, duration_seconds=duration_seconds, seed=seed)
+        return generate(
+            self.mix(),
+            targets,
+            rate=self.rate,
+            duration_seconds=duration_seconds,
+            seed=seed,
+            coefficient_of_variation=self.burstiness,
+            names_max_tokens=self.names_max_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StudySpec:
+    """What is compared."""
+
+    deployment: Deployment
+    workload: WorkloadSpec
+    systems: tuple[str, ...]
+    seeds: tuple[int, ...]
+    duration_seconds: float
+    loads: tuple[float, ...] = ()  # empty: at the workload's own rate
+    band: float = 0.1  # capacity is varied by this share up and down; 0 for no band
+    disturbance: Disturbance = field(default_factory=Disturbance)
+
+
+@dataclass(frozen=True, slots=True)
+class RunKey:
+    """One run of a study."""
+
+    system: str
+    load: float | None
+    seed: int
+    capacity: float  # of the ranks, times the profile's
+
+    def __str__(self) -> str:
+        load = "" if self.load is None else f", load {self.load:g}"
+        band = "" if self.capacity == 1 else f", capacity {self.capacity:g}"
+        return f"{self.system}{load}, seed {self.seed}{band}"
+
+
+@dataclass(frozen=True, slots=True)
+class StudyResult:
+    """What was found; `runs` has only those that were done (or were stopped on the way)."""
+
+    spec: StudySpec
+    capacity_rate: float | None  # requests a second; None: not measured
+    runs: tuple[tuple[RunKey, Summary], ...]
+    planned: int
+    interrupted: bool
+
+    def as_json(self) -> Summary:
+        """Everything, as plain data."""
+        deployment = self.spec.deployment
+        return {
+            "model": deployment.model.name,
+            "hardware": asdict(deployment.hardware),
+            "topology": str(deployment.topology),
+            "replicas": deployment.replicas,
+            "kv_tokens_per_lane": deployment.kv_tokens(),
+            "scheduling": deployment.scheduling.model_dump(mode="json", by_alias=True),
+            "service_classes": [
+                entry.model_dump(mode="json", by_alias=True) for entry in deployment.service_classes
+            ],
+            "workload": {
+                key: str(value) if isinstance(value, Path) else value
+                for key, value in asdict(self.spec.workload).items()
+            },
+            "disturbance": asdict(self.spec.disturbance),
+            "band": self.spec.band,
+            "duration_seconds": self.spec.duration_seconds,
+            "capacity_requests_per_second": self.capacity_rate,
+            "planned_runs": self.planned,
+            "interrupted": self.interrupted,
+            "runs": [asdict(key) | {"result": summary} for key, summary in self.runs],
+        }
+
+
+def keys(spec: StudySpec) -> list[RunKey]:
+    """All runs of a study; first those of the first seed, so that an interrupted study still compares systems."""
+    capacities = (1.0,) if spec.band == 0 else (1.0, 1 - spec.band, 1 + spec.band)
+    return [
+        RunKey(system, load, seed, capacity)
+        for seed in spec.seeds
+        for capacity in capacities
+        for load in (spec.loads or (None,))
+        for system in spec.systems
+    ]
+
+
+def simulate_one(
+    spec: StudySpec, key: RunKey, capacity_rate: float | None, progress: Progress | None = None
+) -> Summary:
+    """One run."""
+    deployment = spec.deployment.with_policy(key.system)
+    workload_spec = spec.workload
+    if key.load is not None:
+        assert capacity_rate is not None
+        workload_spec = replace(workload_spec, rate=key.load * capacity_rate)
+    workload = workload_spec.make(deployment.targets(), spec.duration_seconds, key.seed)
+    disturbance = replace(spec.disturbance, bias=spec.disturbance.bias / key.capacity)
+    simulation = deployment.simulation(workload, seed=key.seed, disturbance=disturbance)
+    summary = summarise(simulation.run(spec.duration_seconds, progress))
+    return summary | {"rate": workload_spec.rate}
+
+
+def measured_capacity(deployment: Deployment, workload: WorkloadSpec) -> float:
+    """Requests a second of this mix that the deployment works off while a backlog waits.
+
+    What is counted is isolated prefill work: each chunk is worth what it would take of a lone prefill. So the rate
+    does not depend on which requests happened to be finished inside the window.
+    """
+    if workload.shape != "mix":
+        raise ConfigInvalid(f"a load is measured for a mix, not for {workload.shape}; give a rate instead")
+    deployment = deployment.with_policy("fcfs")
+    targets = deployment.targets()
+    mean_work = workload.mix().mean_work_seconds(targets.prefill_seconds)
+    rate = _CAPACITY_OVERLOAD * deployment.replicas / mean_work
+    backlog = replace(workload, rate=rate).make(targets, _CAPACITY_SECONDS, _CAPACITY_SEED)
+    log = deployment.simulation(backlog).run(_CAPACITY_SECONDS)
+    begun = np.frombuffer(log.chunks.at) >= _CAPACITY_WARM_UP_SECONDS
+    contexts = np.frombuffer(log.chunks.context, np.int64)[begun]
+    ends = contexts + np.frombuffer(log.chunks.tokens, np.int64)[begun]
+    prefill_seconds = targets.prefill_seconds
+    work = float(np.sum(prefill_seconds(ends) - prefill_seconds(contexts)))
+    return work / (_CAPACITY_SECONDS - _CAPACITY_WARM_UP_SECONDS) / mean_work
+
+
+Observer = Callable[[Sequence[RunKey], Sequence[float]], None]
+"""Told, several times a second, how far each run is (0 to 1)."""
+
+
+def run_study(spec: StudySpec, *, jobs: int, observe: Observer | None = None) -> StudyResult:
+    """Run everything on `jobs` processes. Ctrl-C ends it early, and keeps what was done.
+
+    Runs that Ctrl-C stops on the way are kept too, up to where they were, marked `interrupted`.
+
+    Raises:
+        ConfigInvalid: a setting is wrong.
+        PartFailed: a run failed, or its process was killed.
+    """
+    planned = keys(spec)
+    capacity_rate = measured_capacity(spec.deployment, spec.workload) if spec.loads else None
+    done: dict[int, Summary] = {}
+    interrupted = False
+    context = multiprocessing.get_context("spawn")  # a fork would inherit the progress bar's thread
+    fractions = context.Array("d", len(planned))
+    stop = context.Event()
+    with ProcessPoolExecutor(jobs, context, _start_worker, (fractions, stop)) as pool:
+        waiting = {
+            pool.submit(_run_in_worker, spec, key, capacity_rate, index): index
+            for index, key in enumerate(planned)
+        }
+        try:
+            for future in _as_they_end(waiting, lambda: observe and observe(planned, fractions[:])):
+                done[waiting[future]] = _result(future, planned[waiting[future]])
+        except KeyboardInterrupt:
+            interrupted = True
+            stop.set()
+            for future in waiting:
+                future.cancel()
+            started = [future for future in waiting if not future.cancelled()]
+            wait(started)
+            for future in started:
+                done[waiting[future]] = _result(future, planned[waiting[future]])
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    runs = tuple((planned[index], done[index]) for index in sorted(done))
+    runs = tuple((key, summary) for key, summary in runs if summary["window_seconds"] > 0)
+    return StudyResult(spec, capacity_rate, runs, len(planned), interrupted)
+
+
+def _as_they_end(
+    futures: dict[Future[Summary], int], between: Callable[[], object]
+) -> Iterator[Future[Summary]]:
+    waiting = set(futures)
+    while waiting:
+        ended, waiting = wait(waiting, timeout=_POLL_SECONDS, return_when=FIRST_COMPLETED)
+        between()
+        yield from ended
+
+
+def _result(future: Future[Summary], key: RunKey) -> Summary:
+    try:
+        return future.result()
+    except MedhaError:
+        raise
+    except Exception as error:
+        raise PartFailed(f"run {key}: {type(error).__name__}: {error}") from error
+
+
+# --- in a worker process -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What a worker process was started with."""
+
+    fractions: SynchronizedArray[float]
+    stop: Event
+
+
+_worker: _Worker | None = None  # a pool hands its tasks nothing but their arguments
+
+
+def _start_worker(fractions: SynchronizedArray[float], stop: Event) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    _worker = _Worker(fractions, stop)
+
+
+def _run_in_worker(spec: StudySpec, key: RunKey, capacity_rate: float | None, index: int) -> Summary:
+    worker = _worker
+    assert worker is not None
+
+    def progress(now: float) -> bool:
+        worker.fractions[index] = now / spec.duration_seconds
+        return worker.stop.is_set()
+
+    started = time.process_time()
+    summary = simulate_one(spec, key, capacity_rate, progress)
+    worker.fractions[index] = 1.0
+    return summary | {"core_seconds": time.process_time() - started}
+
+
+def read_study(text: dict[str, Any]) -> list[tuple[RunKey, Summary]]:
+    """The runs of a JSON written from `StudyResult.as_json`."""
+    return [
+        (RunKey(run["system"], run["load"], run["seed"], run["capacity"]), run["result"])
+        for run in text["runs"]
+    ]
