@@ -9,19 +9,23 @@ changes its speed by the minute. Neither figure means much while something else 
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ranks; read when torch is loaded
+
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from medha_worker.checkpoint import init_checkpoint
-from medha_worker.cpu.attention import choose_attention
+from medha_worker.cpu.choose import choose_kernels
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
@@ -30,28 +34,8 @@ BLOCK_TOKENS = 16
 SGEMM_SIZE = 2048
 GOAL = 0.85
 
-# torch's operators by what they are for; the rest is data movement and bookkeeping.
-PARTS = {
-    "linear layers": {"aten::mm", "aten::addmm", "aten::addmm_"},
-    "attention": {
-        "aten::bmm",
-        "aten::baddbmm_",
-        "aten::exp_",
-        "aten::sum",
-        "aten::add_",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    },
-    "norm, RoPE, SiLU": {
-        "aten::silu_",
-        "aten::mul",
-        "aten::mul_",
-        "aten::addcmul_",
-        "aten::pow",
-        "aten::mean",
-        "aten::rsqrt",
-        "aten::_fused_rms_norm",
-    },
-}
+# torch's matrix products; the compiled operators are recorded under the names of their kernels' methods.
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::addmm_"}
 
 
 def sgemm_seconds(square: torch.Tensor, out: torch.Tensor) -> float:
@@ -69,6 +53,21 @@ def prefill_flops(config: ModelConfig, tokens: int) -> float:
     return config.num_layers * (2 * linear * tokens + attention)
 
 
+class _Recorded:
+    """Kernels whose every call the profiler sees under one name."""
+
+    def __init__(self, kernels: Any, name: str) -> None:
+        self._kernels, self._name = kernels, name
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            with record_function(self._name):
+                result = getattr(self._kernels, method)(*arguments)
+            return _Recorded(result, self._name) if method == "plan" else result
+
+        return call
+
+
 class Bench:
     """The model, a prompt and a pool, ready to run chunk by chunk."""
 
@@ -79,11 +78,11 @@ class Bench:
         self.blocks = range(longest // BLOCK_TOKENS)
         self.cache: KVCache = model.new_kv_cache(len(self.blocks), BLOCK_TOKENS)
 
-    def chunk(self, first: int, count: int) -> float:
+    def chunk(self, first: int, count: int, model: Transformer | None = None) -> float:
         start = time.perf_counter()
         span = SequenceSpan(0, count, first, self.blocks)
         positions = torch.arange(first, first + count)
-        self.model.forward(self.tokens[first : first + count], positions, [span], self.cache)
+        (model or self.model).forward(self.tokens[first : first + count], positions, [span], self.cache)
         return time.perf_counter() - start
 
     def prefill(self, length: int, chunk: int) -> tuple[float, float]:
@@ -99,13 +98,18 @@ class Bench:
 
     def breakdown(self, length: int, chunk: int) -> dict[str, float]:
         """Share of the operators' own time by part of the model."""
+        kernels = self.model.kernels
+        recorded_kernels = Kernels(_Recorded(kernels.attention, "attention"), _Recorded(kernels.rows, "rows"))
+        model = self.model.with_kernels(recorded_kernels)
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             for first in range(0, length, chunk):
-                self.chunk(first, chunk)
-        shares = dict.fromkeys([*PARTS, "other"], 0.0)
+                self.chunk(first, chunk, model)
+        shares = dict.fromkeys(("linear layers", "attention", "norm, RoPE, SiLU", "other"), 0.0)
+        names = {"attention": "attention", "rows": "norm, RoPE, SiLU"} | dict.fromkeys(
+            PRODUCTS, "linear layers"
+        )
         for event in recorded.key_averages():
-            part = next((name for name, operators in PARTS.items() if event.key in operators), "other")
-            shares[part] += event.self_cpu_time_total
+            shares[names.get(event.key, "other")] += event.self_cpu_time_total
         total = sum(shares.values())
         return {name: share / total for name, share in shares.items()}
 
@@ -144,8 +148,8 @@ def main() -> None:
         directory = Path(scratch) / "small"
         init_checkpoint(directory, preset="small", seed=0)
         config = ModelConfig.from_directory(directory)
-        attention = choose_attention(config, torch.float32, torch.device("cpu"))
-        model = Transformer.load(directory, config, attention=attention)
+        kernels = choose_kernels(config, torch.float32, torch.device("cpu"))
+        model = Transformer.load(directory, config, kernels=kernels)
     bench = Bench(model, lengths[-1])
     bench.prefill(2048, 512)
 

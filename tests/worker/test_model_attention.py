@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.cpu import attention as cpu_attention
-from medha_worker.cpu.attention import CpuAttention, choose_attention
-from medha_worker.cpu.kernel import Target
+from medha_worker.cpu.attention import CpuAttention
+from medha_worker.cpu.choose import choose_kernels
+from medha_worker.cpu.machine import Target
+from medha_worker.cpu.openmp import torchs_openmp
 from medha_worker.model import attention, flash
 from medha_worker.model.attention import AttentionBackend, TorchAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
@@ -151,6 +153,12 @@ def test_input_that_would_crash_or_misalign_the_operator_is_stopped(
 # The backends
 
 
+def compiled(head_dim: int, group: int) -> CpuAttention:
+    openmp = torchs_openmp()
+    assert openmp is not None
+    return CpuAttention(head_dim, group, openmp)
+
+
 def run_backend(
     backend: AttentionBackend,
     spans: list[SequenceSpan],
@@ -242,7 +250,7 @@ def test_every_case_of_the_compiled_kernel_equals_a_plain_softmax(
     monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)  # decodes in several parts
     try:
         spans = spans_of(SHAPES, shuffled=True)
-        backend = CpuAttention(head_dim, group)
+        backend = compiled(head_dim, group)
         found, wanted = run_backend(backend, spans, kv_heads, group, head_dim=head_dim)
     finally:
         torch.set_num_threads(before)
@@ -257,7 +265,7 @@ def test_the_kernel_is_right_for_every_length_of_vector(
     monkeypatch.setattr(Target, "of_host", classmethod(lambda cls: lanes))
     cpu_attention.compiled_kernel.cache_clear()
     try:
-        found, wanted = run_backend(CpuAttention(16, 4), spans_of(SHAPES, shuffled=False), 2, 4)
+        found, wanted = run_backend(compiled(16, 4), spans_of(SHAPES, shuffled=False), 2, 4)
     finally:
         cpu_attention.compiled_kernel.cache_clear()
     torch.testing.assert_close(found, wanted, rtol=5e-6, atol=5e-6)
@@ -278,7 +286,7 @@ def test_the_kernel_is_right_for_every_length_of_vector(
 def test_the_kernel_is_exact_wherever_the_scores_lie(levels: tuple[float, float], case: str) -> None:
     """One query dimension is 1 and the keys' hold a level, so that whole tiles lie far above or below others."""
     found, wanted = run_backend(
-        CpuAttention(16, 2), spans_of(SHAPES, shuffled=True), 2, 2, level=lambda token: levels[token >= 64]
+        compiled(16, 2), spans_of(SHAPES, shuffled=True), 2, 2, level=lambda token: levels[token >= 64]
     )
     # A score of 600 is known to 6e-5 in float32, and so is the logarithm of its weight.
     torch.testing.assert_close(found, wanted, rtol=3e-4, atol=3e-4, msg=case)
@@ -288,10 +296,12 @@ def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(tmp_path: Pa
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
     config = ModelConfig.from_directory(tmp_path / "tiny")
     cpu = torch.device("cpu")
-    assert isinstance(choose_attention(config, torch.float32, cpu), CpuAttention)
-    assert isinstance(choose_attention(config, torch.bfloat16, cpu), TorchAttention)
-    assert isinstance(choose_attention(config, torch.float32, torch.device("meta")), TorchAttention)
-    assert isinstance(choose_attention(replace(config, head_dim=20), torch.float32, cpu), TorchAttention)
+    assert isinstance(choose_kernels(config, torch.float32, cpu).attention, CpuAttention)
+    assert isinstance(choose_kernels(config, torch.bfloat16, cpu).attention, TorchAttention)
+    assert isinstance(choose_kernels(config, torch.float32, torch.device("meta")).attention, TorchAttention)
+    assert isinstance(
+        choose_kernels(replace(config, head_dim=20), torch.float32, cpu).attention, TorchAttention
+    )
 
 
 # Where tokens lie

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from medha_worker.cpu.attention import choose_attention
+from medha_worker.cpu.choose import choose_kernels
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -121,8 +121,8 @@ def make_pair(
 ) -> Pair:
     reference = save_reference(directory, architecture, rope, **options)
     config = ModelConfig.from_directory(directory)
-    attention = choose_attention(config, config.dtype, torch.device("cpu"))  # what a rank takes
-    return Pair(directory, reference, config, Transformer.load(directory, config, attention=attention))
+    kernels = choose_kernels(config, config.dtype, torch.device("cpu"))  # what a rank takes
+    return Pair(directory, reference, config, Transformer.load(directory, config, kernels=kernels))
 
 
 def respell_rope(directory: Path, *, type_key: str = "type") -> None:

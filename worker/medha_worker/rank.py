@@ -24,7 +24,7 @@ from medha.api import MedhaReplicaSpec, quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
 from medha.messages import RankFault, RankReady, Shutdown, StageFree, Step, Tokens
 from medha.wire import tokens_from_frame
-from medha_worker.cpu.attention import choose_attention
+from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
 from medha_worker.link import Link, rank_identity
 from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
@@ -140,7 +140,7 @@ class Rank:
             settings.model_directory,
             config,
             dtype=dtype,
-            attention=choose_attention(config, dtype, torch.device("cpu")),
+            kernels=choose_kernels(config, dtype, torch.device("cpu")),
             progress=_log_progress(time.monotonic),
         )
         scheduling = spec.scheduling

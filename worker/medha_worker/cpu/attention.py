@@ -1,25 +1,23 @@
-"""The compiled kernel as an attention backend: what a step computes, cut into tasks for torch's threads.
+"""The compiled kernel as an attention backend: what a step computes, cut into tasks.
 
-The kernel runs on torch's own OpenMP threads (`GOMP_parallel` of the libgomp that torch brings), so that no second
-pool of threads fights with them for the cores. Threads take tasks off one counter, the longest first.
+Threads take the tasks off one counter, the longest first.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha_worker.cpu.kernel import CALL_FIELDS, TASK_FIELDS, CompiledAttention, Target
-from medha_worker.model.attention import AttentionBackend, StepAttention, TorchAttention, merge_partials
+from medha_worker.cpu.kernel import CALL_FIELDS, TASK_FIELDS, CompiledAttention
+from medha_worker.cpu.machine import Target
+from medha_worker.cpu.openmp import OpenMP
+from medha_worker.model.attention import StepAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan
-from medha_worker.model.config import ModelConfig
 
 # Rows of a task: its queries and sums, 0.4 MiB at head dimension 64, stay in second-level cache.
 _TASK_ROWS = 768
@@ -32,34 +30,10 @@ _TOKENS, _HEAD, _START, _STOP = (
 )
 
 
-def choose_attention(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AttentionBackend:
-    """The fastest backend for a model here: the compiled kernel for float32 on a CPU, else plain torch.
-
-    The kernel needs llvmlite, torch's libgomp, and a head dimension that fills vector registers.
-    """
-    is_cpu = dtype == torch.float32 and device.type == "cpu" and _openmp() is not None
-    if is_cpu and config.head_dim % Target.of_host().lanes == 0:
-        return CpuAttention(config.head_dim, config.num_query_heads // config.num_kv_heads)
-    return TorchAttention()
-
-
-@lru_cache(maxsize=1)
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP library whose threads torch uses, already loaded by it; None if it is not GNU's."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        library = ctypes.CDLL(str(path))
-        library.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        library.GOMP_parallel.restype = None
-        return library
-    return None
-
-
 @lru_cache
 def compiled_kernel(head_dim: int, group: int) -> CompiledAttention:
     """The kernel, compiled once for a shape: half a second."""
-    thread_number = ctypes.cast(_openmp().omp_get_thread_num, ctypes.c_void_p).value  # type: ignore[union-attr]
-    assert thread_number is not None
-    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host(), thread_number)
+    return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host())
 
 
 class CpuAttention:
@@ -68,10 +42,8 @@ class CpuAttention:
     One instance serves one thread at a time: its steps share the kernel's scratch memory.
     """
 
-    def __init__(self, head_dim: int, group: int) -> None:
+    def __init__(self, head_dim: int, group: int, openmp: OpenMP) -> None:
         """For `group` query heads on each KV head, of `head_dim` values each."""
-        openmp = _openmp()
-        assert openmp is not None, "choose_attention asks first"
         self.group = group
         self._openmp = openmp
         self._kernel = compiled_kernel(head_dim, group)
@@ -88,9 +60,7 @@ class CpuAttention:
         return self._scratch
 
     def run(self, call: npt.NDArray[np.int64], tasks: int) -> None:
-        """Run the kernel on torch's threads, or on this one alone where there is one task."""
-        threads = min(torch.get_num_threads(), tasks)
-        self._openmp.GOMP_parallel(self._kernel.address, call.ctypes.data, threads, 0)
+        self._openmp.run(self._kernel.address, call, min(torch.get_num_threads(), tasks))
 
 
 class _CpuStep:

@@ -53,6 +53,11 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     def larger(self, a: ir.Value, b: Number) -> ir.Value:
         return self.select(self.icmp_signed(">", a, self.number(b)), a, self.number(b))
 
+    def external_number(self, name: str) -> ir.Value:
+        """What the C function `int (void)` of this name says."""
+        function = self._external(name, INT32)
+        return self.sext(self.call(function, []), INT64)
+
     # --- memory -------------------------------------------------------------------------------------
 
     def at(self, pointer: ir.Value, index: Number, kind: ir.Type = FLOAT) -> ir.Value:
@@ -88,22 +93,25 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
         """a * b + c."""
         kinds = [self.vector_type] * 3
-        return self.call(self._intrinsic(f"llvm.fma.v{self.lanes}f32", self.vector_type, *kinds), [a, b, c])
+        return self.call(self._external(f"llvm.fma.v{self.lanes}f32", self.vector_type, *kinds), [a, b, c])
 
     def total(self, vector: ir.Value) -> ir.Value:
         """The sum over the lanes."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
         return self.call(
-            self._intrinsic(name, FLOAT, FLOAT, self.vector_type), [ir.Constant(FLOAT, 0.0), vector]
+            self._external(name, FLOAT, FLOAT, self.vector_type), [ir.Constant(FLOAT, 0.0), vector]
         )
 
     def maximum(self, vector: ir.Value) -> ir.Value:
         """The largest lane."""
         name = f"llvm.vector.reduce.fmax.v{self.lanes}f32"
-        return self.call(self._intrinsic(name, FLOAT, self.vector_type), [vector])
+        return self.call(self._external(name, FLOAT, self.vector_type), [vector])
+
+    def sqrt(self, value: ir.Value) -> ir.Value:
+        return self.call(self._external("llvm.sqrt.f32", FLOAT, FLOAT), [value])
 
     def log2(self, value: ir.Value) -> ir.Value:
-        return self.call(self._intrinsic("llvm.log2.f32", FLOAT, FLOAT), [value])
+        return self.call(self._external("llvm.log2.f32", FLOAT, FLOAT), [value])
 
     def exp2(self, x: ir.Value) -> ir.Value:
         """2^x in each lane, relative error 2e-7; x is clamped to the exponents of normal numbers."""
@@ -135,7 +143,7 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
             distance *= 2
         return square
 
-    def _intrinsic(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
+    def _external(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
         declared = self.module.globals.get(name)
         return declared or ir.Function(self.module, ir.FunctionType(result, arguments), name)
 

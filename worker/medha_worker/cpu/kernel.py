@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 
 from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
+from medha_worker.cpu.machine import Compiled, Target
 
 TILE_KEYS = 64
 
@@ -36,24 +36,6 @@ CALL_FIELDS = (
 )  # fmt: skip
 # Fields of a task, int64 each, in order.
 TASK_FIELDS = ("row", "tokens", "first_position", "head", "slots", "key_start", "key_stop", "output_row")
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """How many values a vector register holds, and how scores are blocked in registers."""
-
-    lanes: int
-    vectors: int  # of one row's scores, kept in registers together
-    rows: int
-
-    @classmethod
-    def of_host(cls) -> Target:
-        features = llvm.get_host_cpu_features()
-        if features.get("avx512f"):
-            return cls(lanes=16, vectors=4, rows=6)
-        if features.get("avx2") and features.get("fma"):
-            return cls(lanes=8, vectors=2, rows=6)
-        return cls(lanes=4, vectors=4, rows=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +74,7 @@ class CompiledAttention:
         scratch: What each thread needs.
     """
 
-    def __init__(
-        self, head_dim: int, group: int, task_rows: int, target: Target, current_thread: int
-    ) -> None:
+    def __init__(self, head_dim: int, group: int, task_rows: int, target: Target) -> None:
         """Compile.
 
         Args:
@@ -102,31 +82,11 @@ class CompiledAttention:
             group: Query heads that share a KV head: the rows of a decode.
             task_rows: Most rows of a task.
             target: See there.
-            current_thread: Address of a C function `int (void)`, the number of the thread that calls it.
         """
         assert head_dim % target.lanes == 0
         self.scratch = Scratch(max(task_rows, group), head_dim, target)
-        llvm.add_symbol("medha_current_thread", current_thread)
-        self._engine = _compile(str(_module(head_dim, group, target, self.scratch)))
-        self.address: int = self._engine.get_function_address("attend")
-
-
-def _compile(text: str) -> llvm.ExecutionEngine:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
-    module = llvm.parse_assembly(text)
-    module.verify()
-    # Everything is in vectors already: LLVM shall keep it in registers and not unroll it further.
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-    passes = llvm.create_pass_builder(machine, options)
-    passes.getModulePassManager().run(module, passes)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return engine
+        self._compiled = Compiled(_module(head_dim, group, target, self.scratch))
+        self.address = self._compiled.address("attend")
 
 
 def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.Module:
@@ -148,9 +108,8 @@ def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _
     def field(name: str) -> ir.Value:
         return code.one(call, CALL_FIELDS.index(name), INT64)
 
-    current_thread = ir.Function(module, ir.FunctionType(INT32, []), "medha_current_thread")
-    thread = code.sext(code.call(current_thread, []), INT64)
-    scratch = code.at(code.inttoptr(field("scratch"), POINTER), code.times(thread, field("scratch_stride")))
+    offset = code.times(code.external_number("medha_thread"), field("scratch_stride"))
+    scratch = code.at(code.inttoptr(field("scratch"), POINTER), offset)
     tasks, count = code.inttoptr(field("tasks"), POINTER), field("task_rows")
     take, run, end = (function.append_basic_block(name) for name in ("take", "run", "end"))
     code.branch(take)

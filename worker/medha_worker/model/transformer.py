@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha_worker.model.attention import AttentionBackend, StepAttention, TorchAttention
+from medha_worker.model.attention import StepAttention
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
@@ -31,13 +32,13 @@ class Transformer:
         shard: Shard,
         weights: Weights,
         *,
-        attention: AttentionBackend | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         assert shard.tensor_size == 1
         self.config = config
         self.shard = shard
         self._weights = weights
-        self._attention = attention or TorchAttention()
+        self.kernels = kernels or Kernels()
         self.device = weights.layers[0].qkv.device
         self.dtype = weights.layers[0].qkv.dtype
         frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
@@ -52,7 +53,7 @@ class Transformer:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
-        attention: AttentionBackend | None = None,
+        kernels: Kernels | None = None,
         progress: Progress | None = None,
     ) -> "Transformer":
         """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
@@ -60,7 +61,11 @@ class Transformer:
         weights = load_weights(
             directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
         )
-        return cls(config, shard, weights, attention=attention)
+        return cls(config, shard, weights, kernels=kernels)
+
+    def with_kernels(self, kernels: Kernels) -> "Transformer":
+        """The same weights, computed by other kernels."""
+        return Transformer(self.config, self.shard, self._weights, kernels=kernels)
 
     @property
     def weights_bytes(self) -> int:
@@ -107,10 +112,9 @@ class Transformer:
             hidden = F.embedding(tokens_or_hidden, self._weights.embedding)
         else:
             hidden = tokens_or_hidden.clone()
-        step = _Step(spans, kv_cache, self._attention.plan(spans, kv_cache.block_tokens))
+        step = _Step(spans, kv_cache, self.kernels.attention.plan(spans, kv_cache.block_tokens))
         cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
-        # [rows, 1, head_dim / 2]: the same for all heads.
-        rotation = cos.to(self.dtype)[:, None], sin.to(self.dtype)[:, None]
+        rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
             hidden = self._layer(index, layer, hidden, rotation, step)
         return hidden
@@ -137,7 +141,10 @@ class Transformer:
         q, k, v = heads[:, :query_heads], heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = _rotate(q, rotation), _rotate(k, rotation)
+            self.kernels.rows.rotate(q, *rotation)
+            self.kernels.rows.rotate(k, *rotation)
+        else:
+            self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
         attended = step.attend(index, q, k, v).view(rows, -1)
         _add_linear(hidden, attended, layer.output, layer.output_bias)
 
@@ -152,14 +159,10 @@ class Transformer:
         """hidden += down(silu(gate(x)) * up(x)) of the normed rows; `wide` is scratch memory."""
         normed = self._norm(hidden, layer.post_norm)
         gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
-        gate, up = gate_up.chunk(2, dim=1)
-        _add_linear(hidden, F.silu(gate, inplace=True).mul_(up), layer.down, layer.down_bias)
+        _add_linear(hidden, self.kernels.rows.silu_multiply(gate_up), layer.down, layer.down_bias)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension; as the models define it, in float32 and rounded before the weight."""
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, (x.shape[-1],), weight, self.config.rms_norm_eps)
-        return F.rms_norm(x.float(), (x.shape[-1],), None, self.config.rms_norm_eps).to(x.dtype) * weight
+        return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)
 
 
 class _Step:
@@ -194,14 +197,3 @@ def _add_linear(
     hidden.addmm_(x, weight)
     if bias is not None:
         hidden.add_(bias)
-
-
-def _rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """RoPE of [rows, heads, head_dim]: the first half of a head is paired with the second (Hugging Face's order)."""
-    cos, sin = rotation
-    first, second = x.chunk(2, dim=-1)
-    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
-    half = x.shape[-1] // 2
-    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
-    return rotated

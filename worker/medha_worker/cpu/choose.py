@@ -1,0 +1,28 @@
+"""Which kernels a model gets on this machine."""
+
+from __future__ import annotations
+
+import torch
+
+from medha_worker.cpu.attention import CpuAttention
+from medha_worker.cpu.machine import Target
+from medha_worker.cpu.openmp import torchs_openmp
+from medha_worker.cpu.rows import CompiledRows
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernels import Kernels
+
+
+def choose_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """The compiled ones for float32 on a CPU where its sizes fill vector registers, else plain torch."""
+    openmp = torchs_openmp()
+    if dtype != torch.float32 or device.type != "cpu" or openmp is None:
+        return Kernels()
+    lanes = Target.of_host().lanes
+    group = config.num_query_heads // config.num_kv_heads
+    kernels = Kernels()
+    if config.head_dim % lanes == 0:
+        kernels = Kernels(CpuAttention(config.head_dim, group, openmp), kernels.rows)
+    sizes = config.hidden_size, config.intermediate_size, config.head_dim // 2
+    if all(size % lanes == 0 for size in sizes):
+        kernels = Kernels(kernels.attention, CompiledRows(openmp))
+    return kernels

@@ -1,0 +1,14 @@
+"""What a device computes the model with, beside the matrix products that are torch's everywhere."""
+
+from dataclasses import dataclass, field
+
+from medha_worker.model.attention import AttentionBackend, TorchAttention
+from medha_worker.model.rows import RowOperators, TorchRows
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Implementations of a model's operators; plain torch unless said otherwise."""
+
+    attention: AttentionBackend = field(default_factory=TorchAttention)
+    rows: RowOperators = field(default_factory=TorchRows)

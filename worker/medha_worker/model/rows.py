@@ -1,0 +1,46 @@
+"""What a model does to each row by itself, between its products: the protocol, and plain torch."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
+
+
+class RowOperators(Protocol):
+    """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """RoPE of [rows, heads, head_dim] in place, by [rows, head_dim / 2].
+
+        The first half of a head is paired with the second (Hugging Face's order).
+        """
+        ...
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, [rows, size], of their concatenation, [rows, 2 * size], which may be overwritten."""
+        ...
+
+
+class TorchRows:
+    """Plain torch, in any dtype on any device."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        # As the models define it: in float32, and rounded before the weight.
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        cos, sin = cos[:, None], sin[:, None]  # the same for all heads
+        first, second = heads.chunk(2, dim=-1)
+        rotated = first * cos - second * sin
+        second.mul_(cos).addcmul_(first, sin)
+        first.copy_(rotated)
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate, inplace=True).mul_(up)
