@@ -47,12 +47,17 @@ class PrefillTable:
     """Seconds between any two lengths of a lone prompt; grows to the longest one asked for."""
 
     def __init__(self, chunking: Chunking, stage: Cost, drain: Cost) -> None:
-        """`stage`: how long a chunk keeps the slowest stage busy; `drain`: until its result, after that."""
+        """`stage`: how long a chunk keeps the slowest stage busy; `drain`: until its result, after that.
+
+        Chunks do not overtake each other, so whoever drains longest holds up all behind it: a pipeline of equal stages
+        takes the sum of all chunks in one stage, and the longest chunk once more in each other stage.
+        """
         self._chunking = chunking
         self._stage = stage
         self._drain = drain
         self._ends: Counts = np.zeros(1, dtype=np.int64)
         self._sums: Seconds = np.zeros(1)
+        self._drains: Seconds = np.zeros(1)  # the longest so far
 
     @property
     def ends(self) -> Counts:
@@ -74,10 +79,8 @@ class PrefillTable:
         total = self._stage(tail_start, tokens - tail_start)
         total += self._stage(contexts, begun)
         total += np.where(within, 0.0, sums[last] - sums[first])
-        # The last chunk is the partial one, or where tokens end with a chunk, that chunk.
-        whole = tokens == tail_start
-        start = np.where(whole, np.maximum(ends[np.maximum(last - 1, 0)], contexts), tail_start)
-        total += self._drain(start, tokens - start)
+        drain = np.maximum(self._drain(tail_start, tokens - tail_start), self._drain(contexts, begun))
+        total += np.maximum(drain, np.where(last > first, self._drains[last], 0.0))
         return np.where(tokens > contexts, total, 0.0)
 
     def _reach(self, tokens: int) -> None:
@@ -85,16 +88,19 @@ class PrefillTable:
         if self._ends[-1] >= tokens:
             return
         goal = max(tokens, 2 * int(self._ends[-1]))
-        ends, sums = [self._ends], [self._sums]
+        ends, sums, drains = [self._ends], [self._sums], [self._drains]
         position, total = int(self._ends[-1]), float(self._sums[-1])
         while position < goal:
             size = self._chunking.size_at(position, self._stage)
             starts = np.arange(position, self._last_start(position, size, goal) + 1, size)
-            run = total + np.cumsum(self._stage(starts, np.full(len(starts), size)))
+            sizes = np.full(len(starts), size)
+            run = total + np.cumsum(self._stage(starts, sizes))
             ends.append(starts + size)
             sums.append(run)
+            drains.append(self._drain(starts, sizes))
             position, total = int(starts[-1]) + size, float(run[-1])
         self._ends, self._sums = np.concatenate(ends), np.concatenate(sums)
+        self._drains = np.maximum.accumulate(np.concatenate(drains))
 
     def _last_start(self, position: int, size: int, goal: int) -> int:
         """The last start before `goal` at which a chunk of `size` tokens still fits the budget."""
