@@ -17,6 +17,8 @@ from medha.errors import ConfigInvalid, MedhaError
 _COMMANDS = {
     "model": ("medha_cli.model", "Make and inspect checkpoints."),
     "plan": ("medha_cli.plan", "Say which grid of GPUs a model needs, and what it costs."),
+    "profile": ("medha_cli.profile", "Measure what steps take on this machine, for the predictor."),
+    "simulate": ("medha_cli.simulate", "Compare policies under a virtual clock, on one HTML page."),
     "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
     "version": ("medha_cli.version", "Print the version."),
 }
