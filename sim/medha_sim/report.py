@@ -82,13 +82,13 @@ def table_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
     head = ["system"]
     columns: list[Callable[[Summary], float | None]] = []
     for kind in kinds:
-        head += [f"{kind}: TTFT in time", f"{kind}: TTFT p50", "p99"]
+        head += [f"{kind}: TTFT in time", f"{kind}: TTFT p50", f"{kind}: TTFT p99"]
         columns += [
             lambda run, kind=kind: _at(run, "kinds", kind, "ttft_attainment"),  # type: ignore[misc]
             lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p50"),  # type: ignore[misc]
             lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p99"),  # type: ignore[misc]
         ]
-    head += ["TPOT p50", "p99", "good/s", "censored", "undecided"]
+    head += ["TPOT p50", "TPOT p99", "good requests/s", "censored", "undecided"]
     columns += [
         lambda run: _at(run, "all", "tpot_seconds", "p50"),
         lambda run: _at(run, "all", "tpot_seconds", "p99"),

@@ -42,7 +42,7 @@ _CAPACITY_SECONDS = (
     900.0  # simulated with a backlog, of which the first part fills the pipeline and is left out
 )
 _CAPACITY_WARM_UP_SECONDS = 100.0
-_CAPACITY_OVERLOAD = 3.0  # times the rate at which isolated prefills alone would fill the time
+_CAPACITY_OVERLOAD = 1.5  # times the rate at which isolated prefills alone would fill the time
 _CAPACITY_SEED = 1
 _POLL_SECONDS = 0.2
 
@@ -214,8 +214,12 @@ Observer = Callable[[Sequence[RunKey], Sequence[float]], None]
 """Told, several times a second, how far each run is (0 to 1)."""
 
 
-def run_study(spec: StudySpec, *, jobs: int, observe: Observer | None = None) -> StudyResult:
+def run_study(
+    spec: StudySpec, capacity_rate: float | None = None, *, jobs: int, observe: Observer | None = None
+) -> StudyResult:
     """Run everything on `jobs` processes. Ctrl-C ends it early, and keeps what was done.
+
+    `capacity_rate` is the deployment's `measured_capacity`; studies without loads need none.
 
     Runs that Ctrl-C stops on the way are kept too, up to where they were, marked `interrupted`.
 
@@ -224,7 +228,7 @@ def run_study(spec: StudySpec, *, jobs: int, observe: Observer | None = None) ->
         PartFailed: a run failed, or its process was killed.
     """
     planned = keys(spec)
-    capacity_rate = measured_capacity(spec.deployment, spec.workload) if spec.loads else None
+    assert capacity_rate is not None or not spec.loads, "a load is a share of a measured capacity"
     done: dict[int, Summary] = {}
     interrupted = False
     context = multiprocessing.get_context("spawn")  # a fork would inherit the progress bar's thread

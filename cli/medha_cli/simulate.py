@@ -1,0 +1,336 @@
+"""`medha simulate`: policies under a virtual clock, compared on one page."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from medha.errors import ConfigInvalid
+from medha.hardware import HARDWARE, MODELS
+from medha.topology import Topology
+from medha_cli.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from medha_sim.scenario import Deployment
+    from medha_sim.study import Observer, RunKey, StudyResult, WorkloadSpec
+
+QUICK_SECONDS = 120.0
+DEFAULT_TOPOLOGY = "8x2x1"
+MOST_LOAD = 10.0
+INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
+
+
+@click.command("simulate")
+@click.argument("manifest", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--policies",
+    "-p",
+    default="fcfs,edf,srpt,lars",
+    show_default=True,
+    help="Policies to compare, separated by commas.",
+)
+@click.option("--model", default="Llama-3-8B", show_default=True, help=f"One of {', '.join(MODELS)}.")
+@click.option("--hardware", default="A100-80G", show_default=True, help=f"One of {', '.join(HARDWARE)}.")
+@click.option(
+    "--topology", help="Tensor x stream x kv ranks (TP x SPP x KVP).  [default: 8x2x1, or the manifest's]"
+)
+@click.option("--replicas", type=click.IntRange(1, 256), default=1, show_default=True)
+@click.option(
+    "--load",
+    default="0.9",
+    show_default=True,
+    help="Arrival rates over the measured capacity, separated by commas.",
+)
+@click.option(
+    "--rate", type=float, help="Requests (or conversations) a second instead; for a trace, scales it to that."
+)
+@click.option(
+    "--long", "long_share", type=click.FloatRange(0, 1), default=0.05, show_default=True,
+    help="Share of long requests (Medha-SWE-like, 100K-1M tokens) among ShareGPT-like ones.",
+)  # fmt: skip
+@click.option(
+    "--long-scale",
+    type=click.FloatRange(0, 100, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Long prompts are so many times as long.",
+)
+@click.option(
+    "--burstiness", type=click.FloatRange(0, 20), default=1.0, show_default=True,
+    help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursty.",
+)  # fmt: skip
+@click.option(
+    "--conversations", is_flag=True, help="Conversations of several turns instead of single requests."
+)
+@click.option("--trace", type=click.Path(path_type=Path), help="Requests of this CSV file instead.")
+@click.option(
+    "--columns",
+    default="arrived_at,num_prefill_tokens,num_decode_tokens",
+    show_default=True,
+    help="The trace's columns of arrival (seconds; `-` if there is none), prompt and output tokens.",
+)
+@click.option(
+    "--duration", type=click.FloatRange(1, 1e6), default=600.0, show_default=True,
+    help="Simulated seconds of each run; requests still open then are counted as censored.",
+)  # fmt: skip
+@click.option(
+    "--seeds", type=click.IntRange(1, 100), default=3, show_default=True,
+    help="Runs of each setting, from seed 1 on; all policies see the same requests.",
+)  # fmt: skip
+@click.option(
+    "--band", type=click.FloatRange(0, 0.5), default=0.1, show_default=True,
+    help="Also run with capacity so much lower and higher; 0 leaves that out.",
+)  # fmt: skip
+@click.option(
+    "--bias", type=click.FloatRange(0.1, 10), default=1.0, show_default=True,
+    help="Steps take so many times what the controllers' profile says.",
+)  # fmt: skip
+@click.option(
+    "--noise", type=click.FloatRange(0, 2), default=0.0, show_default=True,
+    help="Standard deviation of each step's time, relative to it.",
+)  # fmt: skip
+@click.option("--open-ended", is_flag=True, help="Clients name no max_tokens, so KV is reserved by class.")
+@click.option(
+    "--quick", is_flag=True, help=f"One seed, no band, {QUICK_SECONDS:g} s: a first look in seconds."
+)
+@click.option(
+    "--jobs", "-j", type=click.IntRange(1, 256), default=None, help="Processes; by default one for each core."
+)
+@click.option(
+    "--out",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("simulation.html"),
+    show_default=True,
+    help="The page; its figures are written as JSON beside it.",
+)
+def command(
+    manifest: Path | None,
+    policies: str,
+    model: str,
+    hardware: str,
+    topology: str | None,
+    replicas: int,
+    load: str,
+    rate: float | None,
+    long_share: float,
+    long_scale: float,
+    burstiness: float,
+    conversations: bool,
+    trace: Path | None,
+    columns: str,
+    duration: float,
+    seeds: int,
+    band: float,
+    bias: float,
+    noise: float,
+    open_ended: bool,
+    quick: bool,
+    jobs: int | None,
+    out: Path,
+) -> None:
+    """Run Medha's own controllers and router under a virtual clock, and compare policies on one HTML page.
+
+    MANIFEST, if given, is a MedhaReplica: its parallelism, scheduling and service classes are simulated, on the
+    hardware and with the model that the options name. Without one, the options describe everything; the default
+    is paper B's set-up, Llama-3 8B on 16 A100. Ctrl-C keeps the runs that were done.
+
+    \b
+    Examples:
+      medha simulate --quick
+      medha simulate -p fcfs,lars,srpt --load 0.5,0.87,0.97 --seeds 5 --duration 3600
+      medha simulate --model Llama-3-70B --hardware H100 --topology 8x4x2 --long-scale 2 --load 0.8
+      medha simulate examples/tiny.yaml --trace traffic.csv --columns time,in,out -p lars
+      medha simulate --conversations --rate 0.5 -p lars
+    """
+    _require_plotly()
+    from medha_sim.report import table_rows, write_report
+    from medha_sim.scenario import Disturbance
+    from medha_sim.study import StudySpec, measured_capacity, run_study
+
+    console = Console(highlight=False)
+    workload = _workload(
+        conversations=conversations,
+        trace=trace,
+        columns=columns,
+        rate=rate,
+        long_share=long_share,
+        long_scale=long_scale,
+        burstiness=burstiness,
+        open_ended=open_ended,
+    )
+    by_load = rate is None and workload.shape == "mix"
+    spec = StudySpec(
+        deployment=_deployment(manifest, model, hardware, topology, replicas),
+        workload=workload,
+        systems=_policies(policies),
+        seeds=(1,) if quick else tuple(range(1, seeds + 1)),
+        duration_seconds=min(duration, QUICK_SECONDS) if quick else duration,
+        loads=_loads(load) if by_load else (),
+        band=0.0 if quick else band,
+        disturbance=Disturbance(bias, noise),
+    )
+    spec.deployment.kv_tokens()  # what does not fit is said before anything runs
+    _require_writable(out)
+    capacity_rate = None
+    if spec.loads:
+        with console.status("measuring the capacity"):
+            capacity_rate = measured_capacity(spec.deployment, spec.workload)
+    result = _with_progress(
+        console, lambda observe: run_study(spec, capacity_rate, jobs=jobs or _cores(), observe=observe)
+    )
+    if not result.runs:
+        console.print("interrupted before anything was done")
+        sys.exit(INTERRUPTED_STATUS)
+    _print_table(console, result, table_rows)
+    beside = write_report(result, out)
+    console.print(f"page: {out}   figures: {beside}", soft_wrap=True)
+    if result.interrupted:
+        console.print(f"interrupted: {len(result.runs)} of {result.planned} runs are in it")
+        sys.exit(INTERRUPTED_STATUS)
+
+
+# --- from options to a study -------------------------------------------------------------------------
+
+
+def _deployment(
+    manifest: Path | None, model: str, hardware: str, topology: str | None, replicas: int
+) -> Deployment:
+    from medha_sim.scenario import Deployment, deployment_of, named_hardware, named_model
+
+    shape, machine = named_model(model), named_hardware(hardware)
+    if manifest is None:
+        grid = _topology(topology or DEFAULT_TOPOLOGY)
+        return Deployment(model=shape, hardware=machine, topology=grid, replicas=replicas)
+    if topology is not None:
+        raise ConfigInvalid(f"--topology is {topology}, but {manifest} has its own; leave one of them out")
+    return deployment_of(read_manifest(manifest).spec, machine, shape, replicas)
+
+
+def _workload(
+    *,
+    conversations: bool,
+    trace: Path | None,
+    columns: str,
+    rate: float | None,
+    long_share: float,
+    long_scale: float,
+    burstiness: float,
+    open_ended: bool,
+) -> WorkloadSpec:
+    from medha_sim.study import WorkloadSpec
+    from medha_sim.workloads import TraceColumns
+
+    if conversations and trace is not None:
+        raise ConfigInvalid("--conversations and --trace are both given; simulate one of them at a time")
+    if conversations and rate is None:
+        raise ConfigInvalid("--conversations needs --rate: conversations that begin in a second")
+    names = [name.strip() for name in columns.split(",")]
+    if len(names) != 3 or not all(names):
+        raise ConfigInvalid(
+            f"--columns is {columns!r}; name three: arrival, prompt and output, e.g. arrived_at,prompt,output"
+        )
+    return WorkloadSpec(
+        shape="conversations" if conversations else "trace" if trace is not None else "mix",
+        long_share=long_share,
+        long_scale=long_scale,
+        burstiness=burstiness,
+        rate=rate,
+        trace=trace,
+        columns=TraceColumns(None if names[0] == "-" else names[0], names[1], names[2]),
+        names_max_tokens=not open_ended,
+    )
+
+
+def _policies(text: str) -> tuple[str, ...]:
+    from medha_sim.study import POLICIES
+
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in POLICIES:
+            raise ConfigInvalid(f"--policies names {name!r}; there are {', '.join(POLICIES)}")
+    if not names:
+        raise ConfigInvalid(f"--policies is empty; choose among {', '.join(POLICIES)}")
+    return tuple(dict.fromkeys(names))
+
+
+def _topology(text: str) -> Topology:
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise ConfigInvalid(
+            f"--topology is {text!r}; write tensor x stream x kv ranks, e.g. {DEFAULT_TOPOLOGY}"
+        )
+    return Topology(*map(int, parts))
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    try:
+        loads = [float(part) for part in text.split(",")]
+    except ValueError:
+        loads = []
+    if not loads or not all(0 < load <= MOST_LOAD for load in loads):
+        raise ConfigInvalid(
+            f"--load is {text!r}; write shares of the capacity above 0, up to {MOST_LOAD:g}, e.g. 0.5,0.97"
+        )
+    return tuple(dict.fromkeys(loads))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _require_plotly() -> None:
+    if importlib.util.find_spec("plotly") is None:
+        raise ConfigInvalid(
+            "the simulator's report needs plotly, which is not installed: pip install 'medha[sim]'"
+        )
+
+
+def _require_writable(out: Path) -> None:
+    if not out.resolve().parent.is_dir():
+        raise ConfigInvalid(f"--out is {out}, whose folder does not exist; make it or choose another")
+    if out.suffix == ".json":
+        raise ConfigInvalid(f"--out is {out}; it names the HTML page, the JSON is written beside it")
+
+
+# --- what the terminal shows -------------------------------------------------------------------------
+
+
+def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> StudyResult:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("simulating")
+
+        def observe(keys: Sequence[RunKey], fractions: Sequence[float]) -> None:
+            share = sum(fractions) / len(fractions)
+            under_way = [key for key, done in zip(keys, fractions, strict=True) if 0 < done < 1]
+            names = "; ".join(map(str, under_way[:2]))
+            progress.update(bar, completed=100 * share, description=f"simulating {names}")
+
+        return run(observe)
+
+
+def _print_table(console: Console, result: StudyResult, table_rows: Callable[..., Any]) -> None:
+    from medha_sim.report import comparable
+
+    runs = comparable(result.runs)
+    for load in dict.fromkeys(key.load for key, _ in runs):
+        title = "" if load is None else f"offered load {load:g}"
+        table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+        head, rows = table_rows([(key, summary) for key, summary in runs if key.load == load])
+        systems, *lines = zip(head, *rows, strict=True)
+        for index, name in enumerate(systems):
+            table.add_column(name if index else "", justify="right" if index else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)

@@ -1,0 +1,128 @@
+"""`guarded` against the other policies: attainment by load and mix, in pairs of equal seeds, and the goals set for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+from typing import Any
+
+from medha_sim.campaign import GOAL_LOADS, GOAL_SHARE, Outcome, Run, Scale
+from medha_sim.metrics import interval_95
+
+Interval = tuple[float, float]
+"""Mean and half width of the 95 % interval, in percent or percentage points; the width of one value is infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One policy at one point. Differences are `guarded` minus the policy, of the same seeds."""
+
+    long_share: float
+    load: float
+    policy: str
+    seeds: int
+    short: Interval
+    long: Interval
+    short_difference: Interval
+    long_difference: Interval
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "long_share": self.long_share,
+            "load": self.load,
+            "policy": self.policy,
+            "seeds": self.seeds,
+            **{
+                name: _finite(getattr(self, name))
+                for name in ("short", "long", "short_difference", "long_difference")
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A goal of the project, and whether the means of this campaign meet it."""
+
+    text: str
+    value: Interval
+    met: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {"text": self.text, "value": _finite(self.value), "met": self.met}
+
+
+def _finite(interval: Interval) -> list[float | None]:
+    """For JSON: null where there is no value, or no width."""
+    return [end if isfinite(end) else None for end in interval]
+
+
+def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
+    """Every point of which at least one seed was run for the policy and for `guarded`."""
+    rows = []
+    for share in scale.shares:
+        for load in scale.loads:
+            for policy in scale.policies:
+                seeds = [
+                    seed
+                    for seed in range(max(scale.seeds, scale.goal_seeds))
+                    if _attainment(outcomes, scale, "guarded", share, load, seed)
+                    and _attainment(outcomes, scale, policy, share, load, seed)
+                ]
+                if not seeds:
+                    continue
+                ours, theirs = (
+                    [_attainment(outcomes, scale, name, share, load, seed) for seed in seeds]
+                    for name in ("guarded", policy)
+                )
+                rows.append(
+                    Comparison(
+                        share,
+                        load,
+                        policy,
+                        len(seeds),
+                        short=_interval(theirs, "short"),
+                        long=_interval(theirs, "long"),
+                        short_difference=_difference(ours, theirs, "short"),
+                        long_difference=_difference(ours, theirs, "long"),
+                    )
+                )
+    return rows
+
+
+def goals(rows: Sequence[Comparison]) -> list[Goal]:
+    """The goals at 5 % long: shorts at 98.5 % and longs 3 points over SRPT at 0.97; never below at 0.87 and 1.07."""
+    found = []
+    for load in GOAL_LOADS:
+        at = {row.policy: row for row in rows if row.long_share == GOAL_SHARE and row.load == load}
+        if "guarded" not in at or "srpt" not in at:
+            continue
+        peak = load == 0.97
+        least, ahead = (98.5, 3.0) if peak else (98.0, 0.0)
+        short, difference = at["guarded"].short, at["srpt"].long_difference
+        found.append(Goal(f"load {load:g}: short attainment at least {least:g} %", short, short[0] >= least))
+        text = f"load {load:g}: long attainment at least SRPT's" + (" and 3 points" if peak else "")
+        found.append(Goal(text, difference, difference[0] >= ahead))
+    return found
+
+
+def _attainment(
+    outcomes: dict[str, Outcome], scale: Scale, policy: str, share: float, load: float, seed: int
+) -> dict[str, float]:
+    """Percent inside the TTFT target by kind; empty if the run is missing or failed."""
+    outcome = outcomes.get(Run(f"medha-{policy}", share, seed, scale.window_seconds, load=load).key, {})
+    return {
+        kind: 100 * outcome[kind]["ttft_attainment"]
+        for kind in ("short", "long")
+        if kind in outcome and outcome[kind]["ttft_attainment"] is not None
+    }
+
+
+def _interval(values: Sequence[dict[str, float]], kind: str) -> Interval:
+    known = [value[kind] for value in values if kind in value]
+    return interval_95(known) if known else (nan, inf)
+
+
+def _difference(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], kind: str) -> Interval:
+    known = [a[kind] - b[kind] for a, b in zip(ours, theirs, strict=True) if kind in a and kind in b]
+    return interval_95(known) if known else (nan, inf)
