@@ -9,6 +9,7 @@ import yaml
 
 from medha.api import KIND, MedhaReplica, parse_replica
 from medha.errors import ConfigInvalid
+from medha.profile import Profile
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -25,11 +26,12 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_manifest(path: Path) -> MedhaReplica:
-    """The replica that `path` describes; a relative model path is resolved from the manifest's folder.
+    """The replica that `path` describes; relative paths of model and profile are resolved from the manifest's folder.
 
     Raises:
         ConfigInvalid: the file cannot be read, is no YAML, holds not exactly one document, or is no valid
-            `MedhaReplica`. The text starts with the file, and with the line where YAML knows it.
+            `MedhaReplica`, or names a profile that is none. The text starts with the file, and with the line where
+            YAML knows it.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -51,7 +53,9 @@ def read_manifest(path: Path) -> MedhaReplica:
         replica = parse_replica(documents[0])
     except ConfigInvalid as error:
         raise ConfigInvalid(f"{path}: {str(error).replace(chr(10), f'{chr(10)}{path}: ')}") from error
-    return _with_absolute_model_path(replica, path.resolve().parent)
+    replica = _with_absolute_paths(replica, path.resolve().parent)
+    _require_readable_profile(replica)
+    return replica
 
 
 def model_directory(replica: MedhaReplica) -> Path:
@@ -72,11 +76,31 @@ def model_directory(replica: MedhaReplica) -> Path:
     return directory
 
 
-def _with_absolute_model_path(replica: MedhaReplica, folder: Path) -> MedhaReplica:
-    model = replica.spec.model
-    if model.source.path is None:
-        return replica
-    absolute = str((folder / Path(model.source.path).expanduser()).resolve())
-    source = model.source.model_copy(update={"path": absolute})
-    spec = replica.spec.model_copy(update={"model": model.model_copy(update={"source": source})})
+def _with_absolute_paths(replica: MedhaReplica, folder: Path) -> MedhaReplica:
+    model, scheduling = replica.spec.model, replica.spec.scheduling
+    source = model.source.model_copy(update={"path": _absolute(model.source.path, folder)})
+    spec = replica.spec.model_copy(
+        update={
+            "model": model.model_copy(update={"source": source}),
+            "scheduling": scheduling.model_copy(update={"profile": _absolute(scheduling.profile, folder)}),
+        }
+    )
     return replica.model_copy(update={"spec": spec})
+
+
+def _absolute(path: str | None, folder: Path) -> str | None:
+    return None if path is None else str((folder / Path(path).expanduser()).resolve())
+
+
+def _require_readable_profile(replica: MedhaReplica) -> None:
+    """Fail before any process is started, not after the weights are loaded."""
+    path = replica.spec.scheduling.profile
+    if path is None:
+        return
+    try:
+        Profile.from_json(Path(path).read_bytes(), f"spec.scheduling.profile: {path}")
+    except OSError as error:
+        raise ConfigInvalid(
+            f"spec.scheduling.profile: {path} cannot be read ({error.strerror}); measure one with `medha profile`, or "
+            "leave the field out"
+        ) from error

@@ -122,6 +122,9 @@ class SchedulingSpec(Model):
     """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
     given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=_live())
     """Part of the time of prefills that `guarded` guarantees to requests that can no longer be on time."""
+    profile: str | None = Field(default=None, min_length=1, json_schema_extra=_restart())
+    """File that `medha profile` wrote; relative paths start at the manifest's folder. Default: a few steps that each
+    rank measures when it starts."""
     max_step_seconds: float = Field(default=0.5, ge=0.001, le=60, json_schema_extra=_live())
     """Bound of a step when nothing decodes, so that an arriving request is seen within it. Seconds."""
     min_chunk_tokens: int = Field(default=32, ge=1, le=8192, json_schema_extra=_live())

@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from medha.api import parse_replica
+from medha.profile import Profile
 from medha_cli.main import main
 from medha_cli.manifest import read_manifest
 from medha_cli.up import RunFiles, write_parts
@@ -98,6 +99,34 @@ def test_the_model_path_starts_at_the_manifests_folder(
 ) -> None:
     monkeypatch.chdir("/")
     assert read_manifest(manifest).spec.model.source.path == str(tmp_path / "model")
+
+
+def test_the_path_of_a_profile_starts_at_the_manifests_folder(
+    manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.json").write_text(Profile(name="p", source="test", layers=1).to_json())
+    manifest.write_text(TEXT + "  scheduling: {profile: p.json}\n")
+    monkeypatch.chdir("/")
+    assert read_manifest(manifest).spec.scheduling.profile == str(tmp_path / "p.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "p.json cannot be read (No such file or directory); measure one with `medha profile`"),
+        ('{"name": "p", "source": "s", "layers": 0}', "layers: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_profile_that_is_none_is_refused_before_anything_starts(
+    manifest: Path, tmp_path: Path, content: str | None, said: str
+) -> None:
+    manifest.write_text(TEXT + "  scheduling: {profile: p.json}\n")
+    if content is not None:
+        (tmp_path / "p.json").write_text(content)
+    result = medha("up", manifest)
+    assert result.exit_code == 2
+    assert "spec.scheduling.profile" in result.stderr
+    assert said in result.stderr
 
 
 def test_a_port_in_use_is_named_before_anything_starts(manifest: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.api import MedhaReplicaSpec, ModelSource, ModelSpec
+from medha.api import MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
 from medha.config import derive
 from medha.engine import ReplicaController
 from medha.messages import (
@@ -36,6 +36,7 @@ from medha.messages import (
     Submit,
     Tokens,
 )
+from medha.profile import Profile
 from medha.wire import decode, tokens_from_frame, tokens_to_frame
 from medha_worker.controller import ControllerSettings
 from medha_worker.link import Link, Received
@@ -61,7 +62,7 @@ SPEC = MedhaReplicaSpec(model=ModelSpec(name="m", source=ModelSource(path="unuse
 class Stage:
     """A controller process, and the two peers that the test plays."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC) -> None:
         (folder / "tokenizer.json").write_text("{}")
         endpoints = {
             name: f"ipc://{folder}/{name}"
@@ -71,7 +72,7 @@ class Stage:
         self.ready_file = folder / "ready.json"
         settings = ControllerSettings(
             replica="r0",
-            spec=SPEC,
+            spec=spec,
             model_directory=folder,
             ready_file=self.ready_file,
             record_file=self.record,
@@ -262,3 +263,20 @@ def test_the_record_replays_to_the_same_steps(stage: Stage) -> None:
         event, _ = decode([json.dumps(entry["event"]).encode()])
         replayed += [one for one in core.handle(event, entry["now"]) if isinstance(one, Step)]  # type: ignore[arg-type]
     assert replayed == steps
+
+
+def test_a_named_profile_takes_the_place_of_the_ranks_own(tmp_path: Path) -> None:
+    profile = Profile(name="measured", source="test", layers=2, launch_seconds=0.25)
+    path = tmp_path / "p.json"
+    path.write_text(profile.to_json())
+    spec = SPEC.model_copy(update={"scheduling": SchedulingSpec(profile=str(path))})
+    stage = Stage(tmp_path, spec)
+    try:
+        stage.ready()
+        stage.send_tokens()
+        stage.submit("a")
+        assert stage.step().predicted_seconds == 0.25
+        header = json.loads(stage.record.read_text().splitlines()[0])
+        assert Profile.from_json(json.dumps(header["profile"])) == profile
+    finally:
+        stage.close()

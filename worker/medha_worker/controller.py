@@ -28,7 +28,7 @@ from pydantic_core import to_json
 from medha.api import MedhaReplicaSpec, ServiceClass
 from medha.config import ReplicaConfig, derive
 from medha.engine import Load, ReplicaController
-from medha.errors import MedhaError, PartFailed
+from medha.errors import ConfigInvalid, MedhaError, PartFailed
 from medha.messages import (
     Announce,
     BundlePart,
@@ -53,6 +53,7 @@ from medha.messages import (
     Tokens,
 )
 from medha.prefix import PrefixHasher
+from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, encode, tokens_from_frame, tokens_to_frame
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
@@ -179,7 +180,8 @@ class Controller:
     def _start(self, config: ReplicaConfig, ready: RankReady) -> None:
         self._config = config
         self._vocab_size = ready.vocab_size
-        self._core = ReplicaController(config, ready.profile)
+        profile = _profile(self._settings.spec)
+        self._core = ReplicaController(config, profile or ready.profile)
         hasher = None
         if self._settings.spec.kv_cache.prefix_caching:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
@@ -192,6 +194,8 @@ class Controller:
         if self._settings.record_file is not None:
             self._record = self._settings.record_file.open("w", encoding="utf-8", buffering=1)
             header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
+            if profile is not None:  # its file may be gone when the log is replayed
+                header["profile"] = json.loads(profile.to_json())
             self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
         self._announced: Load | None = None
         self._announced_at = float("-inf")  # the first turn of the loop announces
@@ -324,6 +328,21 @@ class Controller:
         if self._record is not None:
             header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
             self._record.write(f'{{"now": {now!r}, "event": {header}}}\n')
+
+
+def _profile(spec: MedhaReplicaSpec) -> Profile | None:
+    """The profile that the manifest names, if it does.
+
+    Raises:
+        ConfigInvalid: it cannot be read.
+    """
+    if spec.scheduling.profile is None:
+        return None
+    path = Path(spec.scheduling.profile)
+    try:
+        return Profile.from_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
 
 
 def _terms(service_class: ServiceClass) -> ServiceClassTerms:
