@@ -150,6 +150,7 @@ class Announce:
     longest_request_tokens: int  # that the KV pool can hold
     waiting_limit: int  # requests the replica queues before it refuses with `capacity`
     service_classes: tuple[ServiceClassTerms, ...] = ()
+    prefill_points: tuple[tuple[int, float], ...] = ()  # (tokens, seconds alone) of some prompts, ascending
 
 
 @dataclass(frozen=True, slots=True)

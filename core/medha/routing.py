@@ -5,18 +5,22 @@ keeps what every open sequence has emitted, so that it can be resumed by a new e
 the same seed: the client sees one stream. A sequence never gets lost: it ends with a `Deliver` that has a finish
 reason, with one `Fail`, or because its client has gone.
 
+A sequence goes where its first token is expected soonest (`medha.balance`), among the replicas whose free KV holds it;
+samples of one prompt stay together. The most urgent sequence chooses first: urgency is the deadline, which does not
+move, so that everybody's turn comes.
+
 Time comes in as `now` (seconds of the driver's monotonic clock); the same events give the same commands.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
+from medha.balance import Prefix, PrefixMemory, prefill_seconds
 from medha.messages import (
     Announce,
     Cancel,
@@ -30,6 +34,7 @@ from medha.messages import (
     Tick,
     TokenLogprob,
 )
+from medha.waiting import Key, WaitingQueues
 
 # --- events ------------------------------------------------------------------------------------------
 
@@ -44,6 +49,7 @@ class NewSequence:
     seed: int
     sampling: Sampling = field(default_factory=Sampling)
     sample_index: int = 0
+    prefix: Prefix = ()  # marks of the prompt (`medha.balance`); none: no replica is preferred for its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Deliver:
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0  # as in `Emit`
 
 
 FailureKind = Literal["invalid", "too_long", "model_not_found", "overloaded", "unavailable", "internal"]
@@ -177,6 +184,10 @@ class _Sequence:
     def tokens(self) -> int:
         return self.new.prompt_length + len(self.emitted)
 
+    @property
+    def key(self) -> Key:
+        return self.request.model, self.request.digest
+
 
 @dataclass(slots=True)
 class _Replica:
@@ -184,12 +195,24 @@ class _Replica:
     heard_at: float
     open: dict[str, _Sequence] = field(default_factory=dict)  # by wire id
     forwarded: int = 0  # since the card was written
-    forwarded_tokens: int = 0
+    forwarded_tokens: int = 0  # KV that those will reserve
+    forwarded_seconds: float = 0.0  # prefill of those
     full: bool = False  # it refused one since
+    prefixes: PrefixMemory = field(default_factory=PrefixMemory)
 
     @property
     def serves(self) -> bool:
         return self.card.ready and not self.card.draining
+
+    @property
+    def seconds_ahead(self) -> float:
+        """Prefill work ahead of a new sequence."""
+        return self.card.pending_prefill_seconds + self.forwarded_seconds
+
+    def own_seconds(self, tokens: int, cached_tokens: int) -> float:
+        """Prefill of a new sequence here, without what is cached."""
+        points = self.card.prefill_points
+        return prefill_seconds(points, tokens) - prefill_seconds(points, min(cached_tokens, tokens - 1))
 
 
 class RouterCore:
@@ -200,10 +223,10 @@ class RouterCore:
         self._replicas: dict[str, _Replica] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._by_wire_id: dict[str, _Sequence] = {}
-        self._queue: list[tuple[tuple[float, int], _Sequence]] = []
+        self._waiting: WaitingQueues[_Sequence] = WaitingQueues()
         self._bundles: set[str] = set()
         self._asked_at: dict[str, float] = {}  # digest -> when it was last asked for
-        self._unserved_since: dict[tuple[str, str], float] = {}
+        self._unserved_since: dict[Key, float] = {}
         self._models_seen: set[str] = set()
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is told once
         self._arrivals = 0
@@ -249,13 +272,13 @@ class RouterCore:
 
     @property
     def waiting(self) -> int:
-        return len(self._queue)
+        return len(self._waiting)
 
     def waiting_by_model(self) -> dict[str, int]:
         """Sequences that wait here, for each model that was ever heard."""
         counts = dict.fromkeys(self._models_seen, 0)
-        for _, sequence in self._queue:
-            counts[sequence.request.model] += 1
+        for model, digest in self._waiting:
+            counts[model] += len(self._waiting.of((model, digest)))
         return counts
 
     @property
@@ -278,9 +301,9 @@ class RouterCore:
             self._arrivals += 1
             sequence = _Sequence(new, request, now, (now + target, self._arrivals))
             self._sequences[new.id] = sequence
-            self._enqueue(sequence)
+            self._waiting.add(sequence.key, sequence)
         commands = self._dispatch(now)
-        if len(self._queue) > self._limits.max_waiting:
+        if len(self._waiting) > self._limits.max_waiting:
             for sequence_id in ids:
                 sequence = self._sequences[sequence_id]
                 if sequence.replica is None:
@@ -345,6 +368,7 @@ class RouterCore:
         else:
             known.card, known.heard_at = card, now
             known.forwarded = known.forwarded_tokens = 0
+            known.forwarded_seconds = 0.0
             known.full = False
         if card.digest not in self._bundles:
             asked_at = self._asked_at.get(card.digest)
@@ -371,7 +395,7 @@ class RouterCore:
         sequence.emitted.extend(emit.tokens)
         if emit.finish_reason is not None:
             self._forget(sequence)
-        return [Deliver(sequence.new.id, emit.tokens, emit.finish_reason, emit.logprobs)]
+        return [Deliver(sequence.new.id, emit.tokens, emit.finish_reason, emit.logprobs, emit.cached_tokens)]
 
     def _refused(self, replica: str, refused: Refused, now: float) -> list[RouterCommand]:
         sequence = self._assigned(replica, refused.id)
@@ -381,7 +405,7 @@ class RouterCore:
             case "capacity" | "draining" | "not_ready":
                 self._replicas[replica].full = True  # until its next announcement
                 self._unassign(sequence)
-                self._enqueue(sequence)
+                self._waiting.add(sequence.key, sequence)
                 return self._dispatch(now)
             case "too_long":
                 return [self._fail(sequence, "too_long", refused.detail or "the request is too long")]
@@ -413,50 +437,47 @@ class RouterCore:
 
     def _end_hopeless(self, now: float) -> list[RouterCommand]:
         """End queued sequences that nothing serves for too long, or that no replica left can hold."""
-        longest: dict[tuple[str, str], int] = {}
+        longest: dict[Key, int] = {}
         for replica in self._replicas.values():
             if self._usable(replica):
                 key = (replica.card.model, replica.card.digest)
                 longest[key] = max(longest.get(key, 0), replica.card.longest_request_tokens)
-        unserved_since: dict[tuple[str, str], float] = {}
+        unserved_since: dict[Key, float] = {}
         commands: list[RouterCommand] = []
-        for _, sequence in list(self._queue):
-            key = (sequence.request.model, sequence.request.digest)
+        for key in self._waiting:
+            queue = tuple(self._waiting.of(key))
             limit = longest.get(key)
-            if limit is None:
-                since = unserved_since[key] = self._unserved_since.get(key, now)
-                if now - since >= self._limits.unserved_seconds:
-                    detail = (
-                        f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
-                    )
-                    commands.append(self._fail(sequence, "unavailable", detail))
-            elif sequence.tokens >= limit:  # its larger replica has gone
+            if limit is not None:
                 detail = f"no replica is left that holds more than {limit} tokens"
-                commands.append(self._fail(sequence, "too_long", detail))
+                gone = [sequence for sequence in queue if sequence.tokens >= limit]
+                commands += [self._fail(sequence, "too_long", detail) for sequence in gone]
+                continue
+            since = unserved_since[key] = self._unserved_since.get(key, now)
+            if now - since >= self._limits.unserved_seconds:
+                detail = (
+                    f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
+                )
+                commands += [self._fail(sequence, "unavailable", detail) for sequence in queue]
         self._unserved_since = unserved_since
         return commands
 
     # Late binding ---------------------------------------------------------------------------------
 
     def _dispatch(self, now: float) -> list[RouterCommand]:
-        """Forward queued sequences, the most urgent first, while replicas have room."""
+        """Forward queued sequences, the most urgent first, while replicas have room.
+
+        It looks at a sequence only while a replica that could serve it has room, so that its cost follows from what it
+        forwards, and from long sequences that only a full replica could hold.
+        """
         commands: list[RouterCommand] = []
-        names: dict[str, tuple[str, str]] = {}  # prompt sent in this pass -> (replica, its name there)
-        kept: list[tuple[tuple[float, int], _Sequence]] = []
-        with_room = [replica for replica in self._replicas.values() if self._has_room(replica)]
-        position = 0
-        while position < len(self._queue) and with_room:
-            entry = self._queue[position]
-            sequence = entry[1]
-            position += 1
-            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt))
-            if chosen is None:
-                kept.append(entry)
-                continue
-            commands += self._forward(sequence, chosen, names, now)
-            if not self._has_room(chosen):
-                with_room.remove(chosen)
-        self._queue[:position] = kept
+        for key in self._waiting:
+            with_room = [
+                replica
+                for replica in self._replicas.values()
+                if self._has_room(replica) and (replica.card.model, replica.card.digest) == key
+            ]
+            if with_room:
+                commands += self._dispatch_to(key, with_room, now)
         named = Counter(
             command.message.prompt
             for command in commands
@@ -467,31 +488,48 @@ class RouterCore:
             for command in commands
         ]
 
+    def _dispatch_to(self, key: Key, with_room: list[_Replica], now: float) -> list[RouterCommand]:
+        commands: list[RouterCommand] = []
+        names: dict[str, tuple[str, str]] = {}  # prompt sent in this pass -> (replica, its name there)
+        kept: list[_Sequence] = []
+        seen = 0
+        for sequence in self._waiting.of(key):
+            if not with_room:
+                break
+            seen += 1
+            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt))
+            if chosen is None:
+                kept.append(sequence)
+                continue
+            commands += self._forward(sequence, chosen, names, now)
+            if not self._has_room(chosen):
+                with_room.remove(chosen)
+        self._waiting.replace_front(key, seen, kept)
+        return commands
+
     def _choose(
         self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None
     ) -> _Replica | None:
-        """The replica for `sequence`: where its prompt just went, else the least prefill work ahead of it."""
-        needed = sequence.tokens + 1
-        fitting = [
-            replica
-            for replica in replicas
-            if replica.card.model == sequence.request.model
-            and replica.card.digest == sequence.request.digest
-            and replica.card.longest_request_tokens >= needed
-        ]
+        """The replica for `sequence`: where its prompt just went, else where its first token is expected soonest."""
+        tokens, prefix = sequence.tokens, sequence.new.prefix
+        fitting = [replica for replica in replicas if replica.card.longest_request_tokens > tokens]
+        if len(fitting) < 2:
+            return fitting[0] if fitting else None
 
-        def preference(replica: _Replica) -> tuple[bool, bool, float, int, int, str]:
+        def preference(replica: _Replica) -> tuple[bool, bool, float, int, int, int, str]:
             card = replica.card
+            cached = replica.prefixes.known_tokens(prefix)
             return (
                 sent is None or bool(sequence.emitted) or sent[0] != card.replica,  # samples share prompt KV
-                card.kv_tokens_free - replica.forwarded_tokens < needed,
-                card.pending_prefill_seconds,
+                card.kv_tokens_free - replica.forwarded_tokens < _reservation(sequence, card),
+                replica.seconds_ahead + replica.own_seconds(tokens, cached),
+                -cached,
                 replica.forwarded_tokens,  # tells idle replicas apart between two announcements
                 card.running + card.waiting,
                 card.replica,
             )
 
-        return min(fitting, key=preference, default=None)
+        return min(fitting, key=preference)
 
     def _forward(
         self, sequence: _Sequence, replica: _Replica, names: dict[str, tuple[str, str]], now: float
@@ -502,8 +540,11 @@ class RouterCore:
         sequence.replica, sequence.wire_id = name, wire_id
         self._by_wire_id[wire_id] = sequence
         replica.open[wire_id] = sequence
+        cached = replica.prefixes.known_tokens(new.prefix)
+        replica.prefixes.add(new.prefix)
         replica.forwarded += 1
-        replica.forwarded_tokens += sequence.tokens
+        replica.forwarded_tokens += _reservation(sequence, replica.card)
+        replica.forwarded_seconds += replica.own_seconds(sequence.tokens, cached)
 
         commands: list[RouterCommand] = []
         shared = names.get(new.prompt)
@@ -556,16 +597,13 @@ class RouterCore:
 
     def _resume(self, sequence: _Sequence) -> list[RouterCommand]:
         """Queue a sequence again whose replica lost it; it goes on after the tokens it has emitted."""
-        self._unassign(sequence)
         sequence.losses += 1
         if sequence.losses >= self._limits.max_attempts:
             detail = f"{sequence.losses} attempts were lost with their replicas; it is not tried again"
             return [self._fail(sequence, "internal", detail)]
-        self._enqueue(sequence)
+        self._unassign(sequence)
+        self._waiting.add(sequence.key, sequence)
         return []
-
-    def _enqueue(self, sequence: _Sequence) -> None:
-        insort(self._queue, (sequence.order, sequence), key=lambda entry: entry[0])
 
     def _unassign(self, sequence: _Sequence) -> None:
         if sequence.replica is None:
@@ -577,7 +615,7 @@ class RouterCore:
 
     def _forget(self, sequence: _Sequence) -> None:
         if sequence.replica is None:
-            self._queue = [entry for entry in self._queue if entry[1] is not sequence]
+            self._waiting.remove(sequence.key, sequence)
         self._unassign(sequence)
         del self._sequences[sequence.new.id]
 
@@ -597,6 +635,17 @@ class RouterCore:
         """Seconds after which the least loaded replica has worked off what is ahead; from 1 to 60."""
         pending = [card.pending_prefill_seconds for card in self.cards(request.model)]
         return min(60, max(1, ceil(min(pending, default=1.0))))
+
+
+def _reservation(sequence: _Sequence, card: Announce) -> int:
+    """KV tokens that a sequence will reserve in a replica: its output is counted in full, or as its class does."""
+    output = sequence.new.sampling.max_tokens
+    if output is None:
+        named = sequence.request.service_class
+        outputs = [one.default_output_tokens for one in card.service_classes if one.name == named]
+        output = outputs[0] if outputs else 1
+    whole = max(sequence.new.prompt_length + output, sequence.tokens + 1)
+    return min(whole, max(card.max_model_len, sequence.tokens + 1))
 
 
 def _identity(card: Announce) -> tuple[str, str, int]:

@@ -1,11 +1,15 @@
 """RouterCore: late binding, failover, limits; and that no order of events loses or doubles a sequence."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.messages import (
     Announce,
     Cancel,
@@ -18,6 +22,7 @@ from medha.messages import (
     Submit,
     Tick,
 )
+from medha.prefix import PrefixHasher
 from medha.routing import (
     Abandon,
     Arrive,
@@ -414,3 +419,118 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
         assert tokens == list(range(len(tokens)))
         if ended.get(name) == "finished":
             assert tokens == [0, 1, 2]
+
+
+# --- load and prefixes --------------------------------------------------------------------------------
+
+POINTS = ((100, 1.0), (10_000, 100.0))  # 10 ms a token
+PREFIX = marks(PrefixHasher(MARK_BLOCK_TOKENS, b"k").hashes(np.arange(640, dtype=np.int32)))
+
+
+def balanced(*replicas: str, **fields: object) -> RouterCore:
+    """Replicas that announce what prefills take."""
+    core = RouterCore(RoutingLimits(max_waiting=100_000))
+    core.handle(BundleKnown("d"), 0.0)
+    for replica in replicas:
+        card = {"longest_request_tokens": 10_000, "kv_tokens_free": 100_000, "waiting_limit": 1000, **fields}
+        announce(core, replica=replica, prefill_points=POINTS, **card)
+    return core
+
+
+def ask(core: RouterCore, name: str, length: int, now: float = 0.0, prefix: Prefix = ()) -> str:
+    """The replica that a request goes to."""
+    sequence = NewSequence(name, name, length, 7, Sampling(max_tokens=5), prefix=prefix)
+    ((replica, _),) = submits(core.handle(Arrive("m", "d", (sequence,)), now))
+    return replica
+
+
+def test_work_forwarded_since_the_last_announcement_counts_by_its_length() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "book", 1000) == "r0"
+    assert [ask(core, f"chat {index}", 100) for index in range(5)] == ["r1"] * 5
+    announce(core, replica="r0", prefill_points=POINTS, waiting_limit=1000)  # it has done its work
+    assert ask(core, "late", 100) == "r0"
+
+
+def test_a_prefix_draws_a_request_to_where_it_was_sent_while_that_saves_more_than_the_load_costs() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "first", 640, prefix=PREFIX) == "r0"
+    card = {"prefill_points": POINTS, "longest_request_tokens": 10_000, "waiting_limit": 1000}
+    announce(core, replica="r0", pending_prefill_seconds=6.0, **card)
+    assert ask(core, "stranger", 640) == "r1"
+    announce(core, replica="r1", **card)
+    assert ask(core, "again", 700, prefix=PREFIX) == "r0", "6 s ahead, 6.4 s saved"
+    announce(core, replica="r0", pending_prefill_seconds=6.8, **card)
+    announce(core, replica="r1", **card)
+    assert ask(core, "and again", 700, prefix=PREFIX) == "r1", "6.8 s ahead, 6.4 s saved"
+
+
+def test_a_popular_prefix_spreads_over_all_replicas_under_load() -> None:
+    core = balanced("r0", "r1", "r2")
+    chosen = Counter(ask(core, f"s{index}", 700, prefix=PREFIX) for index in range(60))
+    assert min(chosen.values()) >= 15
+
+
+def test_a_restarted_replica_is_not_thought_to_have_what_its_predecessor_had() -> None:
+    core = balanced("r0", "r1")
+    assert ask(core, "first", 640, prefix=PREFIX) == "r0"
+    core.handle(Received("r0", Emit("first", (1,), "stop")), 1.0)
+    card = {"prefill_points": POINTS, "waiting_limit": 1000, "longest_request_tokens": 10_000}
+    announce(core, 2.0, replica="r0", epoch=2, pending_prefill_seconds=0.1, **card)
+    assert ask(core, "again", 700, prefix=PREFIX) == "r1"
+
+
+def test_the_kv_that_outputs_will_take_counts() -> None:
+    core = balanced("r0", "r1", kv_tokens_free=1000)
+    long_answer = NewSequence("a", "a", 100, 7, Sampling(max_tokens=850))
+    assert submits(core.handle(Arrive("m", "d", (long_answer,)), 0.0))[0][0] == "r0"
+    card = {"longest_request_tokens": 10_000, "waiting_limit": 1000, "prefill_points": POINTS}
+    announce(core, replica="r1", pending_prefill_seconds=9.0, **card)
+    assert ask(core, "b", 60) == "r1", "r0 would have to make it wait for KV"
+
+
+def test_a_model_without_replicas_holds_up_no_other() -> None:
+    core = serving()
+    announce(core, replica="x", model="other", digest="e")
+    core.handle(BundleKnown("e"), 0.0)
+    core.handle(arrive("stuck", model="other", digest="e"), 0.0)
+    announce(core, replica="x", model="other", digest="e", waiting=2)
+    core.handle(arrive("stuck too", model="other", digest="e", prompt="q"), 0.0)
+    assert [submit.id for _, submit in submits(core.handle(arrive("a"), 1.0))] == ["a"]
+    assert core.waiting_by_model() == {"m": 0, "other": 1}
+
+
+def test_a_long_sequence_waits_for_the_replica_that_holds_it_without_holding_up_short_ones() -> None:
+    core = balanced("large")
+    announce(core, replica="small", longest_request_tokens=100, waiting_limit=1000)
+    announce(core, replica="large", longest_request_tokens=10_000, waiting_limit=2, waiting=2)
+    assert submits(core.handle(Arrive("m", "d", (NewSequence("long", "p", 5000, 7),)), 0.0)) == []
+    assert ask(core, "short", 50, now=1.0) == "small"
+    sent = submits(announce(core, replica="large", longest_request_tokens=10_000, waiting_limit=2, waiting=1))
+    assert [(replica, submit.id) for replica, submit in sent] == [("large", "long")]
+
+
+def test_ten_thousand_queued_sequences_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is announced in between: the cost of dispatching follows from what is forwarded."""
+    looked_at = Counter[str]()
+    choose = RouterCore._choose
+
+    def counted(self: RouterCore, sequence: Any, *rest: Any) -> Any:
+        looked_at[sequence.new.id] += 1
+        return choose(self, sequence, *rest)
+
+    monkeypatch.setattr(RouterCore, "_choose", counted)
+    core = balanced("r0", "r1", waiting_limit=20, waiting=20)
+    card = {"longest_request_tokens": 10_000, "kv_tokens_free": 100_000, "prefill_points": POINTS}
+    for index in range(10_000):
+        core.handle(Arrive("m", "d", (NewSequence(f"s{index}", f"p{index}", 10, 7),)), 0.0)
+    order: list[str] = []
+    while core.waiting:
+        for replica in ("r0", "r1"):
+            sent = announce(core, replica=replica, waiting_limit=20, waiting=0, **card)
+            order += [submit.id for _, submit in submits(sent)]
+    assert order == [f"s{index}" for index in range(10_000)], "first come, first served within a deadline"
+    assert set(looked_at.values()) == {1}
+    for replica in ("r0", "r1"):
+        core.handle(LinkLost(replica), 0.0)
+    assert core.waiting == 10_000, "all are queued again"
