@@ -103,7 +103,7 @@ class ReplicaController:
         self._admission = Admission(config)
         self._pools = self._admission.pools
         self._candidates = Candidates()
-        self._urgency = Urgency(config.scheduling)
+        self._urgency = Urgency(config.scheduling, config.topology.kv)
         self._limits = _limits(config)
         self._lanes = [Lane(index, config.topology.stream) for index in range(config.topology.kv)]
         self._coupled = coupled(len(self._lanes), ())

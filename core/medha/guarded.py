@@ -32,6 +32,8 @@ class GuardedSettings:
     """Part of the server that bounds how long those given up wait: promised is (work ahead + own work) / share."""
     grace_seconds: float = 0.5
     """Longest step. While nobody is given up, being late by less comes of steps and is no overload."""
+    lanes: int = 1
+    """Lanes that serve the rows side by side. With more than one what is promised is an estimate, and no proof."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Guarded:
         """Give up until every due can be met, then take back whom there is room for."""
         rounds = 0
         while True:
-            view = _View.of(columns, plan, now, self.settings.grace_seconds)
+            view = _View.of(columns, plan, now, self.settings)
             if view.lowest_room >= -_EPSILON_SECONDS:
                 break
             if self._renew(plan, view, now):
@@ -83,7 +85,7 @@ class Guarded:
             for _ in range(_RETURNS):
                 if not self._take_back(columns, plan, view, now):
                     break
-                view = _View.of(columns, plan, now, self.settings.grace_seconds)
+                view = _View.of(columns, plan, now, self.settings)
         return view
 
     def _victims(self, view: _View, *, worst: bool) -> Ints:
@@ -92,10 +94,10 @@ class Guarded:
         hopeless = np.flatnonzero(kept & (view.remaining > view.due + view.grace + _EPSILON_SECONDS))
         if len(hopeless):
             return hopeless[np.argsort(view.remaining[hopeless], kind="stable")]
-        # A promise does not drive out requests that are small against its own work while half its margin is left.
-        largest = np.maximum.accumulate(np.where(kept, view.remaining, 0.0))
-        small = (largest < self.settings.given_up_share * view.remaining) & (
-            view.room + view.remaining >= -_EPSILON_SECONDS
+        # A promise does not drive out requests that are small against its own work while it can still be kept.
+        largest = np.maximum.accumulate(np.where(kept, view.load, 0.0))
+        small = (largest < self.settings.given_up_share * view.load) & (
+            view.room + view.load >= -_EPSILON_SECONDS
         )
         bad = (view.room < -_EPSILON_SECONDS) & ~(view.late & ((largest <= 0.0) | small))
         points = np.flatnonzero(bad)
@@ -103,8 +105,8 @@ class Guarded:
             return points
         point = int(points[np.argmin(view.room[points])]) if worst else int(points[0])
         before = np.flatnonzero(kept[: point + 1])
-        before = before[np.argsort(-view.remaining[before], kind="stable")]
-        saved = np.cumsum(view.remaining[before])
+        before = before[np.argsort(-view.load[before], kind="stable")]
+        saved = np.cumsum(view.load[before])
         count = int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1
         return before[:count] if worst else before[:1]
 
@@ -115,21 +117,22 @@ class Guarded:
         """
         rows = plan.by_due[places]
         promised = np.isfinite(plan.promise[plan.by_due])
-        fresh = rows[~promised[places]]
-        ahead = float(view.remaining[promised].sum()) + np.cumsum(columns.remaining_seconds[fresh])
-        plan.promise[fresh] = np.maximum(
-            now + ahead / self.settings.given_up_share, np.nextafter(columns.deadline[fresh], np.inf)
-        )
+        fresh = places[~promised[places]]
+        ahead = float(view.load[promised].sum()) + np.cumsum(view.load[fresh])
+        ends = now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
+        fresh_rows = plan.by_due[fresh]
+        plan.promise[fresh_rows] = np.maximum(ends, np.nextafter(columns.deadline[fresh_rows], np.inf))
         self._move(plan, places, plan.promise[rows])
 
     def _renew(self, plan: Plan, view: _View, now: float) -> bool:
         """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
-        alone = np.cumsum(np.where(view.late, view.remaining, 0.0))
+        alone = np.maximum(np.cumsum(np.where(view.late, view.load, 0.0)), view.remaining)
         broken = np.flatnonzero(view.late & (alone > view.due + _EPSILON_SECONDS))
         if not len(broken):
             return False
-        plan.promise[plan.by_due[broken]] = now + alone[broken] / self.settings.given_up_share
-        self._move(plan, broken, plan.promise[plan.by_due[broken]])
+        promise = now + alone[broken] / self.settings.given_up_share
+        plan.promise[plan.by_due[broken]] = promise
+        self._move(plan, broken, promise)
         return True
 
     def _take_back(self, columns: Columns, plan: Plan, view: _View, now: float) -> bool:
@@ -137,11 +140,11 @@ class Guarded:
         in_time = (plan.due > columns.deadline) & (columns.deadline - columns.remaining_seconds >= now)
         rows = np.flatnonzero(in_time)
         for row in rows[np.lexsort((columns.tie[rows], columns.remaining_seconds[rows]))][:_RETURNS].tolist():
-            place = int(np.searchsorted(view.due, float(plan.due[row]) - now))
-            work, deadline = float(columns.remaining_seconds[row]), float(columns.deadline[row]) - now
-            to = int(np.searchsorted(view.due, deadline, side="right"))
-            ahead = float(view.done[to - 1]) if to else 0.0
-            if ahead + work <= deadline and np.all(view.room[to:place] >= work):
+            deadline, load = columns.deadline[row] - now, columns.remaining_seconds[row] / self.settings.lanes
+            before = int(np.searchsorted(view.due, deadline, side="right"))
+            place = int(np.searchsorted(view.due, plan.due[row] - now))
+            ahead = view.done[before - 1] if before else 0.0
+            if ahead + load <= deadline and np.all(view.room[before:place] >= load):
                 self._move(plan, np.flatnonzero(plan.by_due == row), columns.deadline[[row]])
                 return True
         return False
@@ -163,7 +166,7 @@ class Guarded:
             return None
         place = int(np.argmin(np.where(view.late, view.remaining, np.inf)))
         room = float(view.room[:place].min(initial=np.inf))
-        return place if view.remaining[place] <= self.settings.given_up_share * room else None
+        return place if view.load[place] <= self.settings.given_up_share * room else None
 
 
 def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
@@ -181,21 +184,24 @@ class _View:
 
     due: Floats
     remaining: Floats
+    load: Floats  # what it takes of all lanes together
     late: Bools  # given up
     any_late: bool
     grace: float
-    done: Floats  # when each would end in this order
+    done: Floats  # when all of it and before it can be done
     room: Floats  # by how much each may be delayed
     lowest_room: float
 
     @staticmethod
-    def of(columns: Columns, plan: Plan, now: float, grace_seconds: float) -> _View:
+    def of(columns: Columns, plan: Plan, now: float, settings: GuardedSettings) -> _View:
         due = plan.due[plan.by_due] - now
         remaining = columns.remaining_seconds[plan.by_due]
         late = (plan.due > columns.deadline)[plan.by_due]
         any_late = bool(late.any())
-        grace = 0.0 if any_late else grace_seconds
-        done = np.cumsum(remaining)
+        grace = 0.0 if any_late else settings.grace_seconds
+        load = remaining if settings.lanes == 1 else remaining / settings.lanes
+        done = np.cumsum(load)
+        ends = done if settings.lanes == 1 else np.maximum(done, remaining)
         # A promise keeps its own work once more as a margin, which only small requests may use.
-        room = due - done + (-remaining * late if any_late else grace)
-        return _View(due, remaining, late, any_late, grace, done, room, float(room.min()))
+        room = due - ends + (-load * late if any_late else grace)
+        return _View(due, remaining, load, late, any_late, grace, done, room, float(room.min()))

@@ -7,7 +7,7 @@ s(t) = a + d - t - r(t).  `guarded`, which has state, is in :mod:`medha.guarded`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,41 +95,3 @@ def urgent_first(keys: Floats, tie: Ints) -> Iterator[int]:
         cut = float(np.partition(keys, done + wanted - 1)[done + wanted - 1])
         rows = np.flatnonzero((keys > below) & (keys <= cut))
         below, wanted = cut, wanted * _GROWTH
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillState:
-    """What a policy may look at, of one request (seconds)."""
-
-    arrival: float  # on the controller's clock
-    deadline_after: float  # d
-    work_seconds: float  # w
-    remaining_seconds: float  # r(t)
-
-    def slack(self, now: float) -> float:
-        """s(t) = a + d - t - r(t)"""
-        return self.arrival + self.deadline_after - now - self.remaining_seconds
-
-    def relative_slack(self, now: float) -> float:
-        """rho = s / w (paper B §4)"""
-        return self.slack(now) / max(self.work_seconds, _SMALLEST_SECONDS)
-
-
-PolicyKey = Callable[[PrefillState, float], float]
-
-
-def policy_key(policy: str, lars_denominator: str = "work") -> PolicyKey:
-    """The key of one request; the engine's own order until it keeps columns (`guarded` is then no key)."""
-    policy = "edf" if policy == "guarded" else policy
-
-    def key(state: PrefillState, now: float) -> float:
-        one = Columns(
-            arrival=np.array([state.arrival]),
-            deadline=np.array([state.arrival + state.deadline_after]),
-            work_seconds=np.array([state.work_seconds]),
-            remaining_seconds=np.array([state.remaining_seconds]),
-            tie=np.zeros(1, dtype=np.int64),
-        )
-        return float(keys(policy, one, now, lars_denominator)[0])
-
-    return key

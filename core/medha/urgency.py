@@ -18,13 +18,14 @@ Ordered = Callable[[Bools], Iterator[int]]
 class Urgency:
     """Applies the policy that the settings name."""
 
-    def __init__(self, scheduling: SchedulingSpec) -> None:
+    def __init__(self, scheduling: SchedulingSpec, lanes: int = 1) -> None:
         self._policy = scheduling.policy
         self._lars_denominator = scheduling.lars_denominator
         self._guarded: Guarded | None = None
         if scheduling.policy == "guarded":
-            settings = GuardedSettings(scheduling.given_up_share, grace_seconds=scheduling.max_step_seconds)
-            self._guarded = Guarded(settings)
+            self._guarded = Guarded(
+                GuardedSettings(scheduling.given_up_share, scheduling.max_step_seconds, lanes)
+            )
 
     def look_at(self, candidates: Candidates, correction: float, now: float) -> Ordered:
         """Decide the order of all rows once; it is then read for one selection of them after another."""

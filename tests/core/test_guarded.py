@@ -245,8 +245,8 @@ class Table:
         self.plan.due[row] = self.plan.promise[row] = at
         self.plan.by_due[:] = np.argsort(self.plan.due, kind="stable")
 
-    def order(self, now: float, *, share: float = SHARE) -> list[int]:
-        guarded = Guarded(GuardedSettings(given_up_share=share, grace_seconds=0.1))
+    def order(self, now: float, *, lanes: int = 1) -> list[int]:
+        guarded = Guarded(GuardedSettings(SHARE, grace_seconds=0.1, lanes=lanes))
         return list(guarded.order(self.columns, self.plan, now))
 
     @property
@@ -317,6 +317,16 @@ def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:
     assert len(table.given_up) == 1
     (row,) = table.given_up
     assert table.plan.promise[row] > 100
+
+
+def test_two_lanes_do_twice_the_work_but_not_one_request_twice_as_fast() -> None:
+    fits = Table.of((0, 10, 10), (0, 10, 10))
+    fits.order(now=0, lanes=2)
+    assert fits.given_up == []
+    too_long = Table.of((0, 4, 10), (0, 12, 10))
+    too_long.order(now=0, lanes=2)
+    assert too_long.given_up == [1]
+    assert too_long.plan.promise[1] == pytest.approx(12 / SHARE)
 
 
 def test_no_rows_have_no_order() -> None:
