@@ -162,16 +162,13 @@ class Predictor:
         self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
         self._per_layer: list[float] = []  # the same: reading one number of a list is faster
         self._head: list[float] = []  # by sequences
-        self._chunking = chunking or Chunking()
-        self._table = self._new_table()
+        self._table = PrefillTable(chunking or Chunking(), self._lone_stage, self._lone_drain)
 
     # --- steps --------------------------------------------------------------------------------------
 
     def stage_seconds(self, works: Iterable[Work]) -> float:
         """How long the slowest stage is busy with a step over `works`."""
         return self._tallied(works).seconds()
-
-    step_seconds = stage_seconds
 
     def latency_seconds(self, works: Iterable[Work]) -> float:
         """From the step's entry into stage 0 until the result of the last stage."""
@@ -225,11 +222,8 @@ class Predictor:
 
     # --- prefills -----------------------------------------------------------------------------------
 
-    def prefill_seconds(self, context: int, tokens: int, chunk_tokens: int | None = None) -> float:
+    def prefill_seconds(self, context: int, tokens: int) -> float:
         """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
-        if chunk_tokens is not None and chunk_tokens != self._chunking.max_tokens:
-            self._chunking = Chunking(max_tokens=chunk_tokens, min_tokens=min(32, chunk_tokens))
-            self._table = self._new_table()
         return float(self.prefill_seconds_many(np.array([context]), np.array([tokens]))[0])
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
@@ -281,9 +275,6 @@ class Predictor:
         return self._head[sequences]
 
     # --- a lone sequence's chunks, vectorised -------------------------------------------------------
-
-    def _new_table(self) -> PrefillTable:
-        return PrefillTable(self._chunking, self._lone_stage, self._lone_drain)
 
     def _lone_layer(self, contexts: Counts, counts: Counts) -> Seconds:
         """One layer of a chunk alone; once its KV passes a lane's share, the lanes that hold it work together."""

@@ -238,7 +238,7 @@ def test_every_step_is_within_its_bounds(
         assert within or (by_minimum and len(sizes) == 1)
     works = [Work(candidate.context, 1) for candidate in decodes]
     works += [Work(candidate.context, sizes[name]) for name, candidate in chosen.items()]
-    assert packed.predicted_seconds == pytest.approx(predictor.step_seconds(works) if works else 0.0)
+    assert packed.predicted_seconds == pytest.approx(predictor.stage_seconds(works) if works else 0.0)
 
 
 def test_a_long_that_found_no_room_does_not_join_one_that_did() -> None:

@@ -164,7 +164,7 @@ SHAPES = [
 
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:
     profile = StepProfile(2e-3, 3e-5, 4e-9, 5e-5)
-    seconds = [Predictor(profile).step_seconds(works) for works in SHAPES]
+    seconds = [Predictor(profile).stage_seconds(works) for works in SHAPES]
     fitted = warmup.fit_profile(SHAPES, seconds)
     for name in StepProfile.__dataclass_fields__:
         assert getattr(fitted, name) == pytest.approx(getattr(profile, name), rel=1e-6)
@@ -173,7 +173,7 @@ def test_the_fit_finds_the_constants_that_made_the_times() -> None:
 def test_noise_never_makes_a_constant_negative() -> None:
     """The step constant is 0 here, so half of all noise pulls it below."""
     random = np.random.default_rng(0)
-    exact = [Predictor(StepProfile(0.0, 3e-5, 4e-9, 5e-5)).step_seconds(works) for works in SHAPES]
+    exact = [Predictor(StepProfile(0.0, 3e-5, 4e-9, 5e-5)).stage_seconds(works) for works in SHAPES]
     pinned = 0
     for _ in range(50):
         noisy = [value * random.uniform(0.7, 1.3) for value in exact]
@@ -181,7 +181,7 @@ def test_noise_never_makes_a_constant_negative() -> None:
         constants = [getattr(fitted, name) for name in StepProfile.__dataclass_fields__]
         assert min(constants) >= 0
         pinned += constants[0] == 0
-        predicted = [Predictor(fitted).step_seconds(works) for works in SHAPES]
+        predicted = [Predictor(fitted).stage_seconds(works) for works in SHAPES]
         assert max(abs(a / b - 1) for a, b in zip(predicted, noisy, strict=True)) < 0.6
     assert 5 < pinned < 50
 
