@@ -6,6 +6,9 @@ has begun is not interrupted: a request that arrives within it is seen at its en
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -128,3 +131,34 @@ def serve(
             finish[job] = now
             waiting.remove(row)
     return Schedule(finish, np.flatnonzero(np.isfinite(promise)), promise, quanta)
+
+
+def edf_meets_all(jobs: Jobs, chosen: Sequence[int]) -> bool:
+    """Whether preemptive EDF without quanta serves these jobs in time, which it does whenever anything can."""
+    now, following = 0.0, sorted(chosen, key=lambda job: jobs.arrival[job])
+    queue: list[tuple[float, int]] = []
+    left = dict(zip(chosen, jobs.work_seconds[list(chosen)].tolist(), strict=True))
+    while following or queue:
+        if not queue:
+            now = max(now, float(jobs.arrival[following[0]]))
+        while following and jobs.arrival[following[0]] <= now:
+            job = following.pop(0)
+            heapq.heappush(queue, (float(jobs.deadline[job]), job))
+        deadline, job = queue[0]
+        until = float(jobs.arrival[following[0]]) if following else np.inf
+        seconds = min(left[job], until - now)
+        now, left[job] = now + seconds, left[job] - seconds
+        if left[job] <= 1e-12:
+            heapq.heappop(queue)
+            if now > deadline + 1e-9:
+                return False
+    return True
+
+
+def most_on_time(jobs: Jobs) -> int:
+    """How many jobs a schedule that knows the future can serve in time, by trying every subset: for a few jobs."""
+    everyone = range(len(jobs.arrival))
+    for count in reversed(everyone):
+        if any(edf_meets_all(jobs, chosen) for chosen in itertools.combinations(everyone, count + 1)):
+            return count + 1
+    return 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from medha.guarded import Guarded, GuardedSettings, Plan
 from medha.policy import Columns
-from medha_sim.one_server import Jobs, Schedule, serve
+from medha_sim.one_server import Jobs, Schedule, edf_meets_all, most_on_time, serve
 
 SHARE = 0.1
 
@@ -74,37 +72,6 @@ def test_lars_in_small_quanta_misses_both_short_deadlines_of_the_paper(
 
 
 # --- what can be met is met ---------------------------------------------------------------------------
-
-
-def edf_meets_all(requests: Jobs, chosen: tuple[int, ...]) -> bool:
-    """Whether preemptive EDF without quanta serves these jobs in time, which it does whenever anything can."""
-    now, following = 0.0, sorted(chosen, key=lambda job: requests.arrival[job])
-    queue: list[tuple[float, int]] = []
-    left = dict(zip(chosen, requests.work_seconds[list(chosen)].tolist(), strict=True))
-    while following or queue:
-        if not queue:
-            now = max(now, float(requests.arrival[following[0]]))
-        while following and requests.arrival[following[0]] <= now:
-            job = following.pop(0)
-            heapq.heappush(queue, (float(requests.deadline[job]), job))
-        deadline, job = queue[0]
-        until = float(requests.arrival[following[0]]) if following else np.inf
-        seconds = min(left[job], until - now)
-        now, left[job] = now + seconds, left[job] - seconds
-        if left[job] <= 1e-12:
-            heapq.heappop(queue)
-            if now > deadline + 1e-9:
-                return False
-    return True
-
-
-def most_on_time(requests: Jobs) -> int:
-    """The offline optimum, by trying every subset."""
-    everyone = range(len(requests.arrival))
-    for count in reversed(everyone):
-        if any(edf_meets_all(requests, chosen) for chosen in itertools.combinations(everyone, count + 1)):
-            return count + 1
-    return 0
 
 
 QUARTERS = st.integers(0, 60).map(lambda quarters: quarters / 4)
