@@ -60,6 +60,11 @@ tests: $(STAMP)
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
 	@$(BIN)/python benchmarks/long.py
 
+MODE ?= full
+.PHONY: campaign
+campaign: $(STAMP) ## simulate the papers' claims, resumable, 90 minutes on two cores; MODE=quick takes two
+	@$(BIN)/python benchmarks/campaign.py --mode $(MODE)
+
 .PHONY: format
 format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

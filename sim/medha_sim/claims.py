@@ -27,6 +27,9 @@ BAND = 0.1
 """How far capacities are moved either way."""
 
 
+_ROUNDING = 1e-9  # an exact equality must not fail by the last digit of a float
+
+
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """Factors on what the hardware can do; 1 is the data sheet or the measured fit."""
@@ -61,7 +64,9 @@ class Figure:
     def verdict(self) -> Verdict:
         if self.ours is None or self.band is None:
             return "not testable"
-        if self.paper[0] <= self.band[1] and self.band[0] <= self.paper[1]:
+        low, high = self.band
+        rounding = _ROUNDING * max(abs(low), abs(high))
+        if self.paper[0] <= high + rounding and low - rounding <= self.paper[1]:
             return "reproduced"
         return "direction only" if self.direction else "refuted"
 

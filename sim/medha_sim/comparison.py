@@ -10,6 +10,9 @@ from typing import Any
 from medha_sim.campaign import GOAL_LOADS, GOAL_SHARE, Outcome, Run, Scale
 from medha_sim.metrics import interval_95
 
+GOAL_WINDOW_SECONDS = 3600.0
+"""The goals are set for windows of one hour: a shorter one ends before a backlog of long requests shows."""
+
 Interval = tuple[float, float]
 """Mean and half width of the 95 % interval, in percent or percentage points; the width of one value is infinite."""
 
@@ -46,7 +49,7 @@ class Goal:
 
     text: str
     value: Interval
-    met: bool
+    met: bool | None  # None: the windows are too short to tell
 
     def to_json(self) -> dict[str, Any]:
         return {"text": self.text, "value": _finite(self.value), "met": self.met}
@@ -90,9 +93,10 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
     return rows
 
 
-def goals(rows: Sequence[Comparison]) -> list[Goal]:
+def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:
     """The goals at 5 % long: shorts at 98.5 % and longs 3 points over SRPT at 0.97; never below at 0.87 and 1.07."""
     found = []
+    judged = window_seconds >= GOAL_WINDOW_SECONDS
     for load in GOAL_LOADS:
         at = {row.policy: row for row in rows if row.long_share == GOAL_SHARE and row.load == load}
         if "guarded" not in at or "srpt" not in at:
@@ -100,9 +104,15 @@ def goals(rows: Sequence[Comparison]) -> list[Goal]:
         peak = load == 0.97
         least, ahead = (98.5, 3.0) if peak else (98.0, 0.0)
         short, difference = at["guarded"].short, at["srpt"].long_difference
-        found.append(Goal(f"load {load:g}: short attainment at least {least:g} %", short, short[0] >= least))
+        found.append(
+            Goal(
+                f"load {load:g}: short attainment at least {least:g} %",
+                short,
+                short[0] >= least if judged else None,
+            )
+        )
         text = f"load {load:g}: long attainment at least SRPT's" + (" and 3 points" if peak else "")
-        found.append(Goal(text, difference, difference[0] >= ahead))
+        found.append(Goal(text, difference, difference[0] >= ahead if judged else None))
     return found
 
 

@@ -40,6 +40,8 @@ that use them; none is tuned per row. The papers' load points of 0.75 requests/s
 saturation, where medians move by large factors for 10 % of capacity: that is what the bands show.
 """
 
+_MET = {True: "yes", False: "**no**", None: "window too short to tell"}
+
 _SIMPLIFICATIONS = """## What the simulations leave out
 
 - Costs are rooflines with efficiencies fitted to public profiles of GEMMs and collectives; attention at long contexts
@@ -64,7 +66,7 @@ def report(
     return {
         "rows": [row.to_json() for row in sorted(rows, key=lambda row: int(row.id[1:]))],
         "comparisons": [row.to_json() for row in compared],
-        "goals": [goal.to_json() for goal in goals(compared)],
+        "goals": [goal.to_json() for goal in goals(compared, scale.window_seconds)],
         "strength": strength(outcomes, scale),
         "capacities": capacities,
         "planned": planned,
@@ -174,10 +176,7 @@ def _policies(shown: dict[str, Any]) -> str:
     if shown["goals"]:
         text += "\n" + _table(
             ("Goal (5 % long)", "Measured", "Met"),
-            (
-                (goal["text"], _with_width(goal["value"]), "yes" if goal["met"] else "**no**")
-                for goal in shown["goals"]
-            ),
+            ((goal["text"], _with_width(goal["value"]), _MET[goal["met"]]) for goal in shown["goals"]),
         )
     if not shown["comparisons"]:
         return text + "\nNo such runs are part of this campaign.\n"

@@ -1,0 +1,263 @@
+"""The campaign: which runs it has, that it resumes, and that every figure follows the fixed rule."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha_sim import lone_prefill
+from medha_sim.campaign import FULL, QUICK, Outcome, Run, Scale, run_all, runs, simulate
+from medha_sim.claims import NOMINAL, Capacity
+from medha_sim.comparison import comparisons, goals
+from medha_sim.reproduction import page, report
+from medha_sim.simulated_rows import Point, Rows, strength
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = Run("medha-lars", 0.05, 0, 6.0, rate=2.0)
+
+
+def outcome(ttft: float = 1.0, tpot: float = 0.05, finished: int = 10, attained: float = 1.0) -> Outcome:
+    """An outcome in which every quantile is the same."""
+    kind = {
+        "arrived": finished,
+        "finished": finished,
+        "ttft_attainment": attained,
+        **{
+            name: dict.fromkeys(("p50", "p90", "p99", "max"), value)
+            for name, value in (("ttft_seconds", ttft), ("ttft_over_target", ttft), ("tpot_seconds", tpot))
+        },
+    }
+    return {"all": kind, "short": kind, "long": kind, "core_seconds": 1.0}
+
+
+def outcomes(scale: Scale, **by_system: Outcome) -> dict[str, Outcome]:
+    """Every run of a scale, with the outcome given for its system (underscores for hyphens), or the usual one."""
+    return {run.key: by_system.get(run.system.replace("-", "_"), outcome()) for run in runs(scale)}
+
+
+# --- which runs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [FULL, QUICK])
+def test_every_run_has_a_name_of_its_own_and_earlier_seeds_come_first(scale: Scale) -> None:
+    planned = runs(scale)
+    assert len({run.key for run in planned}) == len(planned)
+    assert [run.seed for run in planned] == sorted(run.seed for run in planned)
+
+
+def test_the_full_campaign_has_every_point_of_the_grid_in_paired_seeds() -> None:
+    planned = runs(FULL)
+    for share in (0.01, 0.05, 0.2):
+        for load in (0.5, 0.87, 0.97, 1.07):
+            expected = 10 if share == 0.05 and load != 0.5 else 5
+            for policy in ("guarded", "srpt", "lars", "edf", "lrs", "fcfs"):
+                at = [
+                    run.seed
+                    for run in planned
+                    if (run.system, run.long_share, run.load) == (f"medha-{policy}", share, load)
+                ]
+                assert at == list(range(expected))
+    assert all(run.window_seconds == 3600 for run in planned if run.load is not None)
+
+
+def test_figures_at_the_claimed_rates_have_a_band() -> None:
+    planned = set(runs(FULL))
+    for system in ("medha-lars", "loongserve"):
+        nominal = Run(system, 0.05, 0, 3600.0, rate=0.75)
+        assert {nominal, replace(nominal, capacity=0.9), replace(nominal, capacity=1.1)} <= planned
+
+
+# --- running ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_depends_on_nothing_but_itself() -> None:
+    first, second = (simulate(TINY) for _ in range(2))
+    for found in (first, second):
+        del found["core_seconds"]
+    assert first == second
+    assert first["all"]["arrived"] > 0
+    assert first["all"]["ttft_seconds"]["p50"] is not None
+
+
+def test_slower_ranks_answer_later() -> None:
+    slow, fast = (
+        simulate(replace(TINY, long_share=0.0, capacity=capacity))["all"]["ttft_seconds"]["p50"]
+        for capacity in (0.5, 1.0)
+    )
+    assert slow > 1.5 * fast
+
+
+def test_a_campaign_goes_on_where_it_was_and_keeps_a_failure_as_one() -> None:
+    planned = [TINY, replace(TINY, seed=1), replace(TINY, system="nonesuch")]
+    kept: dict[str, Outcome] = {}
+
+    def keep(run: Run, found: Outcome) -> None:
+        kept[run.key] = found
+
+    run_all(planned, {TINY.key: outcome()}, {}, jobs=1, deadline_seconds=100.0, keep=keep)
+    assert list(kept) == [run.key for run in planned[1:]]
+    assert "arrived" in kept[planned[1].key]["all"]
+    assert kept[planned[2].key]["error"].startswith("ConfigInvalid: system is 'nonesuch'")
+
+
+def test_no_run_starts_once_time_is_up() -> None:
+    run_all([TINY], {}, {}, jobs=1, deadline_seconds=0.0, keep=lambda run, found: pytest.fail(run.key))
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_taken_within_a_seed_and_averaged_over_seeds() -> None:
+    found = outcomes(FULL, loongserve=outcome(30.0))
+    for seed, ttft in ((0, 20.0), (1, 40.0)):
+        found[Run("loongserve", 0.05, seed, 3600.0, rate=0.75).key] = outcome(ttft)
+    figure = Rows(found, FULL).t1().figures[0]
+    assert figure.ours == 30.0
+    assert figure.band == (30.0, 30.0)
+    assert figure.verdict == "reproduced"
+
+
+def test_the_band_is_the_hull_over_slower_and_faster_ranks() -> None:
+    found = outcomes(FULL, loongserve=outcome(20.0))
+    for seed in range(2):
+        found[Run("loongserve", 0.05, seed, 3600.0, rate=0.75, capacity=0.9).key] = outcome(50.0)
+    figure = Rows(found, FULL).t1().figures[0]
+    assert figure.band == (20.0, 50.0)
+    assert figure.verdict == "reproduced"
+    assert Rows(found, FULL).t1().figures[1].verdict == "direction only"  # 174 lies outside
+
+
+def test_one_seed_against_the_order_refutes_it() -> None:
+    found = outcomes(FULL, loongserve=outcome(20.0))
+    found[Run("loongserve", 0.05, 1, 3600.0, rate=0.75).key] = outcome(0.5)
+    assert Rows(found, FULL).t1().figures[1].verdict == "refuted"
+
+
+def test_a_figure_whose_runs_are_missing_or_failed_is_not_testable() -> None:
+    assert {row.verdict for row in Rows({}, QUICK).all()} == {"not testable"}
+    failed = {run.key: {"error": "broken"} for run in runs(FULL)}
+    assert {row.verdict for row in Rows(failed, FULL).all()} == {"not testable"}
+
+
+def test_effective_capacity_is_the_highest_rate_before_the_first_that_is_too_slow() -> None:
+    found = outcomes(FULL)
+    point = Point(found, FULL, 0, 1.0)
+    assert point.longest_rate("medha-lars") == 1.75
+    found[Run("medha-lars", 0.05, 0, 3600.0, rate=0.75).key] = outcome(11.0)
+    assert point.longest_rate("medha-lars") == 0.25
+    found[Run("medha-lars", 0.05, 0, 3600.0, rate=0.25).key] = outcome(11.0)
+    assert point.longest_rate("medha-lars") == 0.125
+
+
+def test_fewer_completions_are_counted_in_percent() -> None:
+    found = outcomes(
+        FULL,
+        loongserve_reserved=outcome(finished=72),
+        loongserve=outcome(finished=80),
+        medha_lars=outcome(finished=90),
+    )
+    than_medha, than_plain = Rows(found, FULL).t8().figures
+    assert than_medha.ours == pytest.approx(20.0)
+    assert than_plain.ours == pytest.approx(10.0)
+    assert {than_medha.verdict, than_plain.verdict} == {"reproduced"}
+
+
+def test_the_speed_that_undoes_a_claim_is_the_first_at_which_the_ratio_is_gone() -> None:
+    found = outcomes(FULL, loongserve=outcome(30.0, tpot=0.2))
+    for speed, ttft in ((2.0, 10.0), (4.0, 2.0), (8.0, 0.9), (16.0, 0.5)):
+        run = Run("loongserve", 0.05, 0, 3600.0, rate=0.75, loongserve_speed=speed)
+        found[run.key] = outcome(ttft, tpot=0.2)
+    answers = dict(strength(found, FULL))
+    assert answers["T1: median TTFT below LoongServe's (5 % long, 0.75 requests/s)"] == "at most 8x"
+    assert answers["T5: TPOT below LoongServe's (short only, 1.75 requests/s)"].startswith("more than 16x")
+    assert set(dict(strength({}, QUICK)).values()) == {"not run"}
+
+
+# --- guarded against the others ------------------------------------------------------------------------------
+
+
+def test_differences_are_of_equal_seeds() -> None:
+    found: dict[str, Outcome] = {}
+    for seed, (guarded, srpt) in enumerate(((0.90, 0.85), (0.80, 0.77))):
+        for policy, attained in (("guarded", guarded), ("srpt", srpt)):
+            run = Run(f"medha-{policy}", 0.05, seed, 3600.0, load=0.97)
+            found[run.key] = outcome(attained=attained)
+    guarded_row, srpt_row = comparisons(found, FULL)
+    assert guarded_row.long == pytest.approx((85.0, 12.71 * 5.0 * 2**0.5 / 2**0.5))
+    assert srpt_row.long_difference[0] == pytest.approx(4.0)
+    assert srpt_row.long_difference[1] == pytest.approx(12.71 * 1.0)
+    assert srpt_row.seeds == 2
+    judged = goals([guarded_row, srpt_row], 3600.0)
+    assert [goal.met for goal in judged] == [False, True]  # shorts at 85 %, longs 4 points ahead
+    assert [goal.met for goal in goals([guarded_row, srpt_row], 240.0)] == [None, None]
+
+
+# --- a lone prompt, chunk by chunk ---------------------------------------------------------------------------
+
+
+def test_a_lone_prefill_of_one_chunk_passes_every_stage_once() -> None:
+    lone = lone_prefill.Lone(lone_prefill.Topology(8, 4, 1))
+    prefill = lone.static(512, 512)
+    assert prefill.seconds == pytest.approx(float(prefill.steps[0]))
+
+
+def test_lanes_join_as_the_kv_grows() -> None:
+    lone = lone_prefill.Lone(lone_prefill.Topology(8, 4, 4))
+    contexts = lone_prefill.np.array([0, 524_287, 524_288, 1_048_576, 10_000_000])
+    assert lone.lanes(contexts).tolist() == [1, 1, 2, 3, 4]
+
+
+def test_adaptive_chunks_keep_the_target_where_the_smallest_chunk_can() -> None:
+    lone = lone_prefill.Lone(lone_prefill.Topology(8, 1, 1))
+    adaptive = lone.adaptive(1_000_000, 0.1)
+    assert adaptive.steps.max() <= 0.1
+    assert adaptive.steps.min() > 0.05
+
+
+def test_half_the_hardware_takes_about_twice_as_long() -> None:
+    topology = lone_prefill.Topology(8, 1, 1)
+    full, half = (
+        lone_prefill.Lone(topology, capacity).static(1_000_000, 2048).seconds
+        for capacity in (NOMINAL, Capacity(0.5, 0.5, 0.5))
+    )
+    assert half / full == pytest.approx(2.0, rel=0.1)
+
+
+# --- the page ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def campaign() -> dict[str, Any]:
+    found = outcomes(QUICK, loongserve=outcome(30.0))
+    found["broken"] = {"error": "no"}
+    return {
+        "mode": "quick",
+        "commit": "0123456789ab",
+        "file": "benchmarks/results/x.json",
+        "report": report(found, {"0.05": 0.7}, QUICK, len(found)),
+    }
+
+
+def test_the_page_has_every_row_and_says_which_mode_made_it(campaign: dict[str, Any]) -> None:
+    text = page(campaign)
+    ids = [f"T{number}" for number in (*range(1, 13), 15, 16, 17, 18, 19, 21, 22, 23, *range(27, 33))]
+    for row in ids:
+        assert f"\n## {row}\n" in text
+    assert "**This is a quick run**" in text
+    assert "`0123456789ab`" in text
+    assert "window too short to tell" in text
+    assert "## Runs that failed\n\n- broken" in text
+
+
+def test_the_page_follows_from_the_file_alone(campaign: dict[str, Any]) -> None:
+    assert page(json.loads(json.dumps(campaign, allow_nan=False))) == page(campaign)
+
+
+def test_the_committed_page_is_that_of_the_committed_file() -> None:
+    text = (ROOT / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    name = text.split("from `")[1].split("`")[0]
+    assert page(json.loads((ROOT / name).read_text(encoding="utf-8"))) == text
