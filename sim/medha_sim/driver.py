@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import Protocol
 
+from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.engine import Load
 from medha.errors import ConfigInvalid
 from medha.messages import (
@@ -28,6 +30,7 @@ from medha.messages import (
     Submit,
     Tick,
 )
+from medha.prefix import HASH_CHARACTERS
 from medha.routing import (
     Arrive,
     BundleKnown,
@@ -40,7 +43,7 @@ from medha.routing import (
     RouterEvent,
     Send,
 )
-from medha_sim.executor import Executor
+from medha_sim.executor import Executor, original_id
 from medha_sim.records import Ending, RequestRecord, RunLog
 
 LOAD_SECONDS = (
@@ -105,6 +108,7 @@ class SimulatedReplica:
     controller: Controller
     executor: Executor
     card: Announce
+    block_size_tokens: int = 0  # of its prefix cache; 0: it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +147,9 @@ class Simulation:
         self._sequence = 0
         self._workload = workload
         self._arrivals = iter(workload.arrivals)
+        self._conversations = {
+            arrival.id: arrival.conversation for arrival in workload.every() if arrival.conversation
+        }
         self._expected = len(workload.arrivals)  # requests still to come or to end
         self._sample_seconds = sample_seconds
         self._latencies = latencies or Latencies()
@@ -183,6 +190,11 @@ class Simulation:
 
     def to_replica(self, name: str, event: Submit | Cancel, now: float) -> None:
         replica = self._replicas[name]
+        if isinstance(event, Submit) and replica.block_size_tokens:
+            conversation = self._conversations.get(original_id(event.id))
+            if conversation is not None:
+                hashes = block_hashes(conversation, event.tokens, replica.block_size_tokens)
+                event = replace(event, block_hashes=hashes)
         self.at(now + self._latencies.replica_seconds, lambda at: replica.take(event, at))
 
     def from_replica(self, name: str, message: Emit | Refused | Failed | Announce, now: float) -> None:
@@ -248,10 +260,15 @@ class Simulation:
         prompt = arrival.id
         if self._router is not None:
             router = self._router
+            prefix: Prefix = ()
+            if arrival.conversation:
+                hashes = block_hashes(arrival.conversation, arrival.prompt_tokens, MARK_BLOCK_TOKENS)
+                prefix = marks(hashes)
+            new = NewSequence(arrival.id, prompt, arrival.prompt_tokens, 0, sampling, prefix=prefix)
             arrive = Arrive(
                 model=router.model,
                 digest=router.digest,
-                sequences=(NewSequence(arrival.id, prompt, arrival.prompt_tokens, 0, sampling),),
+                sequences=(new,),
                 service_class=arrival.service_class,
                 deadline_after_seconds=arrival.ttft_target_seconds,
                 tpot_target_seconds=arrival.tpot_target_seconds,
@@ -307,6 +324,7 @@ class _Replica:
         self._announced: Load | None = None
         self._announced_at = 0.0
         self._announces = False
+        self.block_size_tokens = replica.block_size_tokens
         self.load = replica.controller.load
 
     def start(self) -> None:
@@ -387,3 +405,9 @@ class _Router:
                     pass
                 case _:
                     pass
+
+
+def block_hashes(conversation: str, tokens: int, block_size_tokens: int) -> str:
+    """What `medha.prefix` would make of a prompt: every turn of a conversation is a prefix of one stream of ids."""
+    name = blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()
+    return "".join(f"{name}{block:0{HASH_CHARACTERS // 2}x}" for block in range(tokens // block_size_tokens))

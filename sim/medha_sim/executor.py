@@ -20,6 +20,7 @@ import numpy as np
 
 from medha.messages import ControllerEvent, Done, Sample, StageFree, Step
 from medha.predictor import Predictor, Work
+from medha.shards import ShardMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +39,25 @@ class StepCost(Protocol):
 
 
 class PredictorCost:
-    """What a predictor says, taken for the truth. Every stage is as slow as the slowest."""
+    """What a predictor says, taken for the truth. Every stage is as slow as the slowest.
+
+    Shard maps are followed as ranks follow them, so that a coupled step is charged for the KV that each lane holds.
+    """
 
     def __init__(self, truth: Predictor) -> None:
         """`truth` must be nobody else's: a controller's predictor corrects itself, the truth does not."""
         self._truth = truth
         self._stages = truth.topology.stream
         self._hops: dict[int, float] = {}  # by tokens
+        self._shards: dict[str, ShardMap] = {}  # of sequences on several lanes
 
     def __call__(self, step: Step) -> StepTiming:
+        if self._truth.topology.kv > 1:
+            self._place(step)
         if not step.entries:
             return StepTiming((0.0,) * self._stages)
+        if len(step.lanes) > 1:
+            return self._coupled(step)
         tally = self._truth.tally()
         decodes = contexts = 0
         for entry in step.entries:
@@ -60,8 +69,39 @@ class PredictorCost:
             else:
                 tally.add(Work(first.start, entry.token_count))
         tally.add_decodes(contexts, decodes)
-        tokens = tally.tokens
-        return StepTiming((tally.seconds(),) * self._stages, self._hop(tokens))
+        return StepTiming((tally.seconds(),) * self._stages, self._hop(tally.tokens))
+
+    def _coupled(self, step: Step) -> StepTiming:
+        tallies = {lane: self._truth.tally() for lane in step.lanes}
+        exchanged_queries = 0
+        for entry in step.entries:
+            start, count = entry.extents[0].start, entry.token_count
+            shards = self._shards.get(entry.id)
+            if shards is None:
+                tallies[entry.lane].add(Work(start, count))
+                continue
+            lengths = shards.local_lengths(start)
+            tallies[entry.lane].add(Work(lengths.pop(entry.lane, 0), count))
+            for lane, tokens in lengths.items():
+                tallies[lane].add(Work(tokens, count, attention_only=True))
+            exchanged_queries += count if lengths else 0
+        seconds = self._truth.coupled_tally_seconds(list(tallies.values()), exchanged_queries)
+        return StepTiming(
+            (seconds,) * self._stages, self._hop(max(tally.tokens for tally in tallies.values()))
+        )
+
+    def _place(self, step: Step) -> None:
+        """Learn from a step where sequences lie."""
+        for id_ in step.releases:
+            self._shards.pop(id_, None)
+        for grow in step.grows:
+            shards = self._shards.get(grow.id)
+            if shards is not None and grow.segments:
+                kept = (segment for segment in shards.segments if segment.start < grow.segments[0].start)
+                self._shards[grow.id] = ShardMap((*kept, *grow.segments), shards.version + 1)
+        for admit in step.admits:
+            if len({segment.lane for segment in admit.segments}) > 1:
+                self._shards[admit.id] = ShardMap(admit.segments)
 
     def _hop(self, tokens: int) -> float:
         if self._stages == 1:

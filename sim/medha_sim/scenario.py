@@ -17,7 +17,7 @@ from medha.engine import ReplicaController
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
 from medha.messages import Announce
-from medha.predictor import Chunking, Predictor
+from medha.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.profile import Profile
 from medha.routing import RouterCore
 from medha.topology import Topology
@@ -30,6 +30,10 @@ MODEL_NAME = "simulated"
 DIGEST = "simulated"
 MAX_CHUNK_TOKENS = 8192
 """Largest chunk where nothing else is said: an A100 pod needs it to be at full efficiency beside decodes."""
+
+
+_POINTS = tuple(64 * 4**power for power in range(10))
+"""Prompt lengths whose prefill times a replica announces to routers."""
 
 
 def default_scheduling() -> SchedulingSpec:
@@ -56,6 +60,8 @@ class Deployment:
     max_model_len: int = 1_100_000  # tokens; the longest Medha-SWE request and its answer
     memory_fraction: float = 0.9  # of a device, for weights and KV
     block_size_tokens: int = 16
+    tokens_per_lane: int = TOKENS_PER_LANE
+    prefix_caching: bool = True
     replicas: int = 1
     message_seconds: float = 0.0002  # between a controller and its ranks, one way
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
@@ -92,6 +98,8 @@ class Deployment:
             block_size_tokens=self.block_size_tokens,
             kv_blocks=self.kv_tokens() // self.block_size_tokens,
             long_threshold_tokens=self.scheduling.long_threshold_tokens or self.model.long_threshold_tokens,
+            tokens_per_lane=self.tokens_per_lane,
+            prefix_caching=self.prefix_caching,
         )
 
     def predictor(self) -> Predictor:
@@ -102,7 +110,7 @@ class Deployment:
             min_tokens=min(scheduling.min_chunk_tokens, scheduling.max_chunk_tokens),
             budget_seconds=scheduling.max_step_seconds / self.topology.stream,
         )
-        return Predictor(self.profile(), self.topology, chunking)
+        return Predictor(self.profile(), self.topology, chunking, self.tokens_per_lane)
 
     def targets(self) -> Targets:
         """Deadlines of the first service class. They come from the profile alone, so all systems have the same."""
@@ -161,6 +169,8 @@ def deployment_of(
         max_model_len=spec.model.max_model_len or Deployment().max_model_len,
         memory_fraction=spec.kv_cache.memory_fraction,
         block_size_tokens=spec.kv_cache.block_size_tokens,
+        tokens_per_lane=spec.kv_cache.tokens_per_lane,
+        prefix_caching=spec.kv_cache.prefix_caching,
         replicas=replicas,
     )
 
@@ -189,7 +199,7 @@ def disturbed(cost: StepCost, disturbance: Disturbance | None, generator: np.ran
     return Perturbed(cost, bias=disturbance.bias, noise=disturbance.noise, generator=generator)
 
 
-def card(name: str, config: ReplicaConfig) -> Announce:
+def card(name: str, config: ReplicaConfig, prefill_points: tuple[tuple[int, float], ...] = ()) -> Announce:
     """How a replica of `config` announces itself; the load in it is the driver's to fill in."""
     kv_tokens = config.kv_tokens
     return Announce(
@@ -208,6 +218,7 @@ def card(name: str, config: ReplicaConfig) -> Announce:
         pending_prefill_seconds=0.0,
         longest_request_tokens=min(config.max_model_len, kv_tokens),
         waiting_limit=config.scheduling.max_waiting,
+        prefill_points=prefill_points,
     )
 
 
@@ -221,11 +232,17 @@ def medha_replica(
     message_seconds: float = 0.0,
 ) -> SimulatedReplica:
     """A replica with Medha's own controller. `cost` is the ground truth; by default what the profile predicts."""
+    controller = ReplicaController(config, profile)
     executor = Executor(
-        cost or PredictorCost(Predictor(profile, config.topology)),
+        cost or PredictorCost(Predictor(profile, config.topology, tokens_per_lane=config.tokens_per_lane)),
         stages=config.topology.stream,
         lanes=config.topology.kv,
         ends_at=ends_at,
         message_seconds=message_seconds,
     )
-    return SimulatedReplica(ReplicaController(config, profile), executor, card(name, config))
+    points = [tokens for tokens in _POINTS if tokens <= config.max_model_len]
+    times = [controller.predictor.prefill_seconds(0, tokens) for tokens in points]
+    announced = card(name, config, tuple(zip(points, times, strict=True)))
+    return SimulatedReplica(
+        controller, executor, announced, config.block_size_tokens if config.prefix_caching else 0
+    )
