@@ -145,10 +145,9 @@ class Candidates:
         self._remaining[request.row] = remaining_seconds
         self._held[request.row] = held
 
-    def progressed(self, requests: Sequence[Request], remaining_seconds: Floats) -> None:
-        """What is left of the prefills of `requests`, before correction."""
-        for request, seconds in zip(requests, remaining_seconds.tolist(), strict=True):
-            self._remaining[request.row] = seconds
+    def progressed(self, request: Request, remaining_seconds: float) -> None:
+        """What is left of a prefill has changed; before correction."""
+        self._remaining[request.row] = remaining_seconds
 
     # --- what a decision looks at -------------------------------------------------------------------
 

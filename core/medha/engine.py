@@ -56,7 +56,6 @@ from medha.messages import (
     Submit,
 )
 from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
-from medha.policy import Floats
 from medha.pools import KvPools
 from medha.predictor import Chunking, Predictor
 from medha.profile import Profile
@@ -303,7 +302,7 @@ class ReplicaController:
         self._share(prompt)
         self._after_map_change(request)
         if request.cached_tokens:
-            self._candidates.progressed([request], self._prefill_seconds([request]))
+            self._progressed([request])
         return True
 
     def _pending_seconds(self) -> list[float]:
@@ -337,7 +336,8 @@ class ReplicaController:
         prompt = self._prompts.setdefault(submit.prompt, Prompt(submit.prompt, submit.tokens))
         prompt.users += 1
         self._forgets.pop(submit.prompt, None)  # not yet told: the ranks still have it
-        work_seconds = self.predictor.prefill_seconds(0, submit.tokens)
+        uncorrected_seconds = self.predictor.uncorrected_prefill_seconds(0, submit.tokens)
+        work_seconds = uncorrected_seconds * self.predictor.correction
         service_class = config.service_classes[intake.class_name(config, submit)]
         self._arrivals += 1
         request = Request(
@@ -359,7 +359,7 @@ class ReplicaController:
         self._waiting[request.id] = request
         prompt.waiting[request.id] = request
         wanted = self._admission.wanted_blocks(request)
-        self._candidates.add(request, work_seconds / self.predictor.correction, wanted)
+        self._candidates.add(request, uncorrected_seconds, wanted)
         if prompt.users > 1:
             self._share(prompt, newcomer=request)
         return []
@@ -437,7 +437,7 @@ class ReplicaController:
         prompt.sharing, prompt.prefilling = sharing, prefilling
         for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
             there = prompt.tokens - 1 if sharing is not None else 0
-            seconds = self.predictor.prefill_seconds(there, prompt.tokens) / self.predictor.correction
+            seconds = self.predictor.uncorrected_prefill_seconds(there, prompt.tokens)
             wanted = self._admission.wanted_blocks(request)
             self._candidates.wants(request, wanted, seconds, held=prefilling)
 
@@ -550,16 +550,13 @@ class ReplicaController:
             request.dispatch(count)
             if request.dispatched == request.length:
                 table.remove(request)
-        unfinished = [request for request, _ in prefills if request.row != NOWHERE]
-        if unfinished:
-            table.progressed(unfinished, self._prefill_seconds(unfinished))
+        self._progressed(request for request, _ in prefills if request.row != NOWHERE)
 
-    def _prefill_seconds(self, requests: Sequence[Request]) -> Floats:
-        """What is left of their prefills, before correction."""
-        return self.predictor.uncorrected_prefill_seconds_many(
-            np.array([request.dispatched for request in requests]),
-            np.array([request.submit.tokens for request in requests]),
-        )
+    def _progressed(self, requests: Iterable[Request]) -> None:
+        """Positions of unfinished prefills are dispatched, or were cached."""
+        for request in requests:
+            seconds = self.predictor.uncorrected_prefill_seconds(request.dispatched, request.submit.tokens)
+            self._candidates.progressed(request, seconds)
 
     def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
         """The tightest of all decodes on `lanes`."""

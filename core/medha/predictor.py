@@ -161,6 +161,7 @@ class Predictor:
         self._attention_launch = self.profile.attention.launch_seconds
         self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
         self._per_layer: list[float] = []  # the same: reading one number of a list is faster
+        self._hops: list[float] = []  # from one stage to the next, by tokens
         self._head: list[float] = []  # by sequences
         self._table = PrefillTable(chunking or Chunking(), self._lone_stage, self._lone_drain)
 
@@ -224,7 +225,11 @@ class Predictor:
 
     def prefill_seconds(self, context: int, tokens: int) -> float:
         """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
-        return float(self.prefill_seconds_many(np.array([context]), np.array([tokens]))[0])
+        return self.uncorrected_prefill_seconds(context, tokens) * self.correction
+
+    def uncorrected_prefill_seconds(self, context: int, tokens: int) -> float:
+        """The same before correction."""
+        return self._table.one(context, tokens, self._lone_stage_one, self._lone_drain_one)
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
         """`prefill_seconds` of many sequences at once."""
@@ -266,6 +271,7 @@ class Predictor:
             upto = np.arange(max(2 * tokens, 4096) + 1)
             self._per_layer_array = self.profile.linear_seconds(upto) + self.profile.all_reduce.seconds(upto)
             self._per_layer = self._per_layer_array.tolist()
+            self._hops = self.profile.hop.seconds(upto).tolist()
         return self._per_layer[tokens]
 
     def _head_seconds(self, sequences: int) -> float:
@@ -273,6 +279,29 @@ class Predictor:
             upto = np.arange(max(2 * sequences, 512) + 1)
             self._head = np.maximum.accumulate(self.profile.head.seconds(upto)).tolist()
         return self._head[sequences]
+
+    # --- a lone sequence's chunk ---------------------------------------------------------------------
+
+    def _lone_layer_one(self, context: int, count: int) -> float:
+        lanes = min(-(-(context + count) // self.tokens_per_lane), self.topology.kv)
+        own = min(context, max(self.tokens_per_lane, -(-context // self.topology.kv)))
+        seconds = self.profile.attention.seconds(own, count) + self._attention_launch
+        if lanes > 1:
+            seconds += float(self.profile.exchange.seconds(np.array([count]))[0])
+        return seconds + self._layer_seconds(count)
+
+    def _lone_stage_one(self, context: int, count: int) -> float:
+        in_layer = self._lone_layer_one(context, count)
+        last = self._last_layers * in_layer + self._head_seconds(1)
+        return self._launch + max(self._most_layers * in_layer, last)
+
+    def _lone_drain_one(self, context: int, count: int) -> float:
+        stages = self.topology.stream
+        if stages == 1:
+            return 0.0
+        whole = stages * self._launch + self.profile.layers * self._lone_layer_one(context, count)
+        whole += self._head_seconds(1) + (stages - 1) * self._hops[count]
+        return whole - self._lone_stage_one(context, count)
 
     # --- a lone sequence's chunks, vectorised -------------------------------------------------------
 

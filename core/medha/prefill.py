@@ -7,6 +7,7 @@ and a prompt that stands between two chunk ends first completes that chunk.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -18,6 +19,8 @@ Seconds = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Cost = Callable[[Counts, Counts], Seconds]
 """(contexts, counts) -> seconds of one sequence's chunk alone in a step; never less for more."""
+OneCost = Callable[[int, int], float]
+"""The same of one chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,7 @@ class PrefillTable:
         self._ends: Counts = np.zeros(1, dtype=np.int64)
         self._sums: Seconds = np.zeros(1)
         self._drains: Seconds = np.zeros(1)  # the longest so far
+        self._rows = [(0, 0.0, 0.0)]  # the same three, of which one row is read faster
 
     @property
     def ends(self) -> Counts:
@@ -83,6 +87,24 @@ class PrefillTable:
         total += np.maximum(drain, np.where(last > first, self._drains[last], 0.0))
         return np.where(tokens > contexts, total, 0.0)
 
+    def one(self, context: int, tokens: int, stage: OneCost, drain: OneCost) -> float:
+        """`seconds` of one sequence, for which numpy's calls would take longer than the sums; of the same costs."""
+        if tokens <= context:
+            return 0.0
+        self._reach(tokens)
+        rows = self._rows
+        first = bisect_left(rows, (context,))
+        last = bisect_right(rows, (tokens, inf)) - 1
+        if last < first:
+            return stage(context, tokens - context) + drain(context, tokens - context)
+        end, total, longest = rows[last]
+        begun, before, _ = rows[first]
+        total -= before
+        parts = [(context, begun - context), (end, tokens - end)]
+        total += sum(stage(start, count) for start, count in parts if count)
+        waits = [drain(start, count) for start, count in parts if count]
+        return total + max(waits + [longest] * (last > first))
+
     def _reach(self, tokens: int) -> None:
         """Walk on until a chunk ends at `tokens` or beyond; runs of equal chunks are one numpy call."""
         if self._ends[-1] >= tokens:
@@ -101,6 +123,7 @@ class PrefillTable:
             position, total = int(starts[-1]) + size, float(run[-1])
         self._ends, self._sums = np.concatenate(ends), np.concatenate(sums)
         self._drains = np.maximum.accumulate(np.concatenate(drains))
+        self._rows = list(zip(self._ends.tolist(), self._sums.tolist(), self._drains.tolist(), strict=True))
 
     def _last_start(self, position: int, size: int, goal: int) -> int:
         """The last start before `goal` at which a chunk of `size` tokens still fits the budget."""

@@ -354,3 +354,15 @@ def test_a_step_without_a_time_is_no_observation(predicted: float, observed: flo
     predictor = Predictor(WARM_UP)
     predictor.observe(predicted, observed)
     assert predictor.correction == 1.0
+
+
+@pytest.mark.parametrize("topology", [Topology(), Topology(stream=3), Topology(tensor=8, stream=2, kv=4)])
+@given(context=st.integers(0, 300_000), tokens=st.integers(1, 300_000), chunk_end=st.booleans())
+def test_one_prefill_takes_what_it_takes_among_many(
+    topology: Topology, context: int, tokens: int, chunk_end: bool
+) -> None:
+    predictor = Predictor(profile_for(LLAMA3_8B, A100, topology), topology, tokens_per_lane=50_000)
+    if chunk_end:
+        context -= context % 2048
+    many = predictor.prefill_seconds_many(np.array([context]), np.array([tokens]))
+    assert predictor.prefill_seconds(context, tokens) == pytest.approx(float(many[0]), rel=1e-9)
