@@ -106,9 +106,10 @@ class Answers:
         return self._bundle.token_bytes.get(token, b"").decode("utf-8", "replace")
 
 
-def usage(prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

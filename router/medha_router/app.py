@@ -7,6 +7,7 @@ import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -75,7 +76,7 @@ class Door:
                     handed_over = True
                     return EventStream(events, headers, lambda: self._end(generation))
                 whole = await while_connected(request.receive, _collect(pieces))
-                total = usage(generation.prompt_tokens, generation.output_tokens)
+                total = _usage(generation)
                 return json_response(answers.whole(whole, total), headers)
             finally:
                 if not handed_over:
@@ -166,12 +167,11 @@ class Door:
                     content = event(opening) if opening is not None else b""
                 for chunk in answers.chunks(piece):
                     if generation.plan.continuous_usage:
-                        chunk["usage"] = usage(generation.prompt_tokens, generation.output_tokens)
+                        chunk["usage"] = _usage(generation)
                     content += event(chunk)
                 yield content
             if generation.plan.include_usage:
-                total = usage(generation.prompt_tokens, generation.output_tokens)
-                yield event(answers.usage_chunk(total))
+                yield event(answers.usage_chunk(_usage(generation)))
         except ApiError as error:
             yield event(error.body())
         finally:
@@ -263,6 +263,10 @@ def build_app(door: Door) -> ASGIApp:
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
     return RequestIds(app)
+
+
+def _usage(generation: Generation) -> dict[str, Any]:
+    return usage(generation.prompt_tokens, generation.output_tokens, generation.cached_tokens)
 
 
 async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:

@@ -138,6 +138,7 @@ class Generation:
         sequences = []
         prompts = {}
         self._choices: dict[str, ChoiceOutput] = {}
+        self._cached_tokens: dict[int, int] = {}  # by prompt
         self._last_token_at: dict[str, float] = {}
         for prompt_index, ids in enumerate(prepared.prompts):
             prompt = f"{request_id}/{prompt_index}"
@@ -157,6 +158,11 @@ class Generation:
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self._choices.values())
 
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was there already; a prompt of several samples counts once."""
+        return sum(self._cached_tokens.values())
+
     async def pieces(self) -> AsyncIterator[Piece]:
         """
         Raises:
@@ -175,6 +181,10 @@ class Generation:
                 continue
             if outcome.tokens:
                 self._observe_tokens(outcome.id)
+            if outcome.cached_tokens and not choice.output_tokens:  # not of a sequence that is resumed
+                prompt_index = choice.index // self.plan.samples
+                most = max(outcome.cached_tokens, self._cached_tokens.get(prompt_index, 0))
+                self._cached_tokens[prompt_index] = most
             before = choice.output_tokens
             piece = choice.feed(outcome)
             self._observer.output(self.plan.model, choice.output_tokens - before)

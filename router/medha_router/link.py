@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import zmq
 import zmq.asyncio
 
+from medha.balance import MARK_BLOCK_TOKENS, marks
 from medha.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
+from medha.prefix import PrefixHasher
 from medha.routing import (
     Abandon,
     Arrive,
@@ -61,6 +65,7 @@ class ReplicaLink:
                 unserved_seconds=settings.unserved_seconds,
             )
         )
+        self._hasher = PrefixHasher(MARK_BLOCK_TOKENS, secrets.token_bytes(32))
         self._tokenizing = tokenizing
         self._observer = observer
         self._context = zmq.asyncio.Context()
@@ -136,10 +141,18 @@ class ReplicaLink:
         """Start sequences; what comes back of all of them arrives in the queue. End with `release`."""
         outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._prompts.update(prompts)
+        if len(self.core.cards(arrive.model)) > 1:  # else there is nothing to choose
+            arrive = self._marked(arrive, prompts)
         for new in arrive.sequences:
             self._outcomes[new.id] = outcomes
         self._handle(arrive)
         return outcomes
+
+    def _marked(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> Arrive:
+        """The same sequences with the marks of their prompts, by which the core finds a replica that has them cached."""
+        prefixes = {name: marks(self._hasher.hashes(ids)) for name, ids in prompts.items()}
+        sequences = tuple(replace(new, prefix=prefixes[new.prompt]) for new in arrive.sequences)
+        return replace(arrive, sequences=sequences)
 
     def abandon(self, sequence_id: str) -> None:
         """Nobody wants more of this sequence; nothing more comes of it."""

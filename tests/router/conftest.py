@@ -93,6 +93,7 @@ class Script:
     refuse: str | None = None
     hold: bool = False  # emit the tokens and leave the sequence open
     delay_seconds: float = 0.0
+    cached_tokens: int = 0  # that the first token of each sequence is said to have found
 
 
 @dataclass
@@ -223,7 +224,8 @@ class ScriptedReplica:
             last = start + len(part) == len(left) and not script.hold
             top = ((7, -0.5), (8, -1.5), (9, float("-inf")))
             logprobs = tuple(TokenLogprob(-0.25, top) for _ in part) if script.logprobs else ()
-            yield Emit(submit.id, part, script.finish if last else None, logprobs)  # type: ignore[arg-type]
+            cached_tokens = script.cached_tokens if start == 0 else 0
+            yield Emit(submit.id, part, script.finish if last else None, logprobs, cached_tokens)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -66,6 +66,20 @@ def test_a_stream_has_role_text_finish_usage_and_done_in_this_order(router: Rout
     assert len({chunk["id"] for chunk in (first, *middle, finish, last)}) == 1
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_usage_counts_the_cached_tokens_of_each_prompt_once(
+    router: Router, replica: ScriptedReplica, bundle: Bundle, stream: bool
+) -> None:
+    replica.script = Script(tokens=say(bundle, TEXT), cached_tokens=3)
+    body = {"model": MODEL, "prompt": ["one two", "three four"], "n": 2, "max_tokens": 9, "stream": stream}
+    if stream:
+        answer = router.post("/v1/completions", {**body, "stream_options": {"include_usage": True}})
+        usage = events(answer)[-1]["usage"]
+    else:
+        usage = router.post("/v1/completions", body).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
+
+
 def test_without_include_usage_no_chunk_speaks_of_usage(router: Router) -> None:
     body = {"model": MODEL, "messages": HELLO, "stream": True}
     assert not any("usage" in chunk for chunk in events(router.post("/v1/chat/completions", body)))

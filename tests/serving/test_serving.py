@@ -127,12 +127,67 @@ def test_sixteen_at_once_give_the_same_text_as_one_by_one(served: Served) -> Non
                 )
                 return answer.choices[0].text
 
+            together = await asyncio.gather(*map(one, prompts))  # first, before their prompts are cached
             alone = [await one(prompt) for prompt in prompts]
-            together = await asyncio.gather(*map(one, prompts))
             return alone, together
 
     alone, together = asyncio.run(run())
     assert together == alone
+
+
+def test_prompts_that_begin_as_an_earlier_one_get_the_same_text_from_cached_kv(
+    served: Served, client: openai.OpenAI
+) -> None:
+    """The same prompt, one that goes on, and one that parts from it half-way; each as transformers continues it."""
+    words = text_of(300, seed=31).split()
+    document = " ".join(words)
+    prompts = [
+        document,
+        document,
+        document + " " + text_of(50, seed=32),
+        " ".join([*words[:150], "However,", *words[150:]]),
+    ]
+    cached, lengths = [], []
+    for prompt in prompts:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=24, temperature=0, extra_body={"ignore_eos": False}
+        )
+        assert answer.choices[0].text == reference_text(served, prompt, 24)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        lengths.append(answer.usage.prompt_tokens)
+    size = 16  # tokens of a block
+    assert cached[0] == 0
+    assert cached[1] == (lengths[0] - 1) // size * size, "all whole blocks; the last token is computed again"
+    assert cached[2] in (lengths[0] // size * size, (lengths[0] - 1) // size * size)
+    assert 0 < cached[3] < lengths[0] * 0.6
+    assert all(tokens % size == 0 for tokens in cached)
+
+
+def test_a_prefix_shared_by_many_at_once_gives_each_its_own_text(served: Served) -> None:
+    document = text_of(400, seed=41)
+    prompts = [document + " " + text_of(5 + 7 * index, seed=index) for index in range(8)]
+
+    async def run() -> list[tuple[str, int]]:
+        async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as client:
+
+            async def one(prompt: str) -> tuple[str, int]:
+                answer = await client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=16, temperature=0, extra_body={"ignore_eos": False}
+                )
+                assert answer.usage is not None
+                assert answer.usage.prompt_tokens_details is not None
+                return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+            first = await one(document)
+            return [first, *await asyncio.gather(*map(one, prompts))]
+
+    results = asyncio.run(run())
+    assert [text for text, _ in results[1:]] == [reference_text(served, prompt, 16) for prompt in prompts]
+    assert results[0][1] == 0
+    assert all(cached > 1000 for _, cached in results[1:])
+    served.wait_idle()
 
 
 def test_a_seed_gives_the_same_samples_again_and_n_gives_different_ones(client: openai.OpenAI) -> None:

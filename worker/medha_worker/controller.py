@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TextIO
 
 import click
+import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict
@@ -49,12 +50,13 @@ from medha.messages import (
     Shutdown,
     StageFree,
     Step,
+    StepProfile,
     Submit,
     Tokens,
 )
 from medha.prefix import PrefixHasher
 from medha.profile import Profile
-from medha.wire import TOKENS_PER_FRAME, encode, tokens_from_frame, tokens_to_frame
+from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
 from medha_worker.observe import Observer, serve_metrics
@@ -64,6 +66,8 @@ from medha_worker.prompts import PromptStore
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
+PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
+"""Prompts, in tokens, whose predicted time alone is announced."""
 
 _log = logging.getLogger("medha.controller")
 
@@ -86,7 +90,7 @@ class ControllerSettings(BaseModel):
     ready_file: Path | None = None
     """Written once, when all ranks are ready: a JSON `Readiness`."""
     record_file: Path | None = None
-    """Every (time, event) of the controller, one JSON object a line, to be replayed."""
+    """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
     log_level: str = "info"
 
 
@@ -118,8 +122,8 @@ class Controller:
             PartFailed: a rank could not start, or failed.
         """
         ranks = self._await_ranks()
-        smallest = min(ranks, key=lambda ready: ready.kv_blocks)
-        self._start(derive(self._settings.spec, smallest), smallest)
+        slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
+        self._start(derive(self._settings.spec, slowest), slowest)
         self._report_ready(ranks)
         drain_until: float | None = None
         while drain_until is None or (not self._core.idle and time.monotonic() < drain_until):
@@ -149,7 +153,7 @@ class Controller:
         now = time.monotonic()
         commands = self._core.handle(event, now)
         handle_seconds = time.monotonic() - now
-        self._record_event(event, now)
+        self._record_event(event, now, commands)
         for command in commands:
             self._carry_out(command)
         if isinstance(event, Submit) and not self._core.knows_prompt(event.prompt):
@@ -302,6 +306,8 @@ class Controller:
         self._announced, self._announced_at = load, now
         self._observer.state(self._core)
         config = self._config
+        lengths = np.array([tokens for tokens in PREFILL_POINTS if tokens <= config.max_model_len], np.int64)
+        seconds = self._core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
         announce = Announce(
             replica=self._settings.replica,
             model=self._settings.spec.model.name,
@@ -311,23 +317,26 @@ class Controller:
             draining=self._core.draining,
             max_model_len=config.max_model_len,
             vocab_size=self._vocab_size,
-            kv_tokens_total=config.kv_tokens,
+            kv_tokens_total=config.pool_tokens,
             kv_tokens_free=load.kv_tokens_free,
             running=load.running,
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
-            longest_request_tokens=min(config.max_model_len, config.kv_tokens),
+            longest_request_tokens=min(config.max_model_len, config.pool_tokens),
             waiting_limit=config.scheduling.max_waiting,
             service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
+            prefill_points=tuple(zip(lengths.tolist(), seconds.tolist(), strict=True)),
         )
         # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
         self._router_control.send(announce)
         self._router_tokens.send(announce)
 
-    def _record_event(self, event: ControllerEvent, now: float) -> None:
+    def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
         if self._record is not None:
             header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
-            self._record.write(f'{{"now": {now!r}, "event": {header}}}\n')
+            self._record.write(
+                f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n'
+            )
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:
@@ -343,6 +352,13 @@ def _profile(spec: MedhaReplicaSpec) -> Profile | None:
         return Profile.from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
+
+
+def chunk_seconds(profile: StepProfile) -> float:
+    """What a chunk of 512 tokens behind as many takes: ranks of other stages wait for the one where it is longest."""
+    pairs = 512 * (512 + 513 / 2)
+    linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair
+    return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
 
 
 def _terms(service_class: ServiceClass) -> ServiceClassTerms:
