@@ -37,7 +37,8 @@ SOCKET_PATH_BYTES = (
 # OpenMP's threads spin while they wait for each other. Router and controller take turns on the same cores, and a
 # thread that spins beside one that was put aside makes a step take ten times as long; threads that sleep at once
 # (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
-RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
+# The data plane of ranks on one machine stays on its loopback.
+RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000", "GLOO_SOCKET_IFNAME": "lo"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 
@@ -175,22 +176,36 @@ def write_parts(
             "log_level": log_level,
         },
     )
-    rank = files.write(
-        "rank-0",
-        {
-            "rank": 0,
-            "spec": spec.model_dump(mode="json", by_alias=True),
-            "model_directory": str(directory),
-            "control": rank_control,
-            "tokens": rank_tokens,
-            "log_level": log_level,
-        },
-    )
+    shape = spec.parallelism
+    ranks = shape.tensor * shape.stream * shape.kv
+    rendezvous = f"tcp://127.0.0.1:{_free_port()}" if ranks > 1 else None
+    rank_parts = []
+    for rank in range(ranks):
+        settings = files.write(
+            f"rank-{rank}",
+            {
+                "rank": rank,
+                "spec": spec.model_dump(mode="json", by_alias=True),
+                "model_directory": str(directory),
+                "control": rank_control,
+                "tokens": rank_tokens,
+                "rendezvous": rendezvous,
+                "log_level": log_level,
+            },
+        )
+        rank_parts.append(_part(f"rank {rank}", "medha_worker.rank", settings, RANK_ENVIRONMENT))
     return (
         (_part("router", "medha_router", router),),
         (_part("controller", "medha_worker.controller", controller),),
-        (_part("rank 0", "medha_worker.rank", rank, RANK_ENVIRONMENT),),
+        tuple(rank_parts),
     )
+
+
+def _free_port() -> int:
+    """A port of the loopback that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _part(
@@ -208,10 +223,9 @@ def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
 
 def _require_supported(replica: MedhaReplica) -> None:
     shape = replica.spec.parallelism
-    if (shape.tensor, shape.stream, shape.kv) != (1, 1, 1):
+    if shape.kv != 1:
         raise ConfigInvalid(
-            f"spec.parallelism: tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv} is not served yet; "
-            "set all three to 1, or leave the field out"
+            f"spec.parallelism.kv: {shape.kv} lanes are not served yet; set it to 1, or leave it out"
         )
 
 

@@ -51,3 +51,32 @@ class Topology:
 
     def __str__(self) -> str:
         return f"TP{self.tensor} x SPP{self.stream} x KVP{self.kv}"
+
+
+def stage_layers(layers: int, stages: int, *, head_cost_layers: float = 0.0) -> list[range]:
+    """The layers of each stage, so that the slowest stage is as fast as it can be.
+
+    All layers cost the same; the last stage also has the output head, which costs as much as `head_cost_layers`
+    layers. Each stage has at least one layer; earlier ones take what does not divide.
+
+    Raises:
+        ConfigInvalid: there are fewer layers than stages.
+    """
+    if stages > layers:
+        raise ConfigInvalid(
+            f"parallelism.stream is {stages}, but the model has {layers} layers; a stage needs at least one"
+        )
+
+    def slowest(last: int) -> float:
+        before = -(-(layers - last) // (stages - 1)) if stages > 1 else 0
+        return max(before, last + head_cost_layers)
+
+    most_last = layers - (stages - 1)
+    # Of equally fast choices, the largest last stage leaves the others the most even.
+    last = layers if stages == 1 else min(range(1, most_last + 1), key=lambda count: (slowest(count), -count))
+    ranges, start = [], 0
+    for stage in range(stages - 1):
+        count = -(-(layers - last - start) // (stages - 1 - stage))
+        ranges.append(range(start, start + count))
+        start += count
+    return [*ranges, range(start, layers)]

@@ -1,16 +1,21 @@
-"""One rank's engine: applies a `Step` to the replicated state, runs the model on its entries, draws tokens.
+"""One rank's engine: applies a `Step` to the replicated state, runs its layers on the entries, draws tokens.
 
 No sockets, no asyncio, no clock of its own. The rank's process calls, for every step and in this order:
 `prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, then `execute`.
 
 What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
-forward pass that raises is repeated entry by entry, so that only those which fail by themselves end. State that
+forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
+other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch. State that
 disagrees with the controller's cannot be mended, and raises.
+
+Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
+the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -41,12 +46,30 @@ class Model(Protocol):
     """What the executor needs of a model; `Transformer` is one."""
 
     def forward(
-        self, token_ids: Tensor, positions: Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
+        self, tokens_or_hidden: Tensor, positions: Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
     ) -> Tensor:
-        """Hidden states [rows, hidden] of int64 [rows] tokens; K and V of the rows are written to the pool."""
+        """Hidden states [rows, hidden] of int64 [rows] tokens, or of the previous stage's hidden states.
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [rows, vocab]."""
+        K and V of the rows are written to the pool.
+        """
+
+    def logits(self, hidden: Tensor) -> Tensor | None:
+        """float32 [rows, vocab]; None on a rank that only contributes to another's."""
+
+
+class Pipeline(Protocol):
+    """The other stages and tensor ranks, as one rank sees them; `Grid` is one."""
+
+    is_first_stage: bool
+    is_last_stage: bool
+
+    def send_hidden(self, hidden: Tensor) -> None: ...
+
+    def receive_hidden(self, rows: int) -> Tensor: ...
+
+    def send_tokens(self, ids: Sequence[int]) -> None: ...
+
+    def receive_tokens(self, count: int) -> list[int]: ...
 
 
 @dataclass(slots=True)
@@ -75,11 +98,23 @@ class _Sequence:
     def length(self) -> int:
         return len(self.prompt) + self._output_count
 
+    unknown: int = 0  # of the last outputs, those that were drawn elsewhere and have not come yet
+
     def append(self, token: int) -> None:
         if self._output_count == len(self._outputs):
             self._outputs = np.concatenate([self._outputs, np.empty_like(self._outputs)])
         self._outputs[self._output_count] = token
         self._output_count += 1
+
+    def expect(self) -> None:
+        """Another rank draws the next token; a zero stands for it."""
+        self.append(0)
+        self.unknown += 1
+
+    def learn(self, token: int) -> None:
+        """The first of the tokens that were expected."""
+        self._outputs[self._output_count - self.unknown] = token
+        self.unknown -= 1
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Ids at positions `start .. stop` (exclusive), which lie inside the history."""
@@ -102,7 +137,7 @@ class _Part:
 
 
 class Executor:
-    """Runs steps on one rank that holds the whole model."""
+    """Runs steps on one rank: the whole model, or with `pipeline` its part of it."""
 
     def __init__(
         self,
@@ -114,6 +149,7 @@ class Executor:
         clock: Callable[[], float],
         epoch: int = 0,
         device: torch.device | str = "cpu",
+        pipeline: Pipeline | None = None,
         mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
     ) -> None:
         """`clock` gives seconds; `mask_for` gives an admitted sequence's logits mask, if it has one."""
@@ -126,6 +162,8 @@ class Executor:
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
         self._device = torch.device(device)
+        self._pipeline = pipeline
+        self._expected: deque[list[_Sequence]] = deque()  # of each step whose tokens have not come yet
         self._mask_for = mask_for
         self._prompts: dict[str, _Prompt] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -185,7 +223,7 @@ class Executor:
             self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
 
     def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done:
-        """Apply grows and admits, run the entries, and draw.
+        """Apply grows and admits, run the entries, and draw; what is drawn elsewhere is not in the result.
 
         `on_forward_done` is called between the forward pass and the drawing: the stage is free then.
 
@@ -197,9 +235,10 @@ class Executor:
         failures: list[EntryFailed] = []
         parts = [part for entry in step.entries if (part := self._part(entry, failures)) is not None]
         with torch.inference_mode():
-            computed = _run_guarded(self._forward, parts, failures)
+            run = _run_guarded if self._pipeline is None else _run_in_lock_step
+            computed = run(self._forward, parts, failures)
             on_forward_done()
-            drawn = _run_guarded(self._draw, [part for part in computed if part.entry.samples], failures)
+            drawn = run(self._draw, [part for part in computed if part.entry.samples], failures)
         samples = [self._take(part, result, failures) for part, result in drawn]
         return Done(
             step_id=step.step_id,
@@ -300,14 +339,15 @@ class Executor:
         for part in parts:
             spans.append(SequenceSpan(row, part.stop - part.start, part.start, part.sequence.table))
             row += part.stop - part.start
-        ids = np.concatenate([part.sequence.tokens(part.start, part.stop) for part in parts])
         positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
         hidden = self._model.forward(
-            torch.from_numpy(ids.astype(np.int64)).to(self._device),
+            self._input(parts, row).to(self._device),
             torch.from_numpy(positions).to(self._device),
             spans,
             self._kv_cache,
         )
+        if self._pipeline is not None and not self._pipeline.is_last_stage:
+            self._pipeline.send_hidden(hidden)
         for part in parts:
             part.sequence.computed = max(part.sequence.computed, part.stop)
         return [
@@ -315,10 +355,37 @@ class Executor:
             for part, span in zip(parts, spans, strict=True)
         ]
 
+    def _input(self, parts: Sequence[_Part], rows: int) -> Tensor:
+        """Token ids, int64 [rows], on the first stage; on others what the stage before has made of them."""
+        if self._pipeline is not None:
+            if not self._pipeline.is_first_stage:
+                return self._pipeline.receive_hidden(rows)
+            while any(part.sequence.unknown for part in parts):
+                sequences = self._expected.popleft()
+                for sequence, token in zip(
+                    sequences, self._pipeline.receive_tokens(len(sequences)), strict=True
+                ):
+                    sequence.learn(token)
+        ids = np.concatenate([part.sequence.tokens(part.start, part.stop) for part in parts])
+        return torch.from_numpy(ids.astype(np.int64))
+
     def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:
+        """What this rank draws: nothing where another one does, whose tokens are then expected."""
         rows = [part.hidden for part in parts if part.hidden is not None]
         samplers = [part.sequence.sampler for part in parts if part.sequence.sampler is not None]
-        return list(zip(parts, draw(self._model.logits(torch.stack(rows)), samplers), strict=True))
+        pipeline = self._pipeline
+        logits = self._model.logits(torch.stack(rows)) if pipeline is None or pipeline.is_last_stage else None
+        if logits is None:
+            assert pipeline is not None
+            for part in parts:
+                part.sequence.expect()
+            if pipeline.is_first_stage:
+                self._expected.append([part.sequence for part in parts])
+            return []
+        drawn = draw(logits, samplers)
+        if pipeline is not None:
+            pipeline.send_tokens([-1 if isinstance(result, Undrawable) else result.token for result in drawn])
+        return list(zip(parts, drawn, strict=True))
 
     def _take(self, part: _Part, result: Drawn | Undrawable, failures: list[EntryFailed]) -> Sample | None:
         if isinstance(result, Undrawable):
@@ -337,6 +404,13 @@ class Executor:
 
     def _parted(self, step: Step, detail: str) -> PartFailed:
         return PartFailed(f"step {step.step_id}: this rank and the controller disagree: {detail}")
+
+
+def _run_in_lock_step(
+    run: Callable[[Sequence[_Part]], list[_Result]], parts: Sequence[_Part], _failures: list[EntryFailed]
+) -> list[_Result]:
+    """`run` all parts at once; other ranks wait for what it sends, so it cannot be tried again."""
+    return run(parts) if parts else []
 
 
 def _run_guarded(

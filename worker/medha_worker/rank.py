@@ -23,16 +23,18 @@ from pydantic import BaseModel, ConfigDict
 from medha.api import MedhaReplicaSpec, quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
 from medha.messages import RankFault, RankReady, Shutdown, StageFree, Step, Tokens
+from medha.topology import Topology, stage_layers
 from medha.wire import tokens_from_frame
 from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
+from medha_worker.grid import Grid
 from medha_worker.link import Link, rank_identity
 from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import Progress
+from medha_worker.model.weights import Progress, Shard
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.warmup import WarmUp, warm_up
 
@@ -55,6 +57,8 @@ class RankSettings(BaseModel):
     """ZeroMQ endpoint of the controller's control link for ranks."""
     tokens: str
     """ZeroMQ endpoint of its token link."""
+    rendezvous: str | None = None
+    """Where ranks meet for the data plane, `tcp://host:port` of rank 0; none where there is one rank."""
     log_level: str = "info"
 
 
@@ -67,6 +71,7 @@ class Rank:
         identity = rank_identity(settings.rank)
         self._control = Link.connect(self._context, settings.control, identity)
         self._tokens = Link.connect(self._context, settings.tokens, identity)
+        self._grid: Grid | None = None
         self._stopping = False
         self._loading = True
 
@@ -104,15 +109,22 @@ class Rank:
         self._control.close()
         self._tokens.close()
         self._context.term()
+        if self._grid is not None:
+            self._grid.close()
 
     def _run_step(self, executor: Executor, step: Step) -> None:
         executor.prepare(step)
         self._take_tokens(executor, step)
 
-        def stage_is_free() -> None:
-            self._control.send(StageFree(step.step_id, stage=0))
+        grid = self._grid
 
-        self._control.send(executor.execute(step, stage_is_free))
+        def stage_is_free() -> None:
+            if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
+                self._control.send(StageFree(step.step_id, stage=0))
+
+        done = executor.execute(step, stage_is_free)
+        if grid is None or grid.rank == grid.drawing_rank:
+            self._control.send(done)
 
     def _take_tokens(self, executor: Executor, step: Step) -> None:
         """Read token ids until the step lacks none."""
@@ -129,18 +141,22 @@ class Rank:
         settings, spec = self._settings, self._settings.spec
         started = time.monotonic()
         keep_freed_memory()
-        ranks_here = spec.parallelism.tensor * spec.parallelism.stream * spec.parallelism.kv
-        torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // ranks_here))
+        topology = Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv)
+        torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // topology.ranks))
         config = ModelConfig.from_directory(
             settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
         )
         dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
         _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
+        shard = _shard(config, topology, settings.rank)
+        grid = self._grid = self._meet(topology, config, dtype)
         model = Transformer.load(
             settings.model_directory,
             config,
+            shard,
             dtype=dtype,
             kernels=choose_kernels(config, dtype, torch.device("cpu")),
+            group=grid.tensor_group if grid is not None else None,
             progress=_log_progress(time.monotonic),
         )
         scheduling = spec.scheduling
@@ -152,7 +168,7 @@ class Rank:
             clock=time.perf_counter,
         )
         _log.info("warmed up: %s", warm.profile)
-        kv_cache = self._new_pool(config, model, warm, ranks_here)
+        kv_cache = self._new_pool(config, model, warm, topology.ranks)
         executor = Executor(
             model,
             kv_cache,
@@ -160,6 +176,7 @@ class Rank:
             eos_token_ids=eos_token_ids(settings.model_directory),
             clock=time.perf_counter,
             device=model.device,
+            pipeline=grid,
         )
         ready = RankReady(
             rank=settings.rank,
@@ -190,10 +207,39 @@ class Rank:
             weights_bytes=model.weights_bytes,
             activation_bytes=warm.activation_bytes,
         )
-        return model.new_kv_cache(pool_blocks(request, host_free_bytes(ranks_here)), cache.block_size_tokens)
+        blocks = pool_blocks(request, host_free_bytes(ranks_here))
+        if self._grid is not None:
+            blocks = self._grid.smallest(blocks)  # all ranks replay one ledger
+        return model.new_kv_cache(blocks, cache.block_size_tokens)
+
+    def _meet(self, topology: Topology, config: ModelConfig, dtype: torch.dtype) -> Grid | None:
+        """The other ranks, if there are any."""
+        if topology.ranks == 1:
+            return None
+        settings = self._settings
+        assert settings.rendezvous is not None, "who starts several ranks says where they meet"
+        return Grid(
+            topology,
+            settings.rank,
+            settings.rendezvous,
+            hidden_size=config.hidden_size,
+            dtype=dtype,
+            meet_seconds=settings.spec.lifecycle.ready_seconds,
+        )
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _shard(config: ModelConfig, topology: Topology, rank: int) -> Shard:
+    """The layers and slices of a rank; the stage with the output head gets fewer layers."""
+    here = topology.coordinates(rank)
+    layer_weights = (
+        config.linear_flops_per_token / 2 - config.vocab_size * config.hidden_size
+    ) / config.num_layers
+    head_cost = config.vocab_size * config.hidden_size / layer_weights
+    layers = stage_layers(config.num_layers, topology.stream, head_cost_layers=head_cost)[here.stream]
+    return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 
 
 def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> int:

@@ -78,14 +78,18 @@ def warm_up(
             row += work.count
         positions = torch.cat([torch.arange(work.context, work.context + work.count) for work in works])
         hidden = model.forward(
-            torch.zeros(rows, dtype=torch.int64, device=model.device),
+            torch.zeros(rows, dtype=torch.int64, device=model.device)
+            if model.shard.is_first_stage
+            else torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=model.device),
             positions.to(model.device),
             spans,
             scratch,
         )
-        last_rows = torch.tensor([span.row_start + span.row_count - 1 for span in spans])
-        drawn = [_sampler(sampling, model.config.vocab_size)] * len(works)
-        draw(model.logits(hidden[last_rows]), drawn)
+        if model.shard.is_last_stage:
+            last_rows = torch.tensor([span.row_start + span.row_count - 1 for span in spans])
+            logits = model.logits(hidden[last_rows])
+            if logits is not None:
+                draw(logits, [_sampler(sampling, model.config.vocab_size)] * len(works))
         return clock() - started
 
     try:

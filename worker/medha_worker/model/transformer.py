@@ -13,6 +13,7 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.rope import inverse_frequencies, rotation_table
+from medha_worker.model.tensor_group import Alone, TensorGroup
 from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
 
 # Rows of the MLP computed together on a CPU.
@@ -22,8 +23,8 @@ _MLP_ROWS = 512
 class Transformer:
     """One rank's layers of a model, ready to run.
 
-    Tensor parallelism needs an all-reduce after attention and after the MLP, which this class does not have yet:
-    it runs shards of `tensor_size` 1.
+    With tensor parallelism the ranks of `group` run in lock-step, and add up what they computed after attention, after
+    the MLP, and after the lookup of embeddings (Megatron-LM's split).
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Transformer:
         weights: Weights,
         *,
         kernels: Kernels | None = None,
+        group: TensorGroup | None = None,
     ) -> None:
-        assert shard.tensor_size == 1
+        assert shard.tensor_size == 1 or group is not None, "slices of layers add up to nothing alone"
+        self._group = group or Alone()
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -54,6 +57,7 @@ class Transformer:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         kernels: Kernels | None = None,
+        group: TensorGroup | None = None,
         progress: Progress | None = None,
     ) -> "Transformer":
         """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
@@ -61,11 +65,11 @@ class Transformer:
         weights = load_weights(
             directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
         )
-        return cls(config, shard, weights, kernels=kernels)
+        return cls(config, shard, weights, kernels=kernels, group=group)
 
     def with_kernels(self, kernels: Kernels) -> "Transformer":
         """The same weights, computed by other kernels."""
-        return Transformer(self.config, self.shard, self._weights, kernels=kernels)
+        return Transformer(self.config, self.shard, self._weights, kernels=kernels, group=self._group)
 
     @property
     def weights_bytes(self) -> int:
@@ -109,7 +113,7 @@ class Transformer:
             Hidden states, [rows, hidden_size], before the final norm.
         """
         if self._weights.embedding is not None:
-            hidden = F.embedding(tokens_or_hidden, self._weights.embedding)
+            hidden = self._embed(tokens_or_hidden, self._weights.embedding)
         else:
             hidden = tokens_or_hidden.clone()
         step = _Step(spans, kv_cache, self.kernels.attention.plan(spans, kv_cache.block_tokens))
@@ -120,11 +124,26 @@ class Transformer:
         return hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Next-token logits, float32 [rows, vocab_size], of those rows of the last stage's result that need them."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Next-token logits of those rows of the last stage's result that need them.
+
+        float32 [rows, vocab_size] on tensor rank 0, which draws; None on the other ranks of its group.
+        """
         assert self._weights.final_norm is not None, "only the last stage has the output head"
         assert self._weights.head is not None
-        return (self._norm(hidden, self._weights.final_norm) @ self._weights.head).float()
+        own = (self._norm(hidden, self._weights.final_norm) @ self._weights.head).float()
+        widths = [rows.stop - rows.start for rows in self.shard.vocabulary(self.config)]
+        return self._group.gather_last_dim(own, widths)
+
+    def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Hidden states, [rows, hidden_size], of token ids; each rank knows a slice of the vocabulary."""
+        if self.shard.tensor_size == 1:
+            return F.embedding(token_ids, embedding)
+        local = token_ids - self._weights.vocab_start
+        is_foreign = (local < 0) | (local >= embedding.shape[0])
+        hidden = F.embedding(local.masked_fill(is_foreign, 0), embedding).masked_fill_(is_foreign[:, None], 0)
+        self._group.all_reduce(hidden)
+        return hidden
 
     def _layer(
         self,
@@ -146,7 +165,7 @@ class Transformer:
         else:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
         attended = step.attend(index, q, k, v).view(rows, -1)
-        _add_linear(hidden, attended, layer.output, layer.output_bias)
+        self._add_linear(hidden, attended, layer.output, layer.output_bias)
 
         # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
         together = _MLP_ROWS if self.device.type == "cpu" else rows
@@ -159,7 +178,20 @@ class Transformer:
         """hidden += down(silu(gate(x)) * up(x)) of the normed rows; `wide` is scratch memory."""
         normed = self._norm(hidden, layer.post_norm)
         gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
-        _add_linear(hidden, self.kernels.rows.silu_multiply(gate_up), layer.down, layer.down_bias)
+        self._add_linear(hidden, self.kernels.rows.silu_multiply(gate_up), layer.down, layer.down_bias)
+
+    def _add_linear(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """hidden += x @ weight + bias, summed over the ranks; on one rank in one pass over memory."""
+        if self.shard.tensor_size == 1:
+            hidden.addmm_(x, weight)
+            if bias is not None:
+                hidden.add_(bias)
+            return
+        part = _linear(x, weight, bias)  # rank 0 alone has the bias
+        self._group.all_reduce(part)
+        hidden.add_(part)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)
@@ -188,12 +220,3 @@ def _linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
-
-
-def _add_linear(
-    hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """hidden += x @ weight + bias, in one pass over memory."""
-    hidden.addmm_(x, weight)
-    if bias is not None:
-        hidden.add_(bias)

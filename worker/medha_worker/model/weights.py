@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class Shard:
     def kv_heads(self, config: ModelConfig) -> int:
         """KV heads of this rank; where there are more ranks than KV heads, several hold the same one."""
         return max(1, config.num_kv_heads // self.tensor_size)
+
+    def vocabulary(self, config: ModelConfig) -> list[slice]:
+        """The vocabulary rows of each tensor rank: equal parts, the last ones shorter or empty."""
+        rows = -(-config.vocab_size // self.tensor_size)
+        edges = [min(rank * rows, config.vocab_size) for rank in range(self.tensor_size + 1)]
+        return [slice(first, last) for first, last in pairwise(edges)]
 
 
 @dataclass(frozen=True)
@@ -190,10 +197,7 @@ class _Reader:
             self._shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
 
         rank, size = shard.tensor_rank, shard.tensor_size
-        rows = -(-config.vocab_size // size)
-        self.vocab_rows = slice(
-            min(rank * rows, config.vocab_size), min((rank + 1) * rows, config.vocab_size)
-        )
+        self.vocab_rows = shard.vocabulary(config)[rank]
         q_width = shard.query_heads(config) * config.head_dim
         self._query_rows = slice(rank * q_width, (rank + 1) * q_width)
         kv_heads = shard.kv_heads(config)

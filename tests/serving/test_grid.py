@@ -1,0 +1,105 @@
+"""Several ranks serve as one does: tensor parallelism within a stage, stages in a pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+from .test_serving import reference_text, text_of
+
+SHAPES = [
+    pytest.param((2, 2), id="TP2 x SPP2"),
+    pytest.param((4, 1), id="TP4 x SPP1", marks=pytest.mark.long),  # more tensor ranks than KV heads
+    pytest.param((1, 2), id="TP1 x SPP2", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def grid(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    tensor, stream = request.param
+    port = free_port()
+    manifest = write_manifest(
+        tmp_path_factory.mktemp("grid") / "grid.yaml",
+        checkpoint,
+        port,
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 8192},
+        parallelism={"tensor": tensor, "stream": stream},
+        scheduling={"maxChunkTokens": 128},  # a prompt takes several chunks, and fills the pipeline
+        kvCache={"size": "16Mi"},
+    )
+    running = start(manifest, port, checkpoint)
+    yield running
+    stop(running)
+
+
+def complete(url: str, prompts: list[str], **options: object) -> list[str]:
+    """The texts of all prompts, asked at once."""
+
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none", max_retries=0) as client:
+            answers = [
+                client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, **options)  # type: ignore[call-overload]
+                for prompt in prompts
+            ]
+            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
+
+    return asyncio.run(run())
+
+
+PROMPTS = [text_of(words, seed=words) for words in (1, 3, 60, 130, 260, 500, 900, 1200)]
+
+
+def test_the_text_of_a_grid_is_transformers_text(grid: Served) -> None:
+    found = complete(grid.url, PROMPTS, temperature=0)
+    assert found == [reference_text(grid, prompt, 24) for prompt in PROMPTS]
+
+
+def test_a_grid_draws_what_one_rank_draws(grid: Served, served: Served) -> None:
+    """Penalties look at the tokens drawn before, which a rank may have drawn elsewhere."""
+    options = {"temperature": 0.9, "seed": 11, "presence_penalty": 1.0}
+    assert complete(grid.url, PROMPTS, **options) == complete(served.url, PROMPTS, **options)
+
+
+def test_clients_that_go_away_leave_nothing_on_any_rank(grid: Served) -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=grid.url, timeout=60) as http:
+            body = {"model": MODEL, "prompt": text_of(600, 1), "max_tokens": 2000, "ignore_eos": True}
+            asked = [
+                asyncio.create_task(http.post("/v1/completions", json=body | {"seed": i})) for i in range(12)
+            ]
+            for index, task in enumerate(asked):
+                await asyncio.sleep(0.02 * index)
+                task.cancel()
+
+    asyncio.run(run())
+    grid.wait_idle()
+
+
+def test_a_killed_rank_ends_the_whole(checkpoint: Path, tmp_path: Path) -> None:
+    """Until ranks are restarted; the others wait for it within a bound."""
+    port = free_port()
+    model = {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096}
+    shape = {"tensor": 1, "stream": 2}
+    manifest = write_manifest(
+        tmp_path / "grid.yaml", checkpoint, port, model=model, parallelism=shape, kvCache={"size": "16Mi"}
+    )
+    served = start(manifest, port, checkpoint)
+    try:
+        parts = served.parts()
+        ranks = [part for part in parts if "medha_worker.rank" in part.cmdline()]
+        assert len(ranks) == 2
+        os.kill(ranks[1].pid, signal.SIGKILL)
+        assert served.process.wait(timeout=30) == 1
+        assert not [part for part in parts if part.is_running()]
+    finally:
+        stop(served)
