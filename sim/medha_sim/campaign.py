@@ -133,11 +133,13 @@ CLAIMED_RATES = (0.75, 1.75)
 def runs(scale: Scale) -> list[Run]:
     """Every run of a scale, the most telling ones first."""
     chosen = [*_paper_runs(scale), *_grid_runs(scale)]
-    ordered = sorted(
-        enumerate(chosen),
-        key=lambda item: (item[1].seed, item[1].capacity != 1 or item[1].loongserve_speed != 1, item[0]),
-    )
-    return list(dict.fromkeys(run for _, run in ordered))
+    return list(dict.fromkeys(sorted(chosen, key=_order)))
+
+
+def _order(run: Run) -> tuple[int, bool, bool]:
+    """Seed by seed; in each the nominal runs before bands and what-ifs, and of the grid first what has a goal."""
+    goal = run.load is None or (run.long_share == GOAL_SHARE and run.load in GOAL_LOADS)
+    return run.seed, run.capacity != 1 or run.loongserve_speed != 1, not goal
 
 
 def _paper_runs(scale: Scale) -> Iterator[Run]:
