@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from medha.errors import WireInvalid
 from medha.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
-from medha.wire import VERSION, decode, encode, tokens_from_frame, tokens_to_frame
+from medha.wire import VERSION, decode, digest, encode, tokens_from_frame, tokens_to_frame
 
 RECORDED = Path(__file__).parent / "recorded" / "wire_v1.jsonl"
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -249,3 +249,12 @@ def test_a_payload_without_need_or_a_missing_one_is_our_own_bug() -> None:
         encode(Emit("a", ()), b"")
     with pytest.raises(AssertionError):
         encode(Tokens("p", 0, 0))
+
+
+def test_lists_of_messages_have_one_digest_exactly_if_they_are_equal() -> None:
+    first = Emit(id="a", tokens=(1, 2))
+    second = Emit(id="a", tokens=(1,), finish_reason="stop")
+    assert digest([first, second]) == digest([Emit(id="a", tokens=(1, 2)), second])
+    assert (
+        len({digest(messages) for messages in ([], [first], [second], [first, second], [second, first])}) == 5
+    )
