@@ -73,12 +73,13 @@ class Tally:
     what was added may leave a rounding error in the last digits.
     """
 
-    __slots__ = ("_attention", "_predictor", "sequences", "tokens")
+    __slots__ = ("_attention", "_predictor", "_works", "sequences", "tokens")
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self.tokens = 0  # that pass the linear layers
         self.sequences = 0  # that may be sampled
+        self._works = 0
         self._attention = 0.0  # of one layer, before correction
 
     def add(self, work: Work) -> None:
@@ -92,6 +93,7 @@ class Tally:
     def add_decodes(self, contexts_sum: int, count: int) -> None:
         """Put in `count` sequences of one query token each, behind `contexts_sum` tokens of KV together."""
         attention = self._predictor.profile.attention
+        self._works += count
         self.tokens += count
         self.sequences += count
         self._attention += count * attention.sequence_seconds
@@ -99,6 +101,8 @@ class Tally:
 
     def seconds(self) -> float:
         """`Predictor.stage_seconds` of all that is in."""
+        if self._works == 0:  # sums may keep a rounding error
+            return 0.0
         return self._predictor._stage(self.tokens, self.sequences, self._attention)
 
     def seconds_with(self, context: int, count: int) -> float:
@@ -121,6 +125,7 @@ class Tally:
         return low
 
     def _count(self, work: Work, sign: int) -> None:
+        self._works += sign
         if not work.attention_only:
             self.tokens += sign * work.count
             self.sequences += sign
@@ -187,6 +192,8 @@ class Predictor:
 
     def coupled_tally_seconds(self, lanes: Sequence[Tally], exchanged_queries: int) -> float:
         """`coupled_seconds` of tallies."""
+        if not any(lane._works for lane in lanes):
+            return 0.0
         tokens = max(lane.tokens for lane in lanes)
         sequences = max(lane.sequences for lane in lanes)
         attention = max(lane._attention for lane in lanes)
@@ -201,7 +208,7 @@ class Predictor:
     def explain(self, works: Iterable[Work], *, whole: bool = False) -> StepTerms:
         """The terms of `stage_seconds`, or where `whole`, of `latency_seconds`."""
         tally = self._tallied(works)
-        if not (tally.tokens or tally._attention):
+        if tally._works == 0:
             return StepTerms()
         profile, factor, stages = self.profile, self.correction, self.topology.stream
         tokens, rows = np.array([tally.tokens]), np.array([tally.sequences])
@@ -259,8 +266,6 @@ class Predictor:
 
     def _stage(self, tokens: int, sequences: int, attention: float) -> float:
         """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
-        if not (tokens or attention):
-            return 0.0
         in_layer = self._layer_seconds(tokens) + attention + self._attention_launch
         last = self._last_layers * in_layer + self._head_seconds(sequences)
         most = self._most_layers * in_layer
