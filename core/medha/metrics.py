@@ -81,6 +81,7 @@ ROUTER_METRICS = (
     Metric("medha_request_ttft_attainment", "counter", "requests", "Requests by whether their first token came within its target (`met`: `true` or `false`). Requests that failed before count as `false`, cancelled ones not at all.", (*_BY_CLASS_AND_LENGTH, "met")),
     Metric("medha_request_tpot_attainment", "counter", "requests", "Requests of two or more output tokens, by whether their TPOT stayed within its target.", (*_BY_CLASS_AND_LENGTH, "met")),
     Metric("medha_prompt_tokens", "counter", "tokens", "Prompt tokens of accepted requests; a prompt that is sampled n times counts once.", ("model",)),
+    Metric("medha_cached_prompt_tokens", "counter", "tokens", "Prompt tokens whose KV a replica had cached, of requests that got a first token.", ("model",)),
     Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without what ran past a stop string.", ("model",)),
     Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
     Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait here and those that replicas have."),
@@ -108,14 +109,18 @@ VLLM_ALIASES = (
     Metric("vllm:e2e_request_latency_seconds", "histogram", "seconds", "As `medha_request_seconds`.", _VLLM, _REQUEST_SECONDS),
     Metric("vllm:prompt_tokens", "counter", "tokens", "As `medha_prompt_tokens`.", _VLLM),
     Metric("vllm:generation_tokens", "counter", "tokens", "As `medha_output_tokens`.", _VLLM),
+    Metric("vllm:prefix_cache_queries", "counter", "tokens", "Prompt tokens of requests that got a first token: those that could have been cached.", _VLLM),
+    Metric("vllm:prefix_cache_hits", "counter", "tokens", "As `medha_cached_prompt_tokens`.", _VLLM),
     Metric("vllm:request_success", "counter", "requests", "Sequences that ended in tokens, by `stop` or `length`.", (*_VLLM, "finished_reason")),
 )  # fmt: skip
 """Names of vLLM (its v1/metrics/loggers.py) that a router exports too. Histograms and counters of the router
 carry `engine="router"`."""
 
 CONTROLLER_METRICS = (
-    Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `reserved` (not yet written), `used`.", ("lane", "state")),
+    Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `cached` (kept for their content until they are needed), `reserved` (not yet written), `used`.", ("lane", "state")),
     Metric("medha_kv_used_ratio", "gauge", "ratio", "Reserved share of all KV pools, 0 to 1."),
+    Metric("medha_prefix_cache_queried_tokens", "counter", "tokens", "Prompt tokens of admitted sequences, looked up in the prefix cache; samples that share a running prompt are not."),
+    Metric("medha_prefix_cache_hit_tokens", "counter", "tokens", "Those of them whose KV was there, so that they were not computed again."),
     Metric("medha_sequences_running", "gauge", "sequences", "Sequences that hold KV."),
     Metric("medha_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV."),
     Metric("medha_pending_prefill_seconds", "gauge", "seconds", "Predicted isolated prefill time of everything admitted or waiting."),

@@ -95,6 +95,15 @@ class KvPools:
         return sequence in self._held
 
     @property
+    def lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def blocks(self) -> int:
+        """Of all lanes together."""
+        return sum(lane.ledger.blocks for lane in self._lanes)
+
+    @property
     def free_tokens(self) -> int:
         """Tokens that can be reserved on all lanes together; what is only cached counts as free."""
         return sum(self.free_tokens_on(lane) for lane in range(len(self._lanes)))

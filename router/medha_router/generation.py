@@ -124,8 +124,9 @@ class Generation:
         assert plan is not None
         self.plan = plan
         self.terms = terms
-        self.prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
-        self._longest_prompt = max(len(prompt) for prompt in prepared.prompts)
+        self._prompt_lengths = [len(prompt) for prompt in prepared.prompts]
+        self.prompt_tokens = sum(self._prompt_lengths)
+        self._longest_prompt = max(self._prompt_lengths)
         self._ttft_target = ttft_target_seconds or terms.ttft_floor_seconds
         self._tpot_target = tpot_target_seconds or terms.tpot_target_seconds
         self._link = link
@@ -181,10 +182,8 @@ class Generation:
                 continue
             if outcome.tokens:
                 self._observe_tokens(outcome.id)
-            if outcome.cached_tokens and not choice.output_tokens:  # not of a sequence that is resumed
-                prompt_index = choice.index // self.plan.samples
-                most = max(outcome.cached_tokens, self._cached_tokens.get(prompt_index, 0))
-                self._cached_tokens[prompt_index] = most
+            if outcome.tokens:
+                self._observe_cached(choice.index // self.plan.samples, outcome.cached_tokens)
             before = choice.output_tokens
             piece = choice.feed(outcome)
             self._observer.output(self.plan.model, choice.output_tokens - before)
@@ -199,6 +198,12 @@ class Generation:
             yield piece
         self._outcome = reason
         self._observe_request()
+
+    def _observe_cached(self, prompt_index: int, cached_tokens: int) -> None:
+        """The first of a prompt's samples to get a token says how much of the prompt was cached."""
+        if prompt_index not in self._cached_tokens:
+            self._cached_tokens[prompt_index] = cached_tokens
+            self._observer.prompt_cached(self.plan.model, self._prompt_lengths[prompt_index], cached_tokens)
 
     def _observe_tokens(self, sequence_id: str) -> None:
         now = asyncio.get_running_loop().time()

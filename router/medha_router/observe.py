@@ -67,6 +67,12 @@ class Observer:
         self._count("medha_prompt_tokens", prompt_tokens, model)
         self._count("vllm:prompt_tokens", prompt_tokens, model, _ENGINE)
 
+    def prompt_cached(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
+        """A prompt got its first output token."""
+        self._count("medha_cached_prompt_tokens", cached_tokens, model)
+        self._count("vllm:prefix_cache_queries", prompt_tokens, model, _ENGINE)
+        self._count("vllm:prefix_cache_hits", cached_tokens, model, _ENGINE)
+
     def output(self, model: str, tokens: int) -> None:
         self._count("medha_output_tokens", tokens, model)
         self._count("vllm:generation_tokens", tokens, model, _ENGINE)

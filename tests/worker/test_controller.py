@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import zmq
@@ -23,6 +24,7 @@ from medha.messages import (
     Cancel,
     Done,
     Emit,
+    Extent,
     FetchBundle,
     RankFault,
     RankReady,
@@ -280,3 +282,29 @@ def test_a_named_profile_takes_the_place_of_the_ranks_own(tmp_path: Path) -> Non
         assert Profile.from_json(json.dumps(header["profile"])) == profile
     finally:
         stage.close()
+
+
+def test_what_is_cached_of_a_prompt_is_not_computed_again_and_counted(stage: Stage) -> None:
+    stage.ready()
+    stage.wait_for_ready_file()
+    for name in ("first", "second"):
+        stage.send_tokens(name)
+        stage.submit(name, prompt=name, sampling=Sampling(max_tokens=1))
+        while not (step := stage.step()).admits:
+            stage.finish(step)
+        (admit,), (entry,) = step.admits, step.entries
+        stage.finish(step, Sample(name, 7))
+        emit = stage.from_controller(Emit)
+        assert isinstance(emit, Emit)
+        found = 0 if name == "first" else 16
+        assert (admit.cached_tokens, emit.cached_tokens) == (found, found)
+        assert entry.extents == (Extent(found, 20 - found),), "only the rest, 20 tokens in all, is computed"
+        stage.finish(stage.step())
+    assert [(run.first, run.count) for run in admit.cached] == [(0, 1)]
+    text = ""
+    end = time.monotonic() + 20
+    while "hit_tokens_total 16.0" not in text and time.monotonic() < end:
+        text = httpx.get(json.loads(stage.ready_file.read_text())["metrics_url"]).text
+    assert "medha_prefix_cache_hit_tokens_total 16.0" in text
+    assert "medha_prefix_cache_queried_tokens_total 40.0" in text
+    assert 'medha_kv_blocks{lane="0",state="cached"} 1.0' in text

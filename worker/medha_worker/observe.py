@@ -6,6 +6,7 @@ it led to, and at the state behind. The simulator can be drawn on the same panel
 
 from __future__ import annotations
 
+from collections import Counter as Counted
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Observer:
         self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
         self._malformed = malformed
-        self._malformed_before = 0
+        self._totals = Counted[str]()
         self._launched: dict[int, _Launched] = {}
 
     def observe(
@@ -104,25 +105,35 @@ class Observer:
 
     def state(self, core: ReplicaController) -> None:
         """Set the gauges; it looks at every request, so drivers call it when they announce their load."""
-        load = core.load()
-        ledger = core.ledger
-        used = min(
-            ledger.held_blocks, sum(ledger.blocks_for(request.computed) for request in core.requests())
-        )
-        for state, blocks in (
-            ("free", ledger.free_blocks),
-            ("used", used),
-            ("reserved", ledger.held_blocks - used),
-        ):
-            self._gauges["medha_kv_blocks"].labels(lane="0", state=state).set(blocks)
-        self._gauges["medha_kv_used_ratio"].set(ledger.held_blocks / max(ledger.blocks, 1))
+        load, pools = core.load(), core.pools
+        written = Counted[int]()  # blocks with KV, by lane
+        for request in core.requests():
+            if request.shard_map is not None:
+                for lane, tokens in request.shard_map.local_lengths(request.computed).items():
+                    written[lane] += pools.ledger(lane).blocks_for(tokens)
+        for lane in range(pools.lanes):
+            ledger = pools.ledger(lane)
+            used = min(ledger.held_blocks, written[lane])  # what is shared is written once
+            for state, blocks in (
+                ("free", ledger.free_blocks),
+                ("cached", ledger.remembered_blocks),
+                ("used", used),
+                ("reserved", ledger.held_blocks - used),
+            ):
+                self._gauges["medha_kv_blocks"].labels(lane=str(lane), state=state).set(blocks)
+        self._gauges["medha_kv_used_ratio"].set(pools.held_blocks / max(pools.blocks, 1))
+        self._count_up("medha_prefix_cache_queried_tokens", pools.queried_tokens)
+        self._count_up("medha_prefix_cache_hit_tokens", pools.hit_tokens)
         self._gauges["medha_sequences_running"].set(load.running)
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
         self._gauges["medha_epoch"].set(core.epoch)
-        malformed = self._malformed()
-        self._counters["medha_malformed_messages"].inc(malformed - self._malformed_before)
-        self._malformed_before = malformed
+        self._count_up("medha_malformed_messages", self._malformed())
+
+    def _count_up(self, name: str, total: int) -> None:
+        """Bring a counter to a total that is counted elsewhere."""
+        self._counters[name].inc(total - self._totals[name])
+        self._totals[name] = total
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> str:
