@@ -155,7 +155,7 @@ class Rank:
             config,
             shard,
             dtype=dtype,
-            kernels=choose_kernels(config, dtype, torch.device("cpu")),
+            kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
             group=grid.tensor_group if grid is not None else None,
             progress=_log_progress(time.monotonic),
         )

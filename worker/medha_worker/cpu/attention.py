@@ -93,6 +93,7 @@ class _CpuStep:
     ) -> torch.Tensor:
         rows, query_heads, head_dim = q.shape
         assert rows == self._rows
+        assert query_heads == k.shape[1] * self._backend.group
         assert q.stride()[1:] == (head_dim, 1)
         assert pool_keys.stride() == pool_values.stride()
         if self._tasks is None:

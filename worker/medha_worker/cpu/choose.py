@@ -10,19 +10,26 @@ from medha_worker.cpu.openmp import torchs_openmp
 from medha_worker.cpu.rows import CompiledRows
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
+from medha_worker.model.weights import Shard
 
 
-def choose_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
-    """The compiled ones for float32 on a CPU where its sizes fill vector registers, else plain torch."""
+def choose_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
+) -> Kernels:
+    """The compiled ones for float32 on a CPU where a rank's sizes fill vector registers, else plain torch.
+
+    `shard` is the rank's part of the model; by default all of it.
+    """
+    shard = shard or Shard.whole(config)
     openmp = torchs_openmp()
     if dtype != torch.float32 or device.type != "cpu" or openmp is None:
         return Kernels()
     lanes = Target.of_host().lanes
-    group = config.num_query_heads // config.num_kv_heads
+    group = shard.query_heads(config) // shard.kv_heads(config)
     kernels = Kernels()
     if config.head_dim % lanes == 0:
         kernels = Kernels(CpuAttention(config.head_dim, group, openmp), kernels.rows)
-    sizes = config.hidden_size, config.intermediate_size, config.head_dim // 2
+    sizes = config.hidden_size, config.intermediate_size // shard.tensor_size, config.head_dim // 2
     if all(size % lanes == 0 for size in sizes):
         kernels = Kernels(kernels.attention, CompiledRows(openmp))
     return kernels

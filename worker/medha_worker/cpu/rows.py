@@ -25,9 +25,12 @@ class CompiledRows:
 
     def __init__(self, openmp: OpenMP) -> None:
         self._openmp = openmp
-        self._module = compiled_rows(Target.of_host().lanes)
+        self._lanes = Target.of_host().lanes
+        self._module = compiled_rows(self._lanes)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        assert x.stride(-1) == 1
+        assert x.shape[-1] % self._lanes == 0
         rows = x if x.dim() == 3 else x[:, None]
         output = torch.empty(rows.shape)
         self._run(
@@ -42,11 +45,16 @@ class CompiledRows:
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         rows, count, head_dim = heads.shape
         assert heads.stride()[1:] == (head_dim, 1)
+        assert head_dim % (2 * self._lanes) == 0
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
         addresses = heads.data_ptr(), cos.data_ptr(), sin.data_ptr()
         self._run("rotate", heads.numel(), rows, count, head_dim // 2, heads.stride(0), *addresses)
 
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        assert gate_up.is_contiguous()
+        assert size % self._lanes == 0
         output = torch.empty(rows, size)
         self._run("silu_multiply", output.numel(), rows, size, gate_up.data_ptr(), output.data_ptr())
         return output
