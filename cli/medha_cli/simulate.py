@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -21,6 +21,7 @@ from medha.topology import Topology
 from medha_cli.manifest import read_manifest
 
 if TYPE_CHECKING:
+    from medha_sim.report import Runs
     from medha_sim.scenario import Deployment
     from medha_sim.study import Observer, RunKey, StudyResult, WorkloadSpec
 
@@ -153,8 +154,8 @@ def command(
       medha simulate examples/tiny.yaml --trace traffic.csv --columns time,in,out -p lars
       medha simulate --conversations --rate 0.5 -p lars
     """
-    _require_plotly()
-    from medha_sim.report import table_rows, write_report
+    require_plotly()
+    from medha_sim.report import of_study, write_report
     from medha_sim.scenario import Disturbance
     from medha_sim.study import StudySpec, measured_capacity, run_study
 
@@ -173,7 +174,7 @@ def command(
     spec = StudySpec(
         deployment=_deployment(manifest, model, hardware, topology, replicas),
         workload=workload,
-        systems=_policies(policies),
+        systems=policy_names(policies),
         seeds=(1,) if quick else tuple(range(1, seeds + 1)),
         duration_seconds=min(duration, QUICK_SECONDS) if quick else duration,
         loads=_loads(load) if by_load else (),
@@ -181,7 +182,7 @@ def command(
         disturbance=Disturbance(bias, noise),
     )
     spec.deployment.kv_tokens()  # what does not fit is said before anything runs
-    _require_writable(out)
+    require_writable(out)
     capacity_rate = None
     if spec.loads:
         with console.status("measuring the capacity"):
@@ -192,8 +193,8 @@ def command(
     if not result.runs:
         console.print("interrupted before anything was done")
         sys.exit(INTERRUPTED_STATUS)
-    _print_table(console, result, table_rows)
-    beside = write_report(result, out)
+    print_tables(console, result.runs)
+    beside = write_report(of_study(result), out)
     console.print(f"page: {out}   figures: {beside}", soft_wrap=True)
     if result.interrupted:
         console.print(f"interrupted: {len(result.runs)} of {result.planned} runs are in it")
@@ -252,7 +253,8 @@ def _workload(
     )
 
 
-def _policies(text: str) -> tuple[str, ...]:
+def policy_names(text: str) -> tuple[str, ...]:
+    """The policies of an option, each once."""
     from medha_sim.study import POLICIES
 
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -289,14 +291,14 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _require_plotly() -> None:
+def require_plotly() -> None:
     if importlib.util.find_spec("plotly") is None:
         raise ConfigInvalid(
             "the simulator's report needs plotly, which is not installed: pip install 'medha[sim]'"
         )
 
 
-def _require_writable(out: Path) -> None:
+def require_writable(out: Path) -> None:
     if not out.resolve().parent.is_dir():
         raise ConfigInvalid(f"--out is {out}, whose folder does not exist; make it or choose another")
     if out.suffix == ".json":
@@ -320,10 +322,11 @@ def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> 
         return run(observe)
 
 
-def _print_table(console: Console, result: StudyResult, table_rows: Callable[..., Any]) -> None:
-    from medha_sim.report import comparable
+def print_tables(console: Console, all_runs: Runs) -> None:
+    """One table for each load: what is measured by row, systems by column."""
+    from medha_sim.report import comparable, table_rows
 
-    runs = comparable(result.runs)
+    runs = comparable(all_runs)
     for load in dict.fromkeys(key.load for key, _ in runs):
         title = "" if load is None else f"offered load {load:g}"
         table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")

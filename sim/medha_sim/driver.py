@@ -65,6 +65,8 @@ class Arrival:
     kind: str = "short"
     service_class: str = "default"
     max_tokens: int | None = None  # what the client names; None: it names none
+    prompt: str = ""  # requests that name one prompt share its KV; "": a prompt of its own
+    block_hashes: str = ""  # of the prompt, by the replica's block size, where a recorded log has them
     conversation: str = ""  # turns of one conversation continue each other's prompts
 
 
@@ -257,7 +259,7 @@ class Simulation:
             )
         )
         sampling = Sampling(max_tokens=arrival.max_tokens)
-        prompt = arrival.id
+        prompt = arrival.prompt or arrival.id
         if self._router is not None:
             router = self._router
             prefix: Prefix = ()
@@ -285,6 +287,7 @@ class Simulation:
             tpot_target_seconds=arrival.tpot_target_seconds,
             service_class=arrival.service_class,
             sampling=sampling,
+            block_hashes=arrival.block_hashes,
         )
         self.to_replica(next(iter(self._replicas)), submit, now + self._latencies.client_seconds)
 

@@ -178,8 +178,8 @@ class Executor:
                 left_first = at
             at += timing.transit_seconds
         busiest = max(timing.stage_seconds)
-        done = Done(step.step_id, self._samples(step), compute_seconds=busiest)
-        free = StageFree(step.step_id, 0)
+        done = Done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
+        free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds
         return Launched(((left_first + message, free), (at + message, done)), timing)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from math import isfinite
 from pathlib import Path
@@ -24,6 +25,13 @@ Figure = Any  # plotly has no types
 
 _COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
 _HEIGHT = 380
+_MOST_WARNINGS = 12
+_MANY_UNDECIDED = 0.05  # share of requests
+_METHOD = (
+    "The controllers and the router are the ones that serve; step times are predicted, and attention on data-centre "
+    "accelerators is known to about 30 %. A TTFT target is decided once the first token came or the deadline passed; "
+    "requests still inside it at the end are “undecided” and left out."
+)
 _STYLE = """
 :root { color-scheme: light; font: 15px/1.5 system-ui, sans-serif; color: #1f2328; }
 body { max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
@@ -37,33 +45,54 @@ th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 """
 
 
-def write_report(result: StudyResult, html: Path) -> Path:
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a page says, besides what the runs say themselves."""
+
+    title: str
+    paragraphs: tuple[str, ...]
+    runs: Runs
+    document: Summary  # the JSON
+    warnings: tuple[str, ...] = ()
+
+
+def of_study(result: StudyResult) -> Report:
+    """The report of a study."""
+    return Report(
+        title="Medha under a virtual clock",
+        paragraphs=(_description(result), _METHOD),
+        runs=result.runs,
+        document=result.as_json(),
+        warnings=tuple(_warnings(result)),
+    )
+
+
+def write_report(report: Report, html: Path) -> Path:
     """Write the page and, beside it, the JSON, whose path is returned."""
-    document = result.as_json()
     beside = html.with_suffix(".json")
-    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    html.write_text(page(result), encoding="utf-8")
+    beside.write_text(json.dumps(report.document, indent=1) + "\n", encoding="utf-8")
+    html.write_text(page(report), encoding="utf-8")
     return beside
 
 
-def page(result: StudyResult) -> str:
+def page(report: Report) -> str:
     """The HTML page."""
-    runs = comparable(result.runs)
+    runs = comparable(report.runs)
     central = [(key, summary) for key, summary in runs if key.capacity == 1]
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        "<meta name='viewport' content='width=device-width'><title>Medha: simulation</title>",
+        f"<meta name='viewport' content='width=device-width'><title>{escape(report.title)}</title>",
         f"<style>{_STYLE}</style><script>{get_plotlyjs()}</script></head><body>",
-        _head(result),
-        _warnings(result, central),
+        f"<h1>{escape(report.title)}</h1>",
+        *(f"<p class='note'>{escape(paragraph)}</p>" for paragraph in report.paragraphs),
+        *(f"<p class='warn'>{escape(warning)}</p>" for warning in report.warnings[:_MOST_WARNINGS]),
     ]
     for load in dict.fromkeys(key.load for key, _ in central):
         at_load = [(key, summary) for key, summary in runs if key.load == load]
         if load is not None:
             parts.append(f"<h2>Offered load {load:g}</h2>")
         parts += _sections(at_load)
-    loads = {key.load for key, _ in central}
-    if len(loads) > 1:
+    if len({key.load for key, _ in central}) > 1:
         parts.append("<h2>Over the offered load</h2>")
         parts.append(_plot(_over_load(central)))
     parts.append("</body></html>")
@@ -122,7 +151,7 @@ def _cell(runs: Runs, value: Callable[[Summary], float | None], format_: Callabl
 # --- the parts of the page ---------------------------------------------------------------------------
 
 
-def _head(result: StudyResult) -> str:
+def _description(result: StudyResult) -> str:
     spec, deployment = result.spec, result.spec.deployment
     workload = spec.workload
     described = {
@@ -131,46 +160,42 @@ def _head(result: StudyResult) -> str:
         "conversations": "conversations of several turns",
         "trace": f"the trace {workload.trace}",
     }[workload.shape]
-    capacity = ""
-    if result.capacity_rate is not None:
-        capacity = f" Capacity, measured with a backlog: {result.capacity_rate:.3f} requests/s."
-    band = ""
-    if spec.band:
-        band = (
-            f" In brackets: the least and the greatest mean with ranks {spec.band:.0%} slower and faster "
-            "than the profile says."
-        )
-    rate = f" at {workload.rate:g} requests/s" if workload.rate is not None and not spec.loads else ""
-    return (
-        "<h1>Medha under a virtual clock</h1>"
-        f"<p class='note'>{escape(deployment.model.name)} on {deployment.topology.ranks * deployment.replicas} "
-        f"{escape(deployment.hardware.name)} ({escape(str(deployment.topology))}"
-        f"{f', {deployment.replicas} replicas' if deployment.replicas > 1 else ''}; "
-        f"{deployment.kv_tokens():,} KV tokens a lane). {escape(described)}{rate}, "
-        f"{spec.duration_seconds:g} s each, seeds {', '.join(map(str, spec.seeds))}.{capacity}{band}</p>"
-        "<p class='note'>The controllers and the router are the ones that serve; step times are predicted, and "
-        "attention on this hardware is known to about 30 %. A TTFT target is decided once the first token came or "
-        "the deadline passed; requests still inside it at the end are “undecided” and left out.</p>"
+    if workload.rate is not None and not spec.loads:
+        described += f" at {workload.rate:g} a second"
+    shape = f"{deployment.topology}" + (
+        f", {deployment.replicas} replicas" if deployment.replicas > 1 else ""
     )
+    devices = deployment.topology.ranks * deployment.replicas
+    text = (
+        f"{deployment.model.name} on {devices} {deployment.hardware.name} ({shape}; "
+        f"{deployment.kv_tokens():,} KV tokens a lane). {described[0].upper()}{described[1:]}, "
+        f"{spec.duration_seconds:g} s each, seeds {', '.join(map(str, spec.seeds))}."
+    )
+    if result.capacity_rate is not None:
+        text += f" Capacity, measured with a backlog: {result.capacity_rate:.3f} requests a second."
+    if spec.band:
+        text += (
+            f" Whiskers and brackets: least and greatest with ranks {spec.band:.0%} slower and faster than the "
+            "profile says. ±: 95 % interval of the mean over seeds."
+        )
+    return text
 
 
-def _warnings(result: StudyResult, central: Runs) -> str:
-    warnings = []
+def _warnings(result: StudyResult) -> Iterable[str]:
     if result.interrupted:
-        warnings.append(
+        yield (
             f"Interrupted: {len(result.runs)} of {result.planned} runs are here, "
             f"{sum(summary['interrupted'] for _, summary in result.runs)} of them stopped on the way."
         )
-    for key, summary in central:
+    for key, summary in comparable(result.runs):
         figures = summary["all"]
-        if figures["ttft_undecided"] > 0.05 * max(figures["arrived"], 1):
-            warnings.append(
+        if key.capacity == 1 and figures["ttft_undecided"] > _MANY_UNDECIDED * max(figures["arrived"], 1):
+            yield (
                 f"{key}: {figures['ttft_undecided']} of {figures['arrived']} requests are undecided; simulate "
                 "longer to know more."
             )
         if figures["refused"] or figures["failed"]:
-            warnings.append(f"{key}: {figures['refused']} refused, {figures['failed']} failed.")
-    return "".join(f"<p class='warn'>{escape(warning)}</p>" for warning in warnings[:12])
+            yield f"{key}: {figures['refused']} refused, {figures['failed']} failed."
 
 
 def _sections(runs: Runs) -> Iterable[str]:

@@ -16,7 +16,7 @@ from medha.config import ReplicaConfig
 from medha.engine import ReplicaController
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
-from medha.messages import Announce
+from medha.messages import Announce, StepProfile
 from medha.predictor import TOKENS_PER_LANE, Chunking, Predictor
 from medha.profile import Profile
 from medha.routing import RouterCore
@@ -201,7 +201,7 @@ def disturbed(cost: StepCost, disturbance: Disturbance | None, generator: np.ran
 
 def card(name: str, config: ReplicaConfig, prefill_points: tuple[tuple[int, float], ...] = ()) -> Announce:
     """How a replica of `config` announces itself; the load in it is the driver's to fill in."""
-    kv_tokens = config.kv_tokens
+    kv_tokens = config.pool_tokens
     return Announce(
         replica=name,
         model=MODEL_NAME,
@@ -225,7 +225,7 @@ def card(name: str, config: ReplicaConfig, prefill_points: tuple[tuple[int, floa
 def medha_replica(
     name: str,
     config: ReplicaConfig,
-    profile: Profile,
+    profile: Profile | StepProfile,
     ends_at: Mapping[str, int],
     *,
     cost: StepCost | None = None,

@@ -334,9 +334,7 @@ class Controller:
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
         if self._record is not None:
             header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
-            self._record.write(
-                f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n'
-            )
+            self._record.write(f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n')
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:

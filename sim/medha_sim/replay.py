@@ -1,0 +1,409 @@
+"""A recorded log of a live replica (`medha up --record`): does it replay, and what if it had been configured otherwise?
+
+The log holds, line by line: the manifest's spec (and the profile, if it names one), the `RankReady` that the settings
+were derived from, and then every event of the controller with its time and a digest of the commands that it led to.
+
+* `verify` feeds the events to a fresh controller and compares the commands. A difference means that the code has
+  changed since, or that the controller is not deterministic, which would be a bug.
+* `read` makes of the log what a simulation writes down, so that both are judged by the same figures.
+* `what_if` simulates the same requests again, under any scheduling. Its ranks take what the profile says times the
+  factor that the live ones needed, with their scatter; its messages take what the live ones took.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from medha.api import MedhaReplicaSpec, SchedulingSpec
+from medha.config import ReplicaConfig, derive
+from medha.engine import ReplicaController
+from medha.errors import ConfigInvalid, WireInvalid
+from medha.messages import (
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Done,
+    Drain,
+    Emit,
+    Failed,
+    RankReady,
+    Refused,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+)
+from medha.predictor import Predictor
+from medha.profile import Profile
+from medha.wire import decode, digest
+from medha_sim.driver import Arrival, Progress, Simulation, Workload
+from medha_sim.executor import PredictorCost
+from medha_sim.metrics import SERIES_POINTS
+from medha_sim.records import RequestRecord, RunLog
+from medha_sim.scenario import Disturbance, disturbed, medha_replica
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One line of a log."""
+
+    line: int
+    now: float
+    event: ControllerEvent
+    commands: str | None  # digest; None: the log is of a version that wrote none
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A log."""
+
+    path: Path
+    spec: MedhaReplicaSpec
+    ready: RankReady
+    profile: Profile | StepProfile
+    events: tuple[Recorded, ...]
+    cut_off: bool = False  # its last line is not whole: the process was killed
+
+    def config(self, scheduling: SchedulingSpec | None = None) -> ReplicaConfig:
+        """The live replica's settings, or those with another scheduling."""
+        spec = self.spec if scheduling is None else self.spec.model_copy(update={"scheduling": scheduling})
+        return derive(spec, self.ready)
+
+
+@dataclass(slots=True)
+class Difference:
+    """Where a replay parts from its log."""
+
+    line: int
+    detail: str
+
+
+@dataclass(slots=True)
+class Verification:
+    """What a replay found."""
+
+    events: int = 0
+    commands: int = 0
+    steps: int = 0
+    compared: int = 0  # events whose commands the log has a digest of
+    difference: Difference | None = None
+
+
+def read_record(path: Path) -> Record:
+    """A log from its file.
+
+    Raises:
+        ConfigInvalid: names the file and the line. Only the last line may be incomplete.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
+    if len(lines) < 2:
+        raise ConfigInvalid(
+            f"{path}: has {len(lines)} lines; a log of `medha up --record` begins with its spec and its ranks"
+        )
+    header = _object(path, 1, lines[0])
+    try:
+        spec = MedhaReplicaSpec.model_validate(header.get("spec"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigInvalid(f"{path}:1: spec.{where}: {first['msg']}") from error
+    ready = _message(path, 2, lines[1])
+    if not isinstance(ready, RankReady):
+        raise ConfigInvalid(f"{path}:2: is a {type(ready).__name__}; the second line is the ranks' RankReady")
+    profile: Profile | StepProfile = ready.profile
+    if "profile" in header:
+        profile = Profile.from_json(json.dumps(header["profile"]), f"{path}:1: profile")
+    events: list[Recorded] = []
+    for number, text in enumerate(lines[2:], start=3):
+        try:
+            events.append(_recorded(path, number, text))
+        except ConfigInvalid:
+            if number < len(lines):
+                raise
+            return Record(path, spec, ready, profile, tuple(events), cut_off=True)
+    return Record(path, spec, ready, profile, tuple(events))
+
+
+def verify(record: Record) -> Verification:
+    """Feed the log to a fresh controller; stops at the first difference."""
+    found = Verification()
+    for recorded, commands in _replayed(record, found):
+        found.events += 1
+        found.commands += len(commands)
+        found.steps += sum(isinstance(command, Step) for command in commands)
+        if recorded.commands is None:
+            continue
+        found.compared += 1
+        if digest(commands) != recorded.commands:
+            names = ", ".join(type(command).__name__ for command in commands) or "nothing"
+            found.difference = Difference(
+                recorded.line,
+                f"a {type(recorded.event).__name__} leads to {names}, which is not what was commanded live",
+            )
+            break
+    return found
+
+
+@dataclass(slots=True)
+class Reading:
+    """What the live replica did, as a simulation would have written it down; time starts with the first event."""
+
+    record: Record
+    log: RunLog = field(default_factory=RunLog)
+    submits: dict[str, Submit] = field(default_factory=dict)
+    disturbance: Disturbance = field(default_factory=Disturbance)  # of the live ranks, against the profile
+    message_seconds: float = 0.0  # that a message between controller and ranks took
+
+    def workload(self) -> Workload:
+        """The requests: each wants as many tokens as it got, until its client went away if it did."""
+        requests = self.log.requests
+        return Workload(
+            [
+                Arrival(
+                    id=id_,
+                    at_seconds=requests[id_].arrived_at,
+                    prompt_tokens=submit.tokens,
+                    output_tokens=max(1, requests[id_].tokens),
+                    ttft_target_seconds=requests[id_].ttft_target_seconds,
+                    tpot_target_seconds=requests[id_].tpot_target_seconds,
+                    kind=requests[id_].kind,
+                    service_class=submit.service_class,
+                    max_tokens=submit.sampling.max_tokens,
+                    prompt=submit.prompt,
+                    block_hashes=submit.block_hashes,
+                )
+                for id_, submit in self.submits.items()
+            ]
+        )
+
+
+def read(record: Record) -> Reading:
+    """Replay a log and write down what was answered. Where the replay parts from its log, the reading ends."""
+    return _Reader(record).read()
+
+
+def what_if(
+    reading: Reading, scheduling: SchedulingSpec, *, seed: int = 0, progress: Progress | None = None
+) -> RunLog:
+    """The log's requests under another scheduling (or the same, to see how well the simulator does)."""
+    record, requests = reading.record, reading.workload()
+    config = record.config(scheduling)
+    truth = Predictor(record.profile, config.topology, tokens_per_lane=config.tokens_per_lane)
+    replica = medha_replica(
+        "replica",
+        config,
+        record.profile,
+        requests.ends_at(),
+        cost=disturbed(PredictorCost(truth), reading.disturbance, np.random.default_rng(seed)),
+        message_seconds=reading.message_seconds,
+    )
+    sample_seconds = reading.log.window_seconds / SERIES_POINTS or 1.0
+    simulation = Simulation([replica], requests, sample_seconds=sample_seconds)
+    return simulation.run(reading.log.window_seconds, progress)
+
+
+def changed_scheduling(record: Record, changes: dict[str, Any]) -> SchedulingSpec:
+    """The live scheduling with other values for some fields, spelt as in a manifest.
+
+    Raises:
+        ConfigInvalid: names the field.
+    """
+    document = record.spec.scheduling.model_dump(mode="json", by_alias=True)
+    for name in changes:
+        if name not in document:
+            raise ConfigInvalid(f"scheduling has no field {name!r}; it has {', '.join(document)}")
+    try:
+        return SchedulingSpec.model_validate(document | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigInvalid(
+            f"scheduling.{first['loc'][0]}: {first['msg']} (found {first['input']!r})"
+        ) from error
+
+
+# --- the controller again ----------------------------------------------------------------------------
+
+
+def _replayed(record: Record, found: Verification) -> Iterator[tuple[Recorded, list[ControllerCommand]]]:
+    """Each event with what a fresh controller commands; ends early, with a difference, if it cannot follow."""
+    controller = ReplicaController(record.config(), record.profile)
+    launched: dict[int, Step] = {}
+    for recorded in record.events:
+        event = recorded.event
+        if isinstance(event, Done):
+            step = launched.pop(event.step_id, None)
+            if step is None:
+                found.difference = Difference(recorded.line, f"step {event.step_id} was never launched")
+                return
+            computed = {entry.id for entry in step.entries}
+            answered = {sample.id for sample in event.samples} | {failure.id for failure in event.failures}
+            if not answered <= computed:
+                strangers = ", ".join(sorted(answered - computed)[:3])
+                found.difference = Difference(
+                    recorded.line, f"step {event.step_id} was to compute other sequences than {strangers}"
+                )
+                return
+        commands = controller.handle(event, recorded.now)
+        launched |= {command.step_id: command for command in commands if isinstance(command, Step)}
+        yield recorded, commands
+
+
+# --- what the log says -------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Makes a `Reading` while a fresh controller follows the log."""
+
+    def __init__(self, record: Record) -> None:
+        self._events = record.events
+        self._config = record.config()
+        self._controller = ReplicaController(self._config, record.profile)
+        self._cost = PredictorCost(Predictor(record.profile, self._config.topology))
+        self._reading = Reading(record)
+        self._log = self._reading.log
+        self._launched: dict[int, tuple[Step, float, int]] = {}  # with the time, and the row in the log
+        self._factors: list[float] = []  # observed over predicted, of each step
+        self._overheads: list[float] = []  # from launch to Done, beyond computing
+
+    def read(self) -> Reading:
+        start = self._events[0].now if self._events else 0.0
+        span = self._events[-1].now - start if self._events else 0.0
+        for recorded in self._events:
+            now = recorded.now - start
+            if isinstance(recorded.event, Done) and recorded.event.step_id not in self._launched:
+                break
+            self._log.window_seconds = now
+            self._before(recorded.event, now)
+            for command in self._controller.handle(recorded.event, recorded.now):
+                self._take(command, now)
+            if isinstance(recorded.event, Submit):
+                self._note_targets(recorded.event)
+            self._sample(now, span / SERIES_POINTS)
+        if self._factors:
+            self._reading.disturbance = _disturbance(self._factors)
+            each_way = float(np.median(self._overheads)) / 2
+            self._reading.message_seconds = max(0.0, each_way)
+        return self._reading
+
+    def _before(self, event: ControllerEvent, now: float) -> None:
+        match event:
+            case Submit() if event.id not in self._reading.submits:
+                self._submit(event, now)
+            case Cancel() if event.id in self._log.requests:
+                if self._log.requests[event.id].ended_at is None:
+                    self._log.ended(event.id, "finished", now, "cancelled")
+            case Done():
+                self._done(event, now)
+
+    def _submit(self, submit: Submit, now: float) -> None:
+        self._reading.submits[submit.id] = submit
+        is_long = submit.tokens >= self._config.long_threshold_tokens
+        self._log.arrived(
+            RequestRecord(
+                id=submit.id,
+                kind="long" if is_long else "short",
+                service_class=submit.service_class,
+                prompt_tokens=submit.tokens,
+                output_tokens=0,
+                arrived_at=now,
+                ttft_target_seconds=submit.deadline_after_seconds or 0.0,
+                tpot_target_seconds=submit.tpot_target_seconds or 0.0,
+            )
+        )
+
+    def _note_targets(self, submit: Submit) -> None:
+        """Targets as the controller applies them, counted from here: its router has used up some of the time."""
+        request = self._controller.find(submit.id)
+        if request is not None:
+            seen = self._log.requests[submit.id]
+            seen.ttft_target_seconds = max(0.001, request.targets.ttft_seconds - submit.age_seconds)
+            seen.tpot_target_seconds = request.targets.tpot_seconds
+
+    def _done(self, done: Done, now: float) -> None:
+        step, launched_at, row = self._launched.pop(done.step_id)
+        timing = self._cost(step)
+        if not step.entries or done.compute_seconds <= 0:
+            return
+        self._log.steps.busy_seconds[row] = done.compute_seconds
+        self._factors.append(done.compute_seconds / max(timing.stage_seconds))
+        self._overheads.append(now - launched_at - len(timing.stage_seconds) * done.compute_seconds)
+
+    def _take(self, command: ControllerCommand, now: float) -> None:
+        match command:
+            case Step():
+                if command.entries:
+                    self._log.stepped(command, 0.0, now)
+                self._launched[command.step_id] = (command, now, len(self._log.steps.at) - 1)
+            case Emit():
+                seen = self._log.requests[command.id]
+                if command.tokens and seen.ended_at is None:
+                    self._log.emitted(command.id, len(command.tokens), now)
+                    seen.output_tokens += len(command.tokens)
+                if command.finish_reason is not None and seen.ended_at is None:
+                    self._log.ended(command.id, "finished", now)
+            case Refused():
+                self._log.ended(command.id, "refused", now, f"{command.reason}: {command.detail}")
+            case Failed():
+                self._log.ended(command.id, "failed", now, f"{command.reason}: {command.detail}")
+
+    def _sample(self, now: float, every_seconds: float) -> None:
+        series = self._log.series
+        if series.at and now - series.at[-1] < every_seconds:
+            return
+        load = self._controller.load()
+        series.at.append(now)
+        series.running.append(load.running)
+        series.waiting.append(load.waiting)
+        all_tokens = self._config.pool_tokens
+        series.kv_share.append(1 - load.kv_tokens_free / all_tokens if all_tokens else 0.0)
+
+
+def _disturbance(factors: list[float]) -> Disturbance:
+    """Median and scatter of observed over predicted; both robust against the few very slow steps."""
+    array = np.array(factors)
+    bias = float(np.median(array))
+    scatter = 1.4826 * float(np.median(np.abs(array / bias - 1)))  # the median deviation of a normal
+    return Disturbance(bias=bias, noise=scatter)
+
+
+# --- lines -------------------------------------------------------------------------------------------
+
+
+def _recorded(path: Path, number: int, text: str) -> Recorded:
+    entry = _object(path, number, text)
+    now, event, commands = entry.get("now"), entry.get("event"), entry.get("commands")
+    if not isinstance(now, int | float) or not isinstance(event, dict):
+        raise ConfigInvalid(f"{path}:{number}: has no `now` or no `event`")
+    if event.get("type") == "Drain":
+        return Recorded(number, float(now), Drain(), commands)
+    message = _message(path, number, json.dumps(event))
+    if not isinstance(message, Submit | Cancel | StageFree | Done):
+        raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is no event of a controller")
+    return Recorded(number, float(now), message, commands)
+
+
+def _message(path: Path, number: int, text: str) -> Any:
+    try:
+        return decode([text.encode()])[0]
+    except WireInvalid as error:
+        raise ConfigInvalid(f"{path}:{number}: {error}") from error
+
+
+def _object(path: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigInvalid(f"{path}:{number}: is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigInvalid(f"{path}:{number}: is a JSON {type(found).__name__}, expected an object")
+    return found
