@@ -9,6 +9,7 @@ the cheaper one per token.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,7 +24,13 @@ from medha.hardware import Hardware, ModelShape, profile_for
 from medha.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.topology import Topology
 
-_CHUNKS = tuple(32 << power for power in range(9))  # 32 to 8,192 tokens
+_LARGEST_CHUNK = 8192
+_CHUNKS = tuple(
+    size
+    for step in (32, 64, 128, 256, 512, 1024)  # 32 to 8,192 tokens, four steps to each doubling
+    for size in range(step, 8 * step + 1, step)
+    if size >= 5 * step or step == 32
+)
 _GRID_POINTS = 33  # contexts at which a prefill's rate is taken
 _LONGEST_BATCH = 1 << 16
 
@@ -264,16 +271,22 @@ class _Pace:
         return stage + drain + max(0.0, hops)
 
     def decode_seconds(self, context: int, batch: int) -> float:
-        """TPOT of `batch` requests at `context`: one token each in flight, in as many groups as stages."""
+        """TPOT of `batch` requests at `context`: one token each in flight, in as many groups as stages.
+
+        A group's next token follows when it has passed all stages, but not before every group has passed the
+        slowest one, the last, which has the output head.
+        """
         stages, lanes = self._topology.stream, self._topology.kv
-        group = -(-batch // stages)
+        groups = min(batch, stages)
+        size = -(-batch // groups)
         own = self._predictor.tally()
-        own.add_decodes(group * -(-context // lanes), group)
-        exchanged = group if lanes > 1 else 0
-        stage = self._predictor.coupled_tally_seconds([own], exchanged)
-        works = [Work(0, 1)] * group
-        hops = self._predictor.explain(works, whole=True).hops
-        return stages * stage + hops
+        own.add_decodes(size * -(-context // lanes), size)
+        slowest = self._predictor.coupled_tally_seconds([own], size if lanes > 1 else 0)
+        rows = np.array([size])
+        profile = self._predictor.profile
+        head, hop = float(profile.head.seconds(rows)[0]), float(profile.hop.seconds(rows)[0])
+        through = stages * slowest - (stages - 1) * head + (stages - 1) * hop
+        return max(through, groups * slowest)
 
     def largest_batch(self, context: int, target_seconds: float, most: int) -> int:
         """Requests up to `most` that decode together within the target."""
@@ -295,12 +308,9 @@ class _Pace:
 
     def _chunk(self, context: int, target_seconds: float) -> int:
         """The largest chunk whose step stays within the target, end to end over the stages; at least 32."""
-        fitting = _CHUNKS[0]
-        for chunk in _CHUNKS[1:]:
-            if self._step(context, chunk) * self._topology.stream > target_seconds:
-                break
-            fitting = chunk
-        return fitting
+        budget = target_seconds / self._topology.stream
+        fitting = bisect_right(_CHUNKS, budget, key=lambda chunk: self._step(context, chunk))
+        return _CHUNKS[max(fitting - 1, 0)]
 
     def _step(self, context: int, chunk: int) -> float:
         """One stage's time of a chunk; from `TOKENS_PER_LANE` on, the lanes that hold the KV work together."""
@@ -314,7 +324,7 @@ class _Pace:
 def _activation_bytes(model: ModelShape, topology: Topology) -> float:
     """Of the largest chunk: hidden rows that tensor parallelism does not split, and the wide rows that it does."""
     split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + 2 * model.intermediate
-    return _CHUNKS[-1] * (5 * model.hidden + split / topology.tensor) * model.dtype_bytes
+    return _LARGEST_CHUNK * (5 * model.hidden + split / topology.tensor) * model.dtype_bytes
 
 
 def _powers(most: int) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B
+from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
+from medha.predictor import Chunking, Predictor, Work
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape
@@ -61,6 +62,25 @@ def test_the_plan_is_the_smallest_grid_that_meets_everything() -> None:
     assert all(best.gpus <= rating.gpus for rating in ratings if rating.fits)
     # Theory asks for 9.3 GPUs at full peak (paper A Fig. 2); chunks of 20 ms reach no more than half of it.
     assert 10 < best.gpus <= 64
+
+
+@pytest.mark.parametrize("grid", [Topology(8, 1, 1), Topology(8, 4, 1), Topology(8, 4, 4)])
+@pytest.mark.parametrize("tpot_seconds", [0.02, 0.2])
+def test_ttft_is_that_of_the_predictor_that_schedules(grid: Topology, tpot_seconds: float) -> None:
+    wish = replace(WISH, tpot_seconds=tpot_seconds)
+    chunking = Chunking(max_tokens=8192, min_tokens=32, budget_seconds=tpot_seconds / grid.stream)
+    exact = Predictor(profile_for(LLAMA3_8B, H100, grid), grid, chunking).prefill_seconds(0, 1_000_000)
+    assert rate(LLAMA3_8B, H100, grid, wish).ttft_seconds == pytest.approx(exact, rel=0.03)
+
+
+def test_tpot_is_that_of_the_predictor_that_schedules() -> None:
+    grid = Topology(8, 4, 1)
+    predictor = Predictor(profile_for(LLAMA3_8B, H100, grid), grid)
+    alone = predictor.latency_seconds([Work(1_000_512, 1)])
+    wish = replace(WISH, tpot_seconds=1.01 * alone, max_gpus=32)
+    rating = rate(LLAMA3_8B, H100, grid, wish)
+    assert rating.batch == 4  # one request in each stage; a second one there would pass the target
+    assert rating.tpot_seconds == pytest.approx(alone, rel=0.01)
 
 
 def test_a_batch_one_larger_would_pass_the_target_or_the_memory() -> None:
