@@ -33,6 +33,7 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
+from medha.pools import LaneReplica
 from medha.topology import Topology
 
 settings.register_profile("core", max_examples=60, deadline=None, derandomize=True, database=None)
@@ -100,6 +101,8 @@ class FakeReplica:
     stop_chance: float = 0.0
     failure_chance: float = 0.0
     step_seconds: float = 0.01
+    prompt_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of prompts that begin alike: their KV is told apart by its ids. Others share nothing with any other."""
 
     def __post_init__(self) -> None:
         self.controller = ReplicaController(self.config, PROFILE)
@@ -110,15 +113,14 @@ class FakeReplica:
         self.emitted: dict[str, list[int]] = {}
         self.endings: dict[str, list[str]] = {}  # every one should have one
         self.ledger = BlockLedger(self.config.kv_blocks, self.config.block_size_tokens)
+        self._lane = LaneReplica(self.ledger)
         self._late_free: list[StageFree] = []
         self._pipeline: list[_Running] = []
         self._sequences: dict[str, _Sequence] = {}
         self._submits: dict[str, Submit] = {}
         self._prompts: set[str] = set()
         self._cancelled: set[str] = set()
-        self._content: dict[
-            tuple[int, int], tuple[str, int]
-        ] = {}  # (block, offset) -> whose KV of which position
+        self._content: dict[tuple[int, int], object] = {}  # (block, offset) -> whose KV of which position
 
     # --- events -------------------------------------------------------------------------------------
 
@@ -205,12 +207,14 @@ class FakeReplica:
 
     def _apply(self, step: Step) -> None:
         assert step.step_id == len(self.steps)
-        assert step.entries or step.releases or step.forgets or step.admits or step.grows
+        news = (step.publishes, step.releases, step.forgets, step.grows, step.admits)
+        assert step.entries or any(news)
         self.steps.append(step)
         busy = {entry.id for running in self._pipeline for entry in running.step.entries}
+        self._lane.publish(step.publishes)
         for id_ in step.releases:
             assert id_ not in busy, f"{id_} is released while a step has it"
-            self.ledger.release(id_)
+            self._lane.release(id_)
             del self._sequences[id_]
         for prompt in step.forgets:
             assert prompt in self._prompts, f"{prompt} is forgotten twice"
@@ -218,7 +222,7 @@ class FakeReplica:
         for sequence in self._sequences.values():
             assert sequence.admit.prompt in self._prompts, f"the prompt of {sequence.admit.id} is forgotten"
         for grow in step.grows:
-            assert self.ledger.grow(grow.id, grow.reserved_tokens)
+            assert self._lane.grow(grow)
         for admit in step.admits:
             self._admit(admit)
         if step.state_hash is not None:
@@ -235,16 +239,15 @@ class FakeReplica:
 
     def _admit(self, admit: Admit) -> None:
         assert admit.prompt in self._prompts
-        if admit.fork_of is None:
-            assert self.ledger.reserve(admit.id, admit.reserved_tokens)
-        else:
-            copies = self.ledger.fork(admit.fork_of, admit.id, admit.shared_tokens, admit.reserved_tokens)
-            assert copies is not None
-            for copy in copies:
-                for offset in range(self.config.block_size_tokens):
-                    if (copy.source, offset) in self._content:
-                        self._content[copy.target, offset] = self._content[copy.source, offset]
-        self._sequences[admit.id] = _Sequence(admit, admit.shared_tokens, admit.tokens)
+        copies = self._lane.admit(admit)
+        assert copies is not None
+        for copy in copies:
+            for offset in range(self.config.block_size_tokens):
+                if (copy.source, offset) in self._content:
+                    self._content[copy.target, offset] = self._content[copy.source, offset]
+        there = admit.shared_tokens or admit.cached_tokens
+        assert there < admit.tokens, "the last token is computed again"
+        self._sequences[admit.id] = _Sequence(admit, there, admit.tokens)
 
     def _compute(self, id_: str, start: int, count: int, samples: bool, busy: set[str]) -> bool:
         """Write KV of the positions, and check what is there for those before. True: a long prefill."""
@@ -257,7 +260,7 @@ class FakeReplica:
         assert samples == (end == sequence.length)
         if start >= sequence.admit.tokens:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"
-        table, size = self.ledger.table(id_), self.config.block_size_tokens
+        table, size = self.ledger.table(id_).tolist(), self.config.block_size_tokens
         for position in range(start, end):
             self._content[table[position // size], position % size] = self._key(sequence, position)
         for position in range(end):
@@ -266,9 +269,13 @@ class FakeReplica:
         sequence.next_position = end
         return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
 
-    def _key(self, sequence: _Sequence, position: int) -> tuple[str, int]:
-        shared = position < sequence.admit.tokens
-        return (sequence.admit.prompt if shared else sequence.admit.id, position)
+    def _key(self, sequence: _Sequence, position: int) -> object:
+        prompt = sequence.admit.prompt
+        if position >= sequence.admit.tokens:
+            return (sequence.admit.id, position)
+        if prompt in self.prompt_ids:
+            return self.prompt_ids[prompt][: position + 1]
+        return (prompt, position)
 
     def _done(self, step: Step) -> Done:
         samples, failures = [], []

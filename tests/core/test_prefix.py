@@ -206,3 +206,16 @@ def test_names_for_eviction_do_not_pile_up_while_a_prefix_is_used_again_and_agai
         cache.unlock(f"s{index}")
     assert len(cache._leaves) < 100
     assert cache.evict(10) == [(0, 10)]
+
+
+def test_a_prefix_that_was_used_again_outlives_one_that_was_not() -> None:
+    cache = PrefixCache()
+    first, second = (HASHER.hashes(np.arange(base, base + 40, dtype=np.int32)) for base in (0, 1000))
+    for name, hashes, block in (("first", first, 0), ("second", second, 10)):
+        cache.lock(name, hashes, 0)
+        cache.publish(name, hashes, 10, [(block, 10)])
+        cache.unlock(name)
+    cache.lock("again", first, 10)
+    cache.unlock("again")
+    assert cache.evict(12) == [(10, 10), (8, 2)], "the second whole, then the end of the first"
+    assert cache.match(first, 10).runs == ((0, 8),)

@@ -1,0 +1,182 @@
+"""The controller with prefix caching, against ranks that check the content of every block they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.messages import Done, Emit, EntryFailed, Sample, Step, Submit
+from medha.prefix import PrefixHasher
+
+SIZE = 4
+HASHER = PrefixHasher(SIZE, b"secret")
+
+
+def submit_ids(replica: Any, submit: Submit, ids: tuple[int, ...]) -> None:
+    """Submit a request whose prompt has these ids."""
+    replica.prompt_ids[submit.prompt] = ids
+    hashes = HASHER.hashes(np.array(ids, dtype=np.int32))
+    replica.submit(replace(submit, tokens=len(ids), prompt_length=len(ids), block_hashes=hashes))
+
+
+def last_step(replica: Any) -> Step:
+    step: Step = replica.steps[-1]
+    return step
+
+
+def admits(replica: Any) -> dict[str, int]:
+    """Cached tokens of every request that was admitted."""
+    return {admit.id: admit.cached_tokens for step in replica.steps for admit in step.admits}
+
+
+@given(seed=st.integers(0, 100_000))
+def test_whatever_happens_every_block_holds_what_its_reader_expects(
+    replica_of: Any, submit_of: Any, seed: int
+) -> None:
+    """Arrivals, cancels, failures, a full pool, chunks, several stages: the fake ranks compare every position."""
+    random = Random(seed)
+    replica = replica_of(
+        random=Random(seed),
+        stages=random.randint(1, 3),
+        kv_blocks=random.choice([12, 25, 60]),
+        max_chunk_tokens=random.choice([6, 32]),
+        min_chunk_tokens=4,
+        stop_chance=0.05,
+        failure_chance=random.choice([0.0, 0.05]),
+    )
+    for index in range(30):
+        choice = random.random()
+        if choice < 0.4:
+            branch = random.randint(0, 3)
+            length = random.randint(1, 40)
+            ids = tuple(branch if position >= 10 * branch else 7 for position in range(length))
+            submit_ids(replica, submit_of(f"r{index}", length, random.choice([None, 3, 20])), ids)
+        elif choice < 0.45:
+            known = [request.id for request in replica.controller.requests()]
+            if known:
+                replica.cancel(random.choice(known))
+        else:
+            replica.advance()
+        replica.controller.ledger.check()
+    replica.run().check_empty()
+    assert replica.ledger.state_hash() == replica.controller.ledger.state_hash()
+
+
+def test_a_prompt_that_was_computed_before_computes_its_last_block_alone(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of()
+    ids = tuple(range(16))
+    for name in ("first", "second"):
+        submit_ids(replica, submit_of(name, 16, 2), ids)
+        first_step = len(replica.steps) - 1
+        replica.run()
+        assert len(replica.emitted[name]) == 2
+    assert admits(replica) == {"first": 0, "second": 12}
+    assert sum(entry.token_count for entry in replica.steps[first_step].entries) == 4
+    emits = [command for commands in replica.commands for command in commands if isinstance(command, Emit)]
+    assert [(emit.id, emit.cached_tokens) for emit in emits] == [
+        ("first", 0),
+        ("first", 0),
+        ("second", 12),
+        ("second", 0),
+    ]
+
+
+def test_blocks_are_shared_only_once_they_are_computed(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(stages=2, max_chunk_tokens=8, min_chunk_tokens=4)
+    ids = tuple(range(30))
+    submit_ids(replica, submit_of("first", 30, 2), ids)
+    submit_ids(replica, submit_of("at once", 30, 2), ids)
+    replica.run()
+    assert admits(replica)["first"] == 0
+    assert 0 <= admits(replica)["at once"] < 28, "what was still in the pipeline is not shared"
+    submit_ids(replica, submit_of("later", 30, 2), ids)
+    replica.run().check_empty()
+    assert admits(replica)["later"] == 28
+
+
+def test_a_prompt_still_being_computed_is_shared_as_far_as_it_is(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(max_chunk_tokens=8, min_chunk_tokens=4)
+    submit_ids(replica, submit_of("long", 40, 2), tuple(range(40)))
+    replica.advance()
+    replica.advance()  # 16 of 40 tokens are computed
+    submit_ids(replica, submit_of("short", 20, 2, deadline_after_seconds=0.01), tuple(range(20)))
+    replica.run().check_empty()
+    assert admits(replica)["short"] >= 16
+
+
+def test_what_a_failed_entry_wrote_is_never_shared(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    submit_ids(replica, submit_of("fails", 16, 2), tuple(range(16)))
+    step = last_step(replica)
+    replica._pipeline.clear()
+    replica.handle(Done(step.step_id, failures=(EntryFailed("fails", "out_of_memory"),)))
+    replica.run()
+    assert replica.controller.pools.cached_blocks == 0
+    submit_ids(replica, submit_of("again", 16, 2), tuple(range(16)))
+    replica.run().check_empty()
+    assert admits(replica)["again"] == 0
+
+
+def test_cached_blocks_count_as_free_and_give_way_to_requests(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=10)
+    submit_ids(replica, submit_of("a", 32, 4), tuple(range(32)))
+    replica.run()
+    pools = replica.controller.pools
+    assert pools.cached_blocks == 8
+    assert pools.free_tokens == replica.controller.load().kv_tokens_free == 40
+    submit_ids(replica, submit_of("b", 36, 4), tuple(range(100, 136)))
+    assert last_step(replica).admits[0].evicts, "what is in the way is given up, and the ranks are told"
+    replica.run().check_empty()
+    submit_ids(replica, submit_of("c", 36, 4), tuple(range(100, 136)))
+    assert last_step(replica).admits[0].cached_tokens == 32
+
+
+def test_without_prefix_caching_nothing_is_remembered(
+    replica_of: Any, submit_of: Any, config_of: Any
+) -> None:
+    replica = replica_of()
+    off = type(replica)(replace(config_of(), prefix_caching=False))
+    for name in ("first", "second"):
+        submit_ids(off, submit_of(name, 16, 2), tuple(range(16)))
+        off.run()
+    assert admits(off) == {"first": 0, "second": 0}
+    assert not any(step.publishes for step in off.steps)
+    assert off.controller.pools.cached_blocks == 0
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+def test_samples_of_a_cached_prompt_fork_the_one_that_found_it(
+    replica_of: Any, submit_of: Any, samples: int
+) -> None:
+    replica = replica_of()
+    ids = tuple(range(18))
+    submit_ids(replica, submit_of("before", 18, 2), ids)
+    replica.run()
+    for index in range(samples):
+        submit_ids(replica, submit_of(f"s{index}", 18, 3, prompt="shared", sample_index=index), ids)
+    replica.run().check_empty()
+    found = admits(replica)
+    assert found["s0"] == 16
+    forks = [admit for step in replica.steps for admit in step.admits if admit.fork_of is not None]
+    assert {admit.id for admit in forks} == {f"s{index}" for index in range(1, samples)}
+
+
+def test_what_a_cancelled_request_still_had_in_flight_is_not_shared(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of()
+    submit_ids(replica, submit_of("a", 16, 5), tuple(range(16)))
+    step = last_step(replica)
+    replica.cancel("a")
+    replica._pipeline.clear()
+    replica.handle(Done(step.step_id, samples=(Sample("a", 3),)))
+    replica.run()
+    assert "a" not in replica.emitted
+    assert replica.controller.pools.cached_blocks == 0
+    assert replica.controller.pools.held_blocks == 0
