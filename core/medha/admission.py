@@ -166,13 +166,15 @@ class Admission:
         pending_seconds: Sequence[float],
         remaining_seconds: Callable[[int], float],
     ) -> Admit | None:
-        """Give a request that `lane_for` lets in its KV, or change nothing and return None.
+        """Give a request its KV, or change nothing and return None.
 
         `pending_seconds` are the prefill seconds ahead of a new request on each lane, `remaining_seconds(cached)` its
         own behind `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
         wanted = self.wanted_blocks(request)
+        if not self._may_enter(request, wanted, self._lanes):
+            return None
         shared_tokens = 0
         placed: Placed | None
         if sibling is not None:

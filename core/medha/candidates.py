@@ -7,7 +7,7 @@ a short `memmove` each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,7 +35,9 @@ class Room:
 class Candidates:
     """Waiting requests, and running ones whose prefill is not wholly dispatched."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_due: bool = False) -> None:
+        """`by_due`: keep the order of due times, for a policy that reads it."""
+        self._keeps_order = by_due
         self.requests: list[Request] = []  # by row
         self._arrival: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
         self._deadline: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
@@ -104,35 +106,43 @@ class Candidates:
         self._long[row] = request.is_long
         self._spread[row] = request.may_spread
         self._held[row] = False
-        place = int(self._due[:row].searchsorted(due, side="right", sorter=self._by_due[:row]))
-        self._by_due[place + 1 : row + 1] = self._by_due[place:row]
-        self._by_due[place] = row
+        if self._keeps_order:
+            place = int(self._due[:row].searchsorted(due, side="right", sorter=self._by_due[:row]))
+            self._by_due[place + 1 : row + 1] = self._by_due[place:row]
+            self._by_due[place] = row
 
-    def remove(self, request: Request) -> None:
-        """The row goes; nothing happens to a request that has none."""
-        row, last = request.row, len(self.requests) - 1
-        if row == NOWHERE:
-            return
-        place = self._place(row)
-        if row != last:
-            self._by_due[self._place(last)] = row
-            for column in self._per_row:
-                column[row] = column[last]
-            moved = self.requests[row] = self.requests[last]
-            moved.row = row
-        self._by_due[place:last] = self._by_due[place + 1 : last + 1]
-        self.requests.pop()
-        request.row = NOWHERE
+    def remove(self, requests: Iterable[Request]) -> None:
+        """Their rows go; nothing happens to a request that has none."""
+        before = len(self.requests)
+        gone: list[int] = []
+        moved: dict[int, int] = {}  # row -> the row that its request had before
+        for request in requests:
+            row, last = request.row, len(self.requests) - 1
+            if row == NOWHERE:
+                continue
+            gone.append(moved.pop(row, row))
+            request.row = NOWHERE
+            replacement = self.requests.pop()
+            if row != last:
+                moved[row] = moved.pop(last, last)
+                for column in self._per_row:
+                    column[row] = column[last]
+                self.requests[row] = replacement
+                replacement.row = row
+        if gone and self._keeps_order:
+            self._leave_order(before, gone, moved)
 
-    def _place(self, row: int) -> int:
-        """Where `row` stands in the order of due times."""
-        rows = len(self.requests)
-        ordered, due = self._by_due[:rows], self._due[row]
-        first = int(self._due[:rows].searchsorted(due, side="left", sorter=ordered))
-        if ordered[first] == row:
-            return first
-        stop = int(self._due[:rows].searchsorted(due, side="right", sorter=ordered))
-        return first + int(np.flatnonzero(ordered[first:stop] == row)[0])
+    def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
+        """Take `gone` of the `before` rows out of the order, and give those that moved their new names."""
+        ordered = self._by_due[:before]
+        stays = np.ones(before, dtype=np.bool_)
+        stays[gone] = False
+        ordered = ordered[stays[ordered]]
+        if moved:
+            names = np.arange(before)
+            names[list(moved.values())] = list(moved)
+            ordered = names[ordered]
+        self._by_due[: len(ordered)] = ordered
 
     def admitted(self, request: Request) -> None:
         """It holds KV now, and runs on its lane."""

@@ -101,7 +101,7 @@ class ReplicaController:
         self.last_packed = Packed()
         self._admission = Admission(config)
         self._pools = self._admission.pools
-        self._candidates = Candidates()
+        self._candidates = Candidates(by_due=config.scheduling.policy == "guarded")
         self._urgency = Urgency(config.scheduling, config.topology.kv)
         self._limits = _limits(config)
         self._lanes = [Lane(index, config.topology.stream) for index in range(config.topology.kv)]
@@ -278,12 +278,14 @@ class ReplicaController:
             claimant = self._candidates.late_without_room(room, now, correction)
             if claimant is not None:
                 self._admission.claim(claimant)
-        elif self._lane_for(claimant, range(len(self._lanes))) is not None:
+        elif not claimant.prompt.prefilling:
             self._admit(claimant, admits)
         return admits
 
     def _admit(self, request: Request, admits: list[Admit]) -> bool:
-        """Give KV to a request that `_lane_for` lets in; False if there is none after all."""
+        """Give KV to a waiting request; False if there is none for it."""
+        if len(self._running) >= self.config.scheduling.max_running:
+            return False
         tokens = request.submit.tokens
 
         def remaining_seconds(cached_tokens: int) -> float:
@@ -384,7 +386,7 @@ class ReplicaController:
     def _cancel(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)
         if request is not None:
-            self._candidates.remove(request)
+            self._candidates.remove([request])
             self._admission.withdraw(request)
             self._leave_prompt(request)
         elif request_id in self._running:
@@ -395,7 +397,7 @@ class ReplicaController:
         request.ended = True
         for lane in request.held_lanes:
             self._lanes[lane].quarantined += 1
-        self._candidates.remove(request)
+        self._candidates.remove([request])
         if request.is_decoding:
             self._lanes[request.lane].decodes.end(request)
         if request.is_spread:
@@ -523,11 +525,13 @@ class ReplicaController:
         for lane in lanes:
             self._lanes[lane].decodes.put_into(batch, lane)
 
-        def admit(prefill: PrefillCandidate) -> PrefillCandidate | None:
+        def admit(prefill: PrefillCandidate) -> bool:
             request = self._waiting[prefill.id]
-            if self._lane_for(request, lanes) is None or not self._admit(request, admits):
-                return None  # others have taken its place since it was looked at
-            return self._candidate(request, request.lane, now)
+            if not self._admit(request, admits):
+                return False  # others have taken its place since it was looked at
+            prefill.lane, prefill.context = request.lane, request.dispatched
+            prefill.remaining = request.length - request.dispatched
+            return True
 
         packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
         self.last_packed = packed
@@ -548,8 +552,7 @@ class ReplicaController:
         table = self._candidates
         for request, count in prefills:
             request.dispatch(count)
-            if request.dispatched == request.length:
-                table.remove(request)
+        table.remove(request for request, _ in prefills if request.dispatched == request.length)
         self._progressed(request for request, _ in prefills if request.row != NOWHERE)
 
     def _progressed(self, requests: Iterable[Request]) -> None:

@@ -37,7 +37,9 @@ class DecodeTargets:
     fair_tpot_seconds: float  # that classes give by themselves
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # not frozen: a decision makes dozens, and freezing one takes longer than all else about it
 class PrefillCandidate:
     id: str
     context: int  # positions already dispatched
@@ -128,10 +130,14 @@ class Batch:
         self.remove(prefill, count)
         return seconds
 
-    def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float) -> int:
-        """The largest chunk of at most `most` tokens with which the whole step ends within the budget, or 0."""
-        if most <= 0 or self.seconds_with(prefill, most) <= budget_seconds:
-            return max(most, 0)
+    def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float, least: int = 1) -> int:
+        """The largest chunk of `least` to `most` tokens with which the whole step ends within the budget, or 0."""
+        if most < least:
+            return 0
+        if self.seconds_with(prefill, most) <= budget_seconds:
+            return most
+        if self.seconds_with(prefill, least) > budget_seconds:
+            return 0
         return _first(lambda count: self.seconds_with(prefill, count) > budget_seconds, most) - 1
 
     def efficient_seconds(
@@ -154,7 +160,7 @@ def pack(
     targets: DecodeTargets | None,
     prefills: Iterable[PrefillCandidate],
     limits: Limits,
-    admit: Callable[[PrefillCandidate], PrefillCandidate | None] = lambda prefill: prefill,
+    admit: Callable[[PrefillCandidate], bool] = lambda _: True,
 ) -> Packed:
     """Add prefill chunks to a step that already holds its decodes.
 
@@ -162,7 +168,7 @@ def pack(
         batch: with the decodes in it.
         targets: of the decodes that are running; None if there are none.
         prefills: in the order of the policy, most urgent first.
-        admit: gives KV to one that waits and finds space: how it stands then, or None if it gets none.
+        admit: gives KV to one that waits and finds space, and brings it up to date; False if there is none.
     """
     packed = Packed(predicted_seconds=batch.seconds())
     upcoming = iter(prefills)
@@ -221,7 +227,7 @@ class _Chunks:
         batch: Batch,
         packed: Packed,
         limits: Limits,
-        admit: Callable[[PrefillCandidate], PrefillCandidate | None],
+        admit: Callable[[PrefillCandidate], bool],
     ) -> None:
         self.long_lanes: set[int] = set()  # have a long prefill in this step
         self._batch = batch
@@ -244,20 +250,14 @@ class _Chunks:
         held = chunks.get(prefill.id, 0)
         if held:
             self._batch.remove(prefill, held)
-        elif prefill.waits:
-            if chunks and not self._fits(prefill, held, budget_seconds):
+        size = self._size(prefill, held, budget_seconds)
+        if prefill.waits and size:
+            before = (prefill.context, prefill.lane)
+            if not self._admit(prefill):
                 return False
-            admitted = self._admit(prefill)
-            if admitted is None or admitted.lane not in self._tokens_left:
-                return False
-            prefill = admitted
-        most = min(prefill.remaining, self._tokens_left[prefill.lane] + held)
-        size = 0
-        if self._fits(prefill, held, budget_seconds):
-            size = self._batch.largest(prefill, most, budget_seconds)
-        elif not chunks:
-            size = min(self._least(prefill), most)
-        size = max(size, held)
+            prefill.waits = False
+            if (prefill.context, prefill.lane) != before:  # a part of it was cached
+                size = self._size(prefill, 0, budget_seconds)
         if size == 0:
             return False
         self._batch.add(prefill, size)
@@ -267,15 +267,14 @@ class _Chunks:
             self.long_lanes.add(prefill.lane)
         return True
 
-    def _fits(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> bool:
-        """Whether there is space for its smallest chunk."""
-        least = self._least(prefill)
-        if least > self._tokens_left[prefill.lane] + held:
-            return False
-        return self._batch.seconds_with(prefill, least) <= budget_seconds
-
-    def _least(self, prefill: PrefillCandidate) -> int:
-        return min(self._limits.min_chunk_tokens, prefill.remaining)
+    def _size(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> int:
+        """The largest chunk that fits, no smaller than what it has; 0 if not even the smallest one does."""
+        most = min(prefill.remaining, self._tokens_left.get(prefill.lane, 0) + held)
+        least = min(self._limits.min_chunk_tokens, prefill.remaining)
+        size = self._batch.largest(prefill, most, budget_seconds, least)
+        if size < least:
+            size = 0 if self._packed.chunks else min(least, most)
+        return max(size, held)
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

@@ -114,6 +114,9 @@ class Request:
 
     def _join(self, shard_map: ShardMap) -> None:
         """Lanes take part progressively: once there is a position of theirs to compute."""
+        if not self.is_spread:
+            self.lanes = (shard_map.owner,)
+            return
         self.lanes = shard_map.participants(self.dispatched + 1)
         outside = (segment.start for segment in shard_map.segments if segment.lane not in self.lanes)
         self.joins_at = next(outside, maxsize)
