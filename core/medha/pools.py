@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from medha.blocks import BlockCopy, BlockLedger, Run
 from medha.messages import Admit, BlockRun, Grow, Publish
 from medha.prefix import Match, PrefixCache, hash_count, hash_range
-from medha.shards import Segment, ShardMap, place
+from medha.shards import Segment, ShardMap, place, spreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,12 @@ class KvPools:
         block_hashes: str = "",
         pending_seconds: Sequence[float] | None = None,
         remaining_seconds: Callable[[int], float] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> Placed | None:
         """Give a request the KV of `reserved_tokens` tokens on all of its lanes, or change nothing and return None.
 
         A short request goes where its first token is expected soonest: the lane with the least prefill ahead
-        (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`.
+        (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of `owners` has to own it.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         if any(sequence in lane.releases for lane in self._lanes):
@@ -155,7 +156,10 @@ class KvPools:
         whole_blocks = prompt_tokens // self.block_size_tokens
         usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
         hashes = block_hashes if usable else ""
-        for shards in self._maps(prompt_tokens, reserved_tokens, hashes, pending_seconds, remaining_seconds):
+        maps = self._maps(prompt_tokens, reserved_tokens, hashes, pending_seconds, remaining_seconds, owners)
+        for shards in maps:
+            if owners is not None and shards.owner not in owners:
+                continue
             chains = self._chains(shards, prompt_tokens, hashes)
             matches = self._matches(prompt_tokens, chains)
             if all(self._fits(shards, lane, matches.get(lane)) for lane in shards.lanes):
@@ -265,67 +269,69 @@ class KvPools:
         hashes: str,
         pending_seconds: Sequence[float] | None,
         remaining_seconds: Callable[[int], float] | None,
+        owners: Sequence[int] | None,
     ) -> Iterable[ShardMap]:
         """Maps to be tried in this order: the one that finds most in the caches, and one that counts on none."""
-        if len(self._lanes) == 1:
+        lanes = range(len(self._lanes))
+        if len(lanes) == 1:
             if reserved_tokens <= self._lane_tokens:
                 yield ShardMap((Segment(0, 0, reserved_tokens),))
             return
-        free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
+        free = [self.free_tokens_on(lane) for lane in lanes]
         seconds = list(pending_seconds or [0.0] * len(free))
-        preferred: list[int] = []
-        if hashes:
-            preferred, rooms, cached = self._cached_lanes(prompt_tokens, hashes, free)
-            if remaining_seconds is not None:
-                seconds = [
-                    ahead + remaining_seconds(tokens) for ahead, tokens in zip(seconds, cached, strict=True)
-                ]
-            shards = self._place(prompt_tokens, reserved_tokens, rooms, seconds, preferred)
-            if shards is not None:
-                yield shards
-        shards = self._place(prompt_tokens, reserved_tokens, free, seconds, ())
-        if shards is not None:
-            yield shards
-
-    def _place(
-        self,
-        prompt: int,
-        reserved: int,
-        free: Sequence[int],
-        seconds: Sequence[float],
-        preferred: Sequence[int],
-    ) -> ShardMap | None:
-        return place(
-            prompt,
-            reserved,
-            free,
-            block_size_tokens=self.block_size_tokens,
+        is_long = spreads(
+            prompt_tokens,
+            reserved_tokens,
+            lanes=len(lanes),
             tokens_per_lane=self._tokens_per_lane,
             lane_tokens=self._lane_tokens,
-            pending_seconds=seconds,
-            preferred=preferred,
         )
+        for rooms, cached, preferred in self._views(prompt_tokens, hashes, free, is_long=is_long):
+            if owners is not None and is_long and (not preferred or preferred[0] not in owners):
+                preferred = [max(owners, key=lambda lane: (rooms[lane], -lane))]
+            elif owners is not None and not is_long:
+                rooms = [room if lane in owners else 0 for lane, room in enumerate(rooms)]
+            expected = seconds
+            if remaining_seconds is not None and any(cached):
+                expected = [seconds[lane] + remaining_seconds(cached[lane]) for lane in lanes]
+            shards = place(
+                prompt_tokens,
+                reserved_tokens,
+                rooms,
+                block_size_tokens=self.block_size_tokens,
+                tokens_per_lane=self._tokens_per_lane,
+                lane_tokens=self._lane_tokens,
+                pending_seconds=expected,
+                preferred=preferred,
+            )
+            if shards is not None:
+                yield shards
 
-    def _cached_lanes(
-        self, prompt_tokens: int, hashes: str, free: list[int]
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Lanes that hold the shards of a long prompt, in order; room and cached tokens of each lane."""
+    def _views(
+        self, prompt_tokens: int, hashes: str, free: list[int], *, is_long: bool
+    ) -> Iterable[tuple[list[int], list[int], list[int]]]:
+        """Room and cached tokens of each lane, and lanes that come first: as the caches have it, and without them.
+
+        What a lane has cached for this prompt and others hold costs no room there. A long prompt is led to the lanes
+        that hold its shards, in their order.
+        """
         size = self.block_size_tokens
-        cap = max(self._tokens_per_lane // size, 1)
-        is_long = prompt_tokens > cap * size
-        rooms, cached, preferred = list(free), [0] * len(free), []
+        rooms, cached, preferred = list(free), [0] * len(free), list[int]()
+        cap = max(self._tokens_per_lane // size, 1) if is_long else max(hash_count(hashes), 1)
         for shard in range(0, hash_count(hashes), cap):
             chain = hash_range(hashes, shard, shard + cap)
             found = [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
             for lane, match in enumerate(found):
-                if lane not in preferred and match.blocks > 0:
+                if lane not in preferred:
                     rooms[lane] = free[lane] + (match.blocks - match.unlocked) * size
                     cached[lane] = min(match.blocks * size, prompt_tokens - 1)
             best = max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
             if not is_long or found[best].blocks == 0 or best in preferred:
                 break
             preferred.append(best)
-        return preferred, rooms, cached
+        yield rooms, cached, preferred
+        if any(cached):
+            yield free, [0] * len(free), []
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """The hashes of each lane's part of the prompt; a lane holds one run of it."""

@@ -159,6 +159,14 @@ class ShardMap:
         return ShardMap(tuple(segments), self.version + 1)
 
 
+def spreads(
+    prompt_tokens: int, reserved_tokens: int, *, lanes: int, tokens_per_lane: int, lane_tokens: int
+) -> bool:
+    """Whether a request is long: cut over lanes because its prompt passes one lane's share, or all of it one lane."""
+    fair_share = -(-prompt_tokens // lanes)  # no lane is left that could take more than the cap
+    return prompt_tokens > max(tokens_per_lane, fair_share) or reserved_tokens > lane_tokens
+
+
 def place(
     prompt_tokens: int,
     reserved_tokens: int,
@@ -183,11 +191,16 @@ def place(
     """
     assert 0 < prompt_tokens <= reserved_tokens
     size = block_size_tokens
-    fair_share = -(-prompt_tokens // len(free_by_lane))  # no lane is left that could take more than the cap
-    cap = max(_whole_blocks(tokens_per_lane, size), _up_to_blocks(fair_share, size))
+    lanes = len(free_by_lane)
     rooms = {lane: _whole_blocks(free, size) for lane, free in enumerate(free_by_lane)}
     rank = {lane: index for index, lane in enumerate(preferred)}
-    if prompt_tokens <= cap and reserved_tokens <= lane_tokens:
+    if not spreads(
+        prompt_tokens,
+        reserved_tokens,
+        lanes=lanes,
+        tokens_per_lane=tokens_per_lane,
+        lane_tokens=lane_tokens,
+    ):
         seconds = pending_seconds or [0.0] * len(rooms)
         with_room = [lane for lane, room in rooms.items() if room >= reserved_tokens]
         if not with_room:
@@ -195,6 +208,7 @@ def place(
         lane = min(with_room, key=lambda lane: (rank.get(lane, len(rank)), seconds[lane], -rooms[lane], lane))
         return ShardMap((Segment(lane, 0, reserved_tokens),))
 
+    cap = max(_whole_blocks(tokens_per_lane, size), _up_to_blocks(-(-prompt_tokens // lanes), size))
     segments: list[Segment] = []
     order = sorted(rooms, key=lambda lane: (rank.get(lane, len(rank)), -rooms[lane], lane))
     position = 0

@@ -72,12 +72,16 @@ class PoolsMachine(RuleBasedStateMachine):
         length=st.integers(1, 60),
         output=st.integers(0, 20),
         pending=st.lists(st.floats(0, 9), min_size=3, max_size=3),
+        owners=st.none() | st.sets(st.integers(0, 2), min_size=1),
     )
-    def admit(self, branches: list[int], length: int, output: int, pending: list[float]) -> None:
+    def admit(
+        self, branches: list[int], length: int, output: int, pending: list[float], owners: set[int] | None
+    ) -> None:
         """Prompts differ where they take another branch, every eight tokens: many begin alike."""
         ids = [branches[index // 8] if index // 8 < len(branches) else 0 for index in range(length)]
         name = self._new_name()
         before = self.pools.free_tokens
+        allowed = None if owners is None else [lane for lane in range(self.lanes) if lane in owners] or [0]
         placed = self.pools.admit(
             name,
             length,
@@ -85,12 +89,14 @@ class PoolsMachine(RuleBasedStateMachine):
             block_hashes=self.hasher.hashes(np.array(ids, dtype=np.int32)),
             pending_seconds=pending[: self.lanes],
             remaining_seconds=lambda cached: float(length - cached),
+            owners=allowed,
         )
         if placed is None:
             assert self.pools.free_tokens == before, "all or nothing"
             if self.lanes == 1:
                 assert -(-(length + output) // self.size) * self.size > before
             return
+        assert allowed is None or placed.shards.owner in allowed
         assert placed.cached_tokens < length, "the last token is computed again"
         assert placed.cached_tokens % self.size == 0
         self._flush()
