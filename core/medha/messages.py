@@ -328,12 +328,14 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Constants of the predictor's first form, measured by the warm-up steps of a rank (seconds)."""
+    """What the warm-up steps of a rank took (seconds): constants, and curves that stand for them where measured."""
 
     step_seconds: float  # any step, however small
     linear_seconds_per_token: float
     attention_seconds_per_pair: float  # one query token against one KV token
     sequence_seconds: float  # each sequence of a step, for its own attention call and sampling
+    token_points: tuple[tuple[int, float], ...] = ()  # (tokens of a step, seconds of all linear layers)
+    query_points: tuple[tuple[int, float], ...] = ()  # (queries of a sequence, seconds for each of its keys)
 
 
 @dataclass(frozen=True, slots=True)

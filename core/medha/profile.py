@@ -178,7 +178,7 @@ class Profile:
 
     @classmethod
     def of_warm_up(cls, measured: StepProfile, stages: int = 1, tensor: int = 1) -> Profile:
-        """The additive constants that a rank measured over its own stage, as a profile of one layer a stage."""
+        """What a rank measured over its own stage, as a profile of one layer a stage."""
         return cls(
             name="warm-up",
             source="measured by a rank's warm-up steps",
@@ -186,9 +186,11 @@ class Profile:
             tensor=tensor,
             launch_seconds=measured.step_seconds,
             linear=(Operation("linear", compute_seconds_per_row=measured.linear_seconds_per_token),),
+            linear_points=measured.token_points,
             attention=Attention(
                 sequence_seconds=measured.sequence_seconds,
                 seconds_per_pair=measured.attention_seconds_per_pair,
+                points=measured.query_points,
             ),
         )
 

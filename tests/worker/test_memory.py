@@ -6,18 +6,18 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
 from medha.errors import OutOfMemory
-from medha.messages import StepProfile
 from medha.predictor import Predictor, Work
+from medha.profile import Attention, Operation, Profile
 from medha_worker import warmup
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.memory import MIB, PoolRequest, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
+from medha_worker.profile_fit import MeasuredStep
 
 REQUEST = PoolRequest(
     block_bytes=MIB,
@@ -151,39 +151,42 @@ def test_without_a_cgroup_the_machines_memory_counts(tmp_path: Path, monkeypatch
 
 # --- the warm-up --------------------------------------------------------------------------------------
 
-SHAPES = [
-    [Work(0, 1)],
-    [Work(0, 64)],
-    [Work(0, 2048)],
-    [Work(2048, 1)],
-    [Work(2048, 1)] * 8,
-    [Work(0, 1)] * 32,
-    [Work(2048, 256)],
-]
+
+def test_the_profile_of_a_warm_up_foretells_what_it_measured_and_beyond() -> None:
+    truth = Profile(
+        name="truth",
+        source="test",
+        layers=1,
+        linear_points=((1, 2e-3), (16, 3e-3), (64, 4e-3), (256, 9e-3), (2048, 60e-3)),
+        attention=Attention(points=((1, 1e-8), (16, 6e-8), (256, 8e-7))),
+        head=Operation("head", launch_seconds=1e-3, compute_seconds_per_row=5e-5),
+    )
+    predictor = Predictor(truth)
+
+    def played(works: tuple[Work, ...]) -> MeasuredStep:
+        head = predictor.explain(works).head
+        return MeasuredStep(works, predictor.stage_seconds(works) - head, head)
+
+    shapes = warmup._shapes(max_chunk_tokens=2048, max_running=100, max_model_len=100_000)
+    fitted = Predictor(warmup.step_profile([played(works) for works in shapes]))
+    batches = [*shapes, (Work(50_000, 1),) * 9, (Work(9000, 128), Work(100, 1)), (Work(3000, 700),)]
+    for works in batches:
+        assert fitted.stage_seconds(works) == pytest.approx(predictor.stage_seconds(works), rel=0.02)
 
 
-def test_the_fit_finds_the_constants_that_made_the_times() -> None:
-    profile = StepProfile(2e-3, 3e-5, 4e-9, 5e-5)
-    seconds = [Predictor(profile).stage_seconds(works) for works in SHAPES]
-    fitted = warmup.fit_profile(SHAPES, seconds)
-    for name in StepProfile.__dataclass_fields__:
-        assert getattr(fitted, name) == pytest.approx(getattr(profile, name), rel=1e-6)
-
-
-def test_noise_never_makes_a_constant_negative() -> None:
-    """The step constant is 0 here, so half of all noise pulls it below."""
-    random = np.random.default_rng(0)
-    exact = [Predictor(StepProfile(0.0, 3e-5, 4e-9, 5e-5)).stage_seconds(works) for works in SHAPES]
-    pinned = 0
-    for _ in range(50):
-        noisy = [value * random.uniform(0.7, 1.3) for value in exact]
-        fitted = warmup.fit_profile(SHAPES, noisy)
-        constants = [getattr(fitted, name) for name in StepProfile.__dataclass_fields__]
-        assert min(constants) >= 0
-        pinned += constants[0] == 0
-        predicted = [Predictor(fitted).stage_seconds(works) for works in SHAPES]
-        assert max(abs(a / b - 1) for a, b in zip(predicted, noisy, strict=True)) < 0.6
-    assert 5 < pinned < 50
+@pytest.mark.parametrize(
+    ("max_chunk", "max_running", "max_model_len"), [(1, 1, 16), (2048, 1, 17), (32, 3, 2050), (5000, 9, 4096)]
+)
+def test_warm_up_steps_stay_within_the_limits(max_chunk: int, max_running: int, max_model_len: int) -> None:
+    shapes = warmup._shapes(max_chunk, max_running, max_model_len)
+    assert (Work(0, min(max_chunk, max_model_len)),) in shapes
+    for works in shapes:
+        assert len(works) <= max_running
+        assert all(
+            1 <= work.count <= max_chunk and work.context + work.count <= max_model_len for work in works
+        )
+    fitted = Predictor(warmup.step_profile([MeasuredStep(works, 0.01, 0.0) for works in shapes]))
+    assert fitted.stage_seconds([Work(0, 1)]) == pytest.approx(0.01, rel=0.01)
 
 
 @pytest.fixture(scope="module")

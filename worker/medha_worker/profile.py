@@ -31,6 +31,8 @@ from medha_worker.profile_fit import MeasuredStep
 BLOCK_TOKENS = 16
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+GREEDY = Sampling(temperature=0.0)
+
 Shape = tuple[Work, ...]
 
 
@@ -111,25 +113,32 @@ class StepTimer:
                 f"KV of {pool_tokens} tokens does not fit beside the weights; lower --max-context"
             ) from error
 
-    def measure(self, works: Shape) -> MeasuredStep:
-        """Run one step of `works`, once."""
+    def measure(self, works: Shape, sampling: Sampling = GREEDY) -> MeasuredStep:
+        """Run one step of `works`, once; sequences overlap where the pool is too small for all of them."""
         model, device = self._model, self._model.device
         spans, row, block = [], 0, 0
         for work in works:
             end = block + blocks_of((work,))
-            spans.append(SequenceSpan(row, work.count, work.context, np.arange(block, end)))
+            spans.append(
+                SequenceSpan(row, work.count, work.context, np.arange(block, end) % self._pool.num_blocks)
+            )
             row, block = row + work.count, end
         positions = torch.cat([torch.arange(work.context, work.context + work.count) for work in works])
-        ids = torch.zeros(row, dtype=torch.int64, device=device)
+        entering = (
+            torch.zeros(row, dtype=torch.int64, device=device)
+            if model.shard.is_first_stage
+            else torch.zeros(row, model.config.hidden_size, dtype=model.dtype, device=device)
+        )
         last_rows = torch.tensor([span.row_start + span.row_count - 1 for span in spans])
-        samplers = [_greedy(model.config.vocab_size) for _ in works]
+        samplers = [_sampler(sampling, model.config.vocab_size) for _ in works]
         started = self._clock()
-        hidden = model.forward(ids, positions.to(device), spans, self._pool)
+        hidden = model.forward(entering, positions.to(device), spans, self._pool)
         self._wait()
         forwarded = self._clock()
-        logits = model.logits(hidden[last_rows])
-        assert logits is not None, "one rank has the whole output head"
-        draw(logits, samplers)
+        if model.shard.is_last_stage:
+            logits = model.logits(hidden[last_rows])
+            if logits is not None:  # on the rank that draws
+                draw(logits, samplers)
         self._wait()
         return MeasuredStep(works, forwarded - started, self._clock() - forwarded)
 
@@ -179,7 +188,7 @@ def measure(
             kept[names[index]].append(timer.measure(names[index]))
             done += 1
             progress(done, total)
-    return [_median(steps) for steps in kept.values()]
+    return [median(steps) for steps in kept.values()]
 
 
 def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int | None) -> Transformer:
@@ -203,7 +212,8 @@ def _covers(works: Shape, other: Shape) -> bool:
     )
 
 
-def _median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+def median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """Of several runs of one step."""
     return MeasuredStep(
         steps[0].works,
         statistics.median(step.forward_seconds for step in steps),
@@ -211,9 +221,9 @@ def _median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     )
 
 
-def _greedy(vocab_size: int) -> SequenceSampler:
+def _sampler(sampling: Sampling, vocab_size: int) -> SequenceSampler:
     return SequenceSampler(
-        Sampling(temperature=0.0),
+        sampling,
         seed=0,
         sample_index=0,
         tokens=np.zeros(1, dtype=np.int32),

@@ -21,6 +21,7 @@ _Floats = npt.NDArray[np.float64]
 
 _SWEEPS = 20_000
 _TOLERANCE = 1e-10
+_SHORTEST_SECONDS = 1e-9  # of a stage that has no output head
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,9 @@ def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source
     tokens = np.array([step.tokens for step in steps])
     uniform = [step for step in steps if len(set(step.works)) == 1]
     token_knots = np.unique([step.tokens for step in uniform])
-    count_knots = np.unique([1, *(step.works[0].count for step in uniform)])
+    count_knots = _count_knots(uniform)
     slopes = np.array([
-        np.sum([_increments(np.array([work.count]), count_knots)[0] * _keys(work) for work in step.works], axis=0)
+        np.sum([_slope_terms(work.count, count_knots) * work.pairs / work.count for work in step.works], axis=0)
         for step in steps
     ])  # fmt: skip
     sequences = np.array([[float(len(step.works))] for step in steps])
@@ -112,8 +113,19 @@ def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
     return results
 
 
-def _keys(work: Work) -> float:
-    return work.pairs / work.count
+def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
+    """Queries that were measured behind two contexts at least: one alone cannot tell attention from linear layers."""
+    contexts: dict[int, set[int]] = {}
+    for step in uniform:
+        contexts.setdefault(step.works[0].count, set()).add(step.works[0].context)
+    return np.unique([1, *(count for count, seen in contexts.items() if len(seen) > 1)])
+
+
+def _slope_terms(count: int, knots: npt.NDArray[np.int64]) -> _Floats:
+    """[knots]: how much of each increment the seconds a key of `count` queries have; beyond the knots in proportion."""
+    last = int(knots[-1])
+    terms: _Floats = _increments(np.array([min(count, last)]), knots)[0] * max(count / last, 1.0)
+    return terms
 
 
 def _last_slope(knots: npt.NDArray[np.int64], values: _Floats) -> float:
@@ -137,7 +149,7 @@ def _increments(values: npt.NDArray[np.int64], knots: npt.NDArray[np.int64]) -> 
 
 def _non_negative_least_squares(terms: _Floats, measured: _Floats) -> _Floats:
     """x >= 0 with the least sum of ((terms @ x) / measured - 1)^2, one unknown at a time until none moves."""
-    scaled = terms / measured[:, None]
+    scaled = terms / np.maximum(measured, _SHORTEST_SECONDS)[:, None]
     size = np.linalg.norm(scaled, axis=0)
     used = size > 0
     scaled = scaled[:, used] / size[used]
