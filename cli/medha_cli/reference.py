@@ -20,6 +20,7 @@ _PACKAGES = (
     "worker/medha_worker/model",
     "operator/medha_operator",
     "sim/medha_sim",
+    "sim/medha_sim/baselines",
     "cli/medha_cli",
 )
 
