@@ -14,6 +14,8 @@ from medha.policy import Bools, Floats, Ints, keys, urgent_first
 Ordered = Callable[[Bools], Iterator[int]]
 """Those rows for which a flag is set, most urgent first."""
 
+_BATCH = 256  # rows that are selected at once: a step reads a few
+
 
 class Urgency:
     """Applies the policy that the settings name."""
@@ -42,9 +44,11 @@ def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
     """Chosen rows by due time; `first` comes before all others."""
     if first is not None and chosen[first]:
         yield first
-    for row in by_due[chosen[by_due]].tolist():
-        if row != first:
-            yield row
+    for start in range(0, len(by_due), _BATCH):
+        rows = by_due[start : start + _BATCH]
+        for row in rows[chosen[rows]].tolist():
+            if row != first:
+                yield row
 
 
 def _by_key(urgency: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
