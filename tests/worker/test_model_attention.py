@@ -183,40 +183,55 @@ def run_backend(
         for token in range(span.total_length):
             block, offset = divmod(token, BLOCK_TOKENS)
             keys[:, span.blocks[block] * BLOCK_TOKENS + offset, 0] = level(token)
-    k, v = torch.empty(2, rows, kv_heads, head_dim, dtype=dtype)
     wanted = torch.empty(rows, kv_heads * group, head_dim, dtype=torch.float64)
+    wanted_sums = torch.empty(rows, kv_heads * group, dtype=torch.float64)
     for span in spans:
         positions = np.arange(span.total_length)
         place = torch.from_numpy(
             np.asarray(span.blocks)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
         )
-        part = slice(span.row_start, span.row_start + span.row_count)
-        own = place[span.context_length :]
-        k[part], v[part] = keys[:, own].transpose(0, 1), values[:, own].transpose(0, 1)
-        hidden = torch.ones(span.row_count, span.total_length, dtype=torch.bool).triu_(
-            span.context_length + 1
-        )
+        part = span.rows
+        seen = span.context_length + 1 if span.is_causal else span.total_length
+        hidden = torch.ones(span.row_count, span.total_length, dtype=torch.bool).triu_(seen)
         by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
         repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
-        wanted[part] = plain_attention(by_head, repeated[0], repeated[1], hidden)[0].transpose(0, 1)
-    found = backend.plan(spans, BLOCK_TOKENS).attend(q, k, v, keys, values)
+        output, log_sum_exp = plain_attention(by_head, repeated[0], repeated[1], hidden)
+        wanted[part], wanted_sums[part] = output.transpose(0, 1), log_sum_exp.transpose(0, 1)
+    found, sums = backend.plan(spans, BLOCK_TOKENS).attend(q, keys, values)
+    torch.testing.assert_close(sums.double(), wanted_sums, rtol=1e-3, atol=1e-3)
     return found.double(), wanted
 
 
 def spans_of(shapes: list[tuple[int, int]], *, shuffled: bool) -> list[SequenceSpan]:
-    """Spans of (context, new tokens), one behind the other; block tables run on, or are mixed."""
+    """Spans of (context, new tokens), one behind the other; block tables run on, or are mixed.
+
+    Every other one whose context is not empty belongs to a sequence that goes on in another pool.
+    """
     blocks = list(range(4096 // BLOCK_TOKENS))
     if shuffled:
         np.random.default_rng(0).shuffle(blocks)
     spans, row = [], 0
     for context, count in shapes:
         needed = -(-(context + count) // BLOCK_TOKENS)
-        spans.append(SequenceSpan(row, count, context, blocks[:needed]))
+        is_causal = context == 0 or len(spans) % 2 == 0
+        spans.append(SequenceSpan(row, count, context, blocks[:needed], is_causal))
         blocks, row = blocks[needed:], row + count
     return spans
 
 
-SHAPES = [(0, 1), (0, 5), (33, 1), (0, 300), (40, 260), (700, 3), (1300, 1), (600, 130)]
+SHAPES = [
+    (0, 1),
+    (0, 5),
+    (33, 1),
+    (0, 300),
+    (40, 260),
+    (700, 3),
+    (1000, 1),
+    (600, 130),
+    (48, 1),
+    (200, 9),
+    (65, 90),
+]
 
 
 @pytest.mark.parametrize(("kv_heads", "group"), [(1, 1), (2, 4), (3, 2), (8, 1)])

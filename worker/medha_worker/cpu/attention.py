@@ -69,7 +69,7 @@ class _CpuStep:
     def __init__(self, backend: CpuAttention, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
         self._backend = backend
         self._slots = [_slots(span, block_tokens) for span in spans]
-        self._rows = spans[-1].row_start + spans[-1].row_count
+        self._rows = max(span.rows.stop for span in spans)
         self._output_rows = self._rows
         self._split: list[tuple[int, slice]] = []  # of a split decode: its row, and the rows of its parts
         self._parts: list[tuple[int, ...]] = []
@@ -84,20 +84,15 @@ class _CpuStep:
         self._tasks: npt.NDArray[np.int64] | None = None
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,  # noqa: ARG002 - read from the pool, where it is already
-        pool_keys: torch.Tensor,
-        pool_values: torch.Tensor,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, query_heads, head_dim = q.shape
         assert rows == self._rows
-        assert query_heads == k.shape[1] * self._backend.group
+        assert query_heads == pool_keys.shape[0] * self._backend.group
         assert q.stride()[1:] == (head_dim, 1)
         assert pool_keys.stride() == pool_values.stride()
         if self._tasks is None:
-            self._tasks = _for_each_head(self._parts, k.shape[1])
+            self._tasks = _for_each_head(self._parts, pool_keys.shape[0])
         output = torch.empty(self._output_rows, query_heads, head_dim)
         log_sum_exp = torch.empty(self._output_rows, query_heads)
         scratch = self._backend.scratch(torch.get_num_threads())
@@ -114,8 +109,9 @@ class _CpuStep:
         call[_FIELD["scale"] :].view(np.float32)[0] = math.log2(math.e) / math.sqrt(head_dim)
         self._backend.run(call, len(self._tasks))
         for row, parts in self._split:
-            output[row] = merge_partials(output[parts].unbind(), log_sum_exp[parts].unbind())[0]
-        return output[:rows]
+            merged = merge_partials(output[parts].unbind(), log_sum_exp[parts].unbind())
+            output[row], log_sum_exp[row] = merged
+        return output[:rows], log_sum_exp[:rows]
 
     def _add_decode(self, span: SequenceSpan, slots: int, parts: int) -> None:
         """One row against all keys, cut into `parts` runs of keys."""
@@ -135,8 +131,13 @@ class _CpuStep:
         step = max(1, _TASK_ROWS // self._backend.group)
         for first in range(0, span.row_count, step):
             tokens = min(step, span.row_count - first)
-            row, position = span.row_start + first, span.context_length + first
-            self._parts.append((row, tokens, position, 0, slots, 0, position + tokens, row))
+            row = span.row_start + first
+            if span.is_causal:
+                position = span.context_length + first
+                seen = position + tokens
+            else:  # as if they stood behind all keys
+                position = seen = span.total_length
+            self._parts.append((row, tokens, position, 0, slots, 0, seen, row))
 
 
 def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:

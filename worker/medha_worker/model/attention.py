@@ -33,21 +33,18 @@ class StepAttention(Protocol):
     def attend(
         self,
         q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
-    ) -> torch.Tensor:
-        """Causal attention of every row to its own sequence, scores scaled by 1 / sqrt(head_dim).
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of every row to its own sequence, scores scaled by 1 / sqrt(head_dim).
 
         Args:
-            q: [rows, query_heads, head_dim].
-            k: The new tokens' own keys, [rows, kv_heads, head_dim]; `v` likewise.
+            q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
             pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
             pool_values: Likewise.
 
         Returns:
-            [rows, query_heads, head_dim].
+            [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, [rows, query_heads].
         """
         ...
 
@@ -89,37 +86,34 @@ class TorchAttention:
 
 class _TorchStep:
     def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
-        self._parts: list[tuple[slice, list[Segment]]] = []
+        self._parts: list[tuple[SequenceSpan, list[Segment], list[Segment]]] = []
         for span in spans:
-            # A decode's own token is read from the pool with the rest, where it was written just before.
-            stored = span.total_length if span.row_count == 1 else span.context_length
-            segments = list(_segments(slot_runs(span, 0, stored, block_tokens)))
-            self._parts.append((slice(span.row_start, span.row_start + span.row_count), segments))
+            # A decode sees all that is stored; a chunk its context, and of its own tokens the earlier ones.
+            is_chunk = span.is_causal and span.row_count > 1
+            context = span.context_length if is_chunk else span.total_length
+            seen_by_all = list(_segments(slot_runs(span, 0, context, block_tokens)))
+            own = list(_segments(slot_runs(span, context, span.total_length, block_tokens)))
+            self._parts.append((span, seen_by_all, own))
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        pool_keys: torch.Tensor,
-        pool_values: torch.Tensor,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, query_heads, head_dim = q.shape
-        kv_heads = k.shape[1]
-        group = query_heads // kv_heads
+        kv_heads = pool_keys.shape[0]
         scale = 1.0 / math.sqrt(head_dim)
-        grouped = q.view(rows, kv_heads, group, head_dim)
+        grouped = q.view(rows, kv_heads, query_heads // kv_heads, head_dim)
         output = torch.empty_like(grouped, memory_format=torch.contiguous_format)
+        log_sum_exp = torch.empty(grouped.shape[:-1], dtype=torch.float32, device=q.device)
         pool = (pool_keys, pool_values)
-        for part, segments in self._parts:
-            own = grouped[part]
-            count = part.stop - part.start
-            if count == 1:
-                outputs, sums = _over_segments(own[0], segments, pool, scale)
-                output[part.start] = outputs[0] if len(outputs) == 1 else merge_partials(outputs, sums)[0]
-            else:
-                output[part] = _attend_twice(own, k[part], v[part], segments, pool, scale)
-        return output.view(rows, query_heads, head_dim)
+        for span, context, own in self._parts:
+            outputs, sums = _over_segments(grouped[span.rows], context, pool, scale)
+            if own:
+                causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale)
+                outputs.append(causal)
+                sums.append(causal_sum)
+            merged = (outputs[0], sums[0]) if len(outputs) == 1 else merge_partials(outputs, sums)
+            output[span.rows], log_sum_exp[span.rows] = merged
+        return output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
 
 
 def _segments(runs: Sequence[SlotRun]) -> Iterator[Segment]:
@@ -151,32 +145,31 @@ def _load(segment: Segment, pool: Pool) -> Pool:
 
 
 def _over_segments(
-    folded: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
+    q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Unmasked attention of folded rows, [kv_heads, rows, head_dim], to each segment by itself."""
+    """Unmasked attention of a sequence's rows, [rows, kv_heads, group, head_dim], to each segment by itself."""
+    rows, kv_heads, group, head_dim = q.shape
+    folded = q.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     outputs, sums = [], []
     for segment in segments:
         keys, values = _load(segment, pool)
         output, log_sum_exp = flash_attention(folded[None], keys[None], values[None], scale=scale)
-        outputs.append(output[0])
-        sums.append(log_sum_exp[0])
+        outputs.append(output.view(kv_heads, rows, group, head_dim).transpose(0, 1))
+        sums.append(log_sum_exp.view(kv_heads, rows, group).transpose(0, 1))
     return outputs, sums
 
 
-def _attend_twice(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
-) -> torch.Tensor:
-    """A chunk by the flash kernel, [rows, kv_heads, group, head_dim]: past without a mask, own tokens causally."""
+def _over_own(
+    q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a chunk, [rows, kv_heads, group, head_dim], to its own tokens."""
     rows, kv_heads, group, head_dim = q.shape
-    by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
-    # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
-    causal, causal_sum = flash_attention(
-        by_head, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale, causal=True
+    loaded = [_load(segment, pool) for segment in segments]
+    keys, values = (
+        loaded[0] if len(loaded) == 1 else (torch.cat(parts, 1) for parts in zip(*loaded, strict=True))
     )
-    folded = q.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
-    outputs, sums = _over_segments(folded, segments, pool, scale)
-    outputs = [output.view(kv_heads, rows, group, head_dim) for output in outputs]
-    sums = [log_sum_exp.view(kv_heads, rows, group) for log_sum_exp in sums]
-    outputs.append(causal.view(kv_heads, group, rows, head_dim).transpose(1, 2))
-    sums.append(causal_sum.view(kv_heads, group, rows).transpose(1, 2))
-    return merge_partials(outputs, sums)[0].transpose(0, 1)
+    # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
+    by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
+    output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=True)
+    shape = kv_heads, group, rows
+    return output.view(*shape, head_dim).permute(2, 0, 1, 3), log_sum_exp.view(shape).permute(2, 0, 1)

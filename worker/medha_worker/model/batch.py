@@ -16,16 +16,24 @@ class SequenceSpan:
         row_count: New tokens, at positions `context_length ..`; at least one.
         context_length: Tokens whose K and V are already in the pool.
         blocks: Block table, covering context and new tokens; an int64 array where it is long.
+        is_causal: Whether the rows' own K and V are in this pool, behind the context. If not (they are on another
+            lane), every row sees the whole context, which is then not empty, and nothing else.
     """
 
     row_start: int
     row_count: int
     context_length: int
     blocks: Sequence[int] | npt.NDArray[np.int64]
+    is_causal: bool = True
 
     @property
     def total_length(self) -> int:
-        return self.context_length + self.row_count
+        """Tokens in this pool that the last row sees."""
+        return self.context_length + (self.row_count if self.is_causal else 0)
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row_start, self.row_start + self.row_count)
 
 
 @dataclass(frozen=True)

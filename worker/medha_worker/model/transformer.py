@@ -213,7 +213,7 @@ class _Step:
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._cache.write(layer, self._slots, self._runs, k.transpose(0, 1), v.transpose(0, 1))
-        return self._attention.attend(q, k, v, self._cache.keys[layer], self._cache.values[layer])
+        return self._attention.attend(q, self._cache.keys[layer], self._cache.values[layer])[0]
 
 
 def _linear(
