@@ -78,6 +78,7 @@ class Scale:
     loads: tuple[float, ...]
     shares: tuple[float, ...]  # of long requests
     policies: tuple[str, ...]
+    systems: tuple[str, ...]  # other systems on the grid, where a share has a goal; `paper_seeds` of them
     speeds: tuple[float, ...]  # of a stronger LoongServe
     band: bool  # capacity 10 % lower and higher at the rates that the claims are about
 
@@ -93,6 +94,7 @@ FULL = Scale(
     loads=(0.5, 0.87, 0.97, 1.07),
     shares=(0.01, 0.05, 0.2),
     policies=("guarded", "srpt", "lars", "edf", "lrs", "fcfs"),
+    systems=("vllm-2048", "sarathi-512", "hrrn", "distserve", "loongserve", "loongserve-reserved"),
     speeds=(2.0, 4.0, 8.0, 16.0),
     band=True,
 )
@@ -107,6 +109,7 @@ QUICK = Scale(
     loads=(0.97,),
     shares=(0.05,),
     policies=("guarded", "srpt", "lars"),
+    systems=("vllm-2048", "loongserve"),
     speeds=(),
     band=False,
 )
@@ -176,13 +179,16 @@ def _with_band(run: Run, scale: Scale) -> Iterator[Run]:
 
 
 def _grid_runs(scale: Scale) -> Iterator[Run]:
-    """`guarded` against the other policies, in pairs of equal seeds."""
+    """`guarded` against the other policies and systems, in pairs of equal seeds."""
     for share in scale.shares:
         for load in scale.loads:
             goal = share == GOAL_SHARE and load in GOAL_LOADS
             for seed in range(scale.goal_seeds if goal else scale.seeds):
-                for policy in scale.policies:
-                    yield Run(f"medha-{policy}", share, seed, scale.window_seconds, load=load)
+                names = [f"medha-{policy}" for policy in scale.policies]
+                if share == GOAL_SHARE and seed < scale.paper_seeds:
+                    names += scale.systems
+                for name in names:
+                    yield Run(name, share, seed, scale.window_seconds, load=load)
 
 
 # --- one run ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`guarded` against the other policies: attainment by load and mix, in pairs of equal seeds, and the goals set for it."""
+"""`guarded` against other policies and systems: attainment by load and mix, in pairs of equal seeds, and the goals set for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One policy at one point. Differences are `guarded` minus the policy, of the same seeds."""
+    """One policy or system at one point. Differences are `guarded` minus it, of the same seeds."""
 
     long_share: float
     load: float
@@ -65,7 +65,7 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
     rows = []
     for share in scale.shares:
         for load in scale.loads:
-            for policy in scale.policies:
+            for policy in (*scale.policies, *scale.systems):
                 seeds = [
                     seed
                     for seed in range(max(scale.seeds, scale.goal_seeds))
@@ -120,7 +120,8 @@ def _attainment(
     outcomes: dict[str, Outcome], scale: Scale, policy: str, share: float, load: float, seed: int
 ) -> dict[str, float]:
     """Percent inside the TTFT target by kind; empty if the run is missing or failed."""
-    outcome = outcomes.get(Run(f"medha-{policy}", share, seed, scale.window_seconds, load=load).key, {})
+    system = f"medha-{policy}" if policy in scale.policies else policy
+    outcome = outcomes.get(Run(system, share, seed, scale.window_seconds, load=load).key, {})
     return {
         kind: 100 * outcome[kind]["ttft_attainment"]
         for kind in ("short", "long")

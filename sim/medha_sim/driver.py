@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.engine import Load
@@ -23,7 +23,6 @@ from medha.messages import (
     ControllerEvent,
     Emit,
     Failed,
-    FetchBundle,
     Refused,
     Sampling,
     Step,
@@ -121,6 +120,11 @@ class Latencies:
     replica_seconds: float = 0.0  # a message between router and replica
 
 
+Answer = Emit | Refused | Failed | Announce
+"""What a replica sends to its router."""
+
+What = TypeVar("What")
+
 Progress = Callable[[float], bool]
 """Called with the virtual time at every sample of the state; True asks to stop."""
 
@@ -145,7 +149,7 @@ class Simulation:
         if router is None and len(replicas) != 1:
             raise ConfigInvalid(f"{len(replicas)} replicas need a router; give one, or simulate one replica")
         self.log = RunLog()
-        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
+        self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._sequence = 0
         self._workload = workload
         self._arrivals = iter(workload.arrivals)
@@ -165,30 +169,29 @@ class Simulation:
         """Simulate until nothing moves or the clock passes `until_seconds`; what is open then is censored."""
         self._progress = progress
         if self._router is not None:
-            self._router.start()
+            self._router.start([replica.card for replica in self._replicas.values()])
         for replica in self._replicas.values():
-            replica.start()
+            replica.start(announces=self._router is not None)
         self._next_arrival()
-        self.at(0.0, self._sample)
+        self.at(0.0, self._sample, None)
         heap = self._heap
         now = 0.0
         while heap and not self._stopped:
-            at, _, deliver = heappop(heap)
+            at, _, deliver, what = heappop(heap)
             if at > until_seconds:
-                now = until_seconds
                 break
             now = at
-            deliver(now)
+            deliver(what, now)
         self.log.window_seconds = now if self._stopped else until_seconds
         self.log.interrupted = self._stopped
         return self.log
 
     # --- what the parts of a simulation use -----------------------------------------------------------
 
-    def at(self, time: float, deliver: Callable[[float], None]) -> None:
-        """Call `deliver(time)` then; calls of one time keep the order in which they were asked for."""
+    def at(self, time: float, deliver: Callable[[What, float], None], what: What) -> None:
+        """Call `deliver(what, time)` then; calls of one time keep the order in which they were asked for."""
         self._sequence += 1
-        heappush(self._heap, (time, self._sequence, deliver))
+        heappush(self._heap, (time, self._sequence, deliver, what))
 
     def to_replica(self, name: str, event: Submit | Cancel, now: float) -> None:
         replica = self._replicas[name]
@@ -197,23 +200,24 @@ class Simulation:
             if conversation is not None:
                 hashes = block_hashes(conversation, event.tokens, replica.block_size_tokens)
                 event = replace(event, block_hashes=hashes)
-        self.at(now + self._latencies.replica_seconds, lambda at: replica.take(event, at))
+        self.at(now + self._latencies.replica_seconds, replica.take, event)
 
-    def from_replica(self, name: str, message: Emit | Refused | Failed | Announce, now: float) -> None:
+    def from_replica(self, name: str, answers: Sequence[Answer], now: float) -> None:
+        """What a replica sends at one time, in order."""
         if self._router is not None:
-            router = self._router
-            received = Received(name, message)
-            self.at(now + self._latencies.replica_seconds, lambda at: router.take(received, at))
+            received = [Received(name, answer) for answer in answers]
+            self.at(now + self._latencies.replica_seconds, self._router.take_all, received)
             return
-        match message:
-            case Emit():
-                self.delivered(message.id, len(message.tokens), message.finish_reason is not None, now)
-            case Refused():
-                self._end(message.id, "refused", now, f"{message.reason}: {message.detail}")
-            case Failed():
-                self._end(message.id, "failed", now, f"{message.reason}: {message.detail}")
-            case Announce():
-                pass
+        for answer in answers:
+            match answer:
+                case Emit():
+                    self.delivered(answer.id, len(answer.tokens), answer.finish_reason is not None, now)
+                case Refused():
+                    self._end(answer.id, "refused", now, f"{answer.reason}: {answer.detail}")
+                case Failed():
+                    self._end(answer.id, "failed", now, f"{answer.reason}: {answer.detail}")
+                case Announce():
+                    pass
 
     def delivered(self, id_: str, tokens: int, ended: bool, now: float) -> None:
         """Output tokens leave for the client."""
@@ -236,14 +240,12 @@ class Simulation:
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
-        if arrival is None:
-            return
+        if arrival is not None:
+            self.at(arrival.at_seconds, self._arrive_in_turn, arrival)
 
-        def arrive(now: float) -> None:
-            self._next_arrival()
-            self._arrive(arrival, now)
-
-        self.at(arrival.at_seconds, arrive)
+    def _arrive_in_turn(self, arrival: Arrival, now: float) -> None:
+        self._next_arrival()
+        self._arrive(arrival, now)
 
     def _arrive(self, arrival: Arrival, now: float) -> None:
         self.log.arrived(
@@ -275,7 +277,7 @@ class Simulation:
                 deadline_after_seconds=arrival.ttft_target_seconds,
                 tpot_target_seconds=arrival.tpot_target_seconds,
             )
-            self.at(now + self._latencies.client_seconds, lambda at: router.take(arrive, at))
+            self.at(now + self._latencies.client_seconds, router.take, arrive)
             return
         submit = Submit(
             id=arrival.id,
@@ -296,11 +298,10 @@ class Simulation:
         self._expected -= 1
         follow_up = self._workload.follow_ups.get(id_)
         if follow_up is not None and ending == "finished":
-            arrival = follow_up.arrival
             self._expected += 1
-            self.at(now + follow_up.think_seconds, lambda at: self._arrive(arrival, at))
+            self.at(now + follow_up.think_seconds, self._arrive, follow_up.arrival)
 
-    def _sample(self, now: float) -> None:
+    def _sample(self, _: None, now: float) -> None:
         """Write the state down, and ask whether to go on."""
         loads = [replica.load() for replica in self._replicas.values()]
         series = self.log.series
@@ -313,7 +314,7 @@ class Simulation:
         if self._progress is not None and self._progress(now):
             self._stopped = True
         if self._heap:
-            self.at(now + self._sample_seconds, self._sample)
+            self.at(now + self._sample_seconds, self._sample, None)
 
 
 class _Replica:
@@ -322,7 +323,7 @@ class _Replica:
     def __init__(self, replica: SimulatedReplica, simulation: Simulation) -> None:
         self._controller = replica.controller
         self._executor = replica.executor
-        self._card = replica.card
+        self.card = replica.card
         self._simulation = simulation
         self._announced: Load | None = None
         self._announced_at = 0.0
@@ -330,43 +331,46 @@ class _Replica:
         self.block_size_tokens = replica.block_size_tokens
         self.load = replica.controller.load
 
-    def start(self) -> None:
-        if self._simulation._router is not None:
-            self._announces = True
-            self._heartbeat(0.0)
+    def start(self, *, announces: bool) -> None:
+        self._announces = announces
+        if announces:
+            self._heartbeat(None, 0.0)
 
     def take(self, event: ControllerEvent, now: float) -> None:
         simulation = self._simulation
+        answers: list[Answer] = []
         for command in self._controller.handle(event, now):
             if isinstance(command, Step):
                 launched = self._executor.launch(command, now)
                 if command.entries:
                     simulation.log.stepped(command, max(launched.timing.stage_seconds), now)
                 for at, follows in launched.events:
-                    simulation.at(at, lambda then, follows=follows: self.take(follows, then))  # type: ignore[misc]
+                    simulation.at(at, self.take, follows)
             else:
-                simulation.from_replica(self._card.replica, command, now)
+                answers.append(command)
+        if answers:
+            simulation.from_replica(self.card.replica, answers, now)
         if self._announces and now - self._announced_at >= LOAD_SECONDS:
             load = self.load()
             if load != self._announced:
                 self._announce(load, now)
 
-    def _heartbeat(self, now: float) -> None:
+    def _heartbeat(self, _: None, now: float) -> None:
         if now == 0.0 or now >= self._announced_at + HEARTBEAT_SECONDS:
             self._announce(self.load(), now)
         if now == 0.0 or not self._simulation.idle:
-            self._simulation.at(self._announced_at + HEARTBEAT_SECONDS, self._heartbeat)
+            self._simulation.at(self._announced_at + HEARTBEAT_SECONDS, self._heartbeat, None)
 
     def _announce(self, load: Load, now: float) -> None:
         self._announced, self._announced_at = load, now
         card = replace(
-            self._card,
+            self.card,
             kv_tokens_free=load.kv_tokens_free,
             running=load.running,
             waiting=load.waiting,
             pending_prefill_seconds=load.pending_prefill_seconds,
         )
-        self._simulation.from_replica(self._card.replica, card, now)
+        self._simulation.from_replica(self.card.replica, [card], now)
 
 
 class _Router:
@@ -378,20 +382,23 @@ class _Router:
         self.digest = ""
         self._simulation = simulation
 
-    def start(self) -> None:
-        cards = [replica._card for replica in self._simulation._replicas.values()]
+    def start(self, cards: Sequence[Announce]) -> None:
         self.model, self.digest = cards[0].model, cards[0].digest
         for card in cards:
             self.take(BundleKnown(card.digest), 0.0)
-        self._tick(0.0)
+        self._tick(None, 0.0)
 
     def take(self, event: RouterEvent, now: float) -> None:
         self._carry_out(self.core.handle(event, now), now)
 
-    def _tick(self, now: float) -> None:
+    def take_all(self, events: Iterable[RouterEvent], now: float) -> None:
+        for event in events:
+            self.take(event, now)
+
+    def _tick(self, _: None, now: float) -> None:
         self.take(Tick(), now)
         if now == 0.0 or not self._simulation.idle:
-            self._simulation.at(now + HEARTBEAT_SECONDS, self._tick)
+            self._simulation.at(now + HEARTBEAT_SECONDS, self._tick, None)
 
     def _carry_out(self, commands: Iterable[RouterCommand], now: float) -> None:
         simulation = self._simulation
@@ -404,9 +411,7 @@ class _Router:
                     simulation.to_replica(command.replica, message, now)
                 case Fail():
                     simulation.failed(command, now)
-                case Send(message=FetchBundle()):
-                    pass
-                case _:
+                case _:  # prompts and bundles need no time here; a rejection is for the log
                     pass
 
 

@@ -185,13 +185,16 @@ class Executor:
 
     def _samples(self, step: Step) -> tuple[Sample, ...]:
         """One token for each sampling entry; its "id" is its position, so that a test sees gaps and repeats."""
+        ends_at = self._ends_at
         samples = []
         for entry in step.entries:
             if entry.samples:
                 last = entry.extents[-1]
                 position = last.start + (last.count - 1) * last.stride + 1
-                stops = position + 1 >= self._ends_at[original_id(entry.id)]
-                samples.append(Sample(entry.id, position, "stop" if stops else None))
+                end = ends_at.get(entry.id)
+                if end is None:
+                    end = ends_at[original_id(entry.id)]
+                samples.append(Sample(entry.id, position, "stop" if position + 1 >= end else None))
         return tuple(samples)
 
 

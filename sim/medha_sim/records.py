@@ -119,7 +119,8 @@ class RunLog:
         """A replica launches a step."""
         decodes = prefill_tokens = 0
         for entry in step.entries:
-            count = entry.token_count
+            extents = entry.extents
+            count = extents[0].count if len(extents) == 1 else entry.token_count
             if count == 1 and entry.samples:
                 decodes += 1
             else:

@@ -163,10 +163,10 @@ def _row(row: dict[str, Any]) -> str:
 
 def _policies(shown: dict[str, Any]) -> str:
     text = (
-        "## Beyond the papers: `guarded` against the other policies\n\n"
+        "## Beyond the papers: `guarded` against other policies and systems\n\n"
         "Share of requests whose first token came inside max(2 s, 3 x isolated prefill), percent, with 95 % intervals over "
-        "seeds. All policies run in Medha's own controller on the same requests; load is the arrival rate over the "
-        "deployment's capacity, measured with a backlog. Differences are `guarded` minus the policy, seed by seed.\n"
+        "seeds. Policies (guarded to fcfs) run in Medha's own controller, systems as baselines, on the same requests; load is the arrival rate over the "
+        "deployment's capacity, measured with a backlog. Differences are `guarded` minus the other, seed by seed.\n"
     )
     capacities = ", ".join(
         f"{_percent(share)} long {rate:.3f}/s" for share, rate in sorted(shown["capacities"].items())

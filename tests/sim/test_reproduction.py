@@ -191,6 +191,10 @@ def test_differences_are_of_equal_seeds() -> None:
     assert srpt_row.long_difference[0] == pytest.approx(4.0)
     assert srpt_row.long_difference[1] == pytest.approx(12.71 * 1.0)
     assert srpt_row.seeds == 2
+    loongserve = Run("loongserve", 0.05, 0, 3600.0, load=0.97)
+    other = comparisons({**found, loongserve.key: outcome(attained=0.1)}, FULL)[-1]
+    assert (other.policy, other.seeds) == ("loongserve", 1)
+    assert other.short_difference[0] == pytest.approx(80.0)
     judged = goals([guarded_row, srpt_row], 3600.0)
     assert [goal.met for goal in judged] == [False, True]  # shorts at 85 %, longs 4 points ahead
     assert [goal.met for goal in goals([guarded_row, srpt_row], 240.0)] == [None, None]

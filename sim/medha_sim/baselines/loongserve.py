@@ -12,7 +12,7 @@ Modelled, from its published scheduler:
 * before a macro-iteration, decodes are moved together onto as few instances as hold them, but never a request of
   more than `max_migrated_tokens`; moving costs nothing here, which favours LoongServe;
 * where every instance decodes, the one with the fewest decodes pauses for one macro-iteration;
-* at most `max_running` requests hold KV (its compute-bound decode batch).
+* at most `max_running` requests of a scheduler hold KV (its compute-bound decode batch).
 
 With a *reserved pool*, `reserved_instances` take only prompts below `reserved_below_tokens`, the others the rest;
 each pool is a scheduler of its own (paper B §6.5).
@@ -97,7 +97,7 @@ class ElasticPool:
         self.lanes = lanes
         self._cost = cost
         self._steps = steps
-        self._max_running = max(1, settings.max_running * len(lanes) // settings.instances)
+        self._max_running = settings.max_running
         self._max_migrated_tokens = settings.max_migrated_tokens
         self._book = Book(settings.kv_tokens_per_instance * len(lanes))
         self._kv_free = dict.fromkeys(lanes, settings.kv_tokens_per_instance)
