@@ -105,6 +105,11 @@ def command(
         dtype, max_model_len = spec.model.dtype, spec.model.max_model_len
         max_chunk = max_chunk or spec.scheduling.max_chunk_tokens
         threads = threads or spec.threads
+        if spec.parallelism.tensor > 1:
+            raise ConfigInvalid(
+                f"{source}: parallelism.tensor is {spec.parallelism.tensor}, but one process measures one whole rank; "
+                "leave spec.scheduling.profile out, and each rank's warm-up measures its own part"
+            )
     if cpu_time and (threads or 1) != 1:
         raise ConfigInvalid(f"--cpu-time counts one thread, but threads is {threads}; leave one of them out")
     if not output.parent.is_dir():

@@ -155,7 +155,7 @@ class Predictor:
         if topology is not None and profile.tensor != tensor:
             raise ConfigInvalid(
                 f"profile {profile.name!r} is of tensor parallelism {profile.tensor}, but parallelism.tensor is "
-                f"{tensor}; measure one for it with `medha profile`, or change the manifest"
+                f"{tensor}; leave scheduling.profile out, or change the manifest"
             )
         self.profile = profile
         self.correction = 1.0
@@ -197,8 +197,7 @@ class Predictor:
         tokens = max(lane.tokens for lane in lanes)
         sequences = max(lane.sequences for lane in lanes)
         attention = max(lane._attention for lane in lanes)
-        if exchanged_queries:
-            attention += float(self.profile.exchange.seconds(np.array([exchanged_queries]))[0])
+        attention += self.profile.exchange.seconds_one(exchanged_queries)
         return self._stage(tokens, sequences, attention)
 
     def tally(self) -> Tally:
@@ -211,21 +210,20 @@ class Predictor:
         if tally._works == 0:
             return StepTerms()
         profile, factor, stages = self.profile, self.correction, self.topology.stream
-        tokens, rows = np.array([tally.tokens]), np.array([tally.sequences])
-        head = float(profile.head.seconds(rows)[0])
+        head = self._head_seconds(tally.sequences)
         in_layers = self._layer_seconds(tally.tokens) + tally._attention + self._attention_launch
         last_is_slowest = self._last_layers * in_layers + head >= self._most_layers * in_layers
         layers = self._last_layers if last_is_slowest else self._most_layers
         if whole:
             layers = profile.layers
-        collectives = float(profile.all_reduce.seconds(tokens)[0])
+        collectives = profile.all_reduce.seconds_one(tally.tokens)
         return StepTerms(
             launch=((stages if whole else 1) * self._launch + layers * self._attention_launch) * factor,
             linear=layers * (self._layer_seconds(tally.tokens) - collectives) * factor,
             attention=layers * tally._attention * factor,
             collectives=layers * collectives * factor,
             head=(head if whole or last_is_slowest else 0.0) * factor,
-            hops=(stages - 1) * float(profile.hop.seconds(tokens)[0]) * factor if whole else 0.0,
+            hops=(stages - 1) * profile.hop.seconds_one(tally.tokens) * factor if whole else 0.0,
         )
 
     # --- prefills -----------------------------------------------------------------------------------
@@ -292,7 +290,7 @@ class Predictor:
         own = min(context, max(self.tokens_per_lane, -(-context // self.topology.kv)))
         seconds = self.profile.attention.seconds(own, count) + self._attention_launch
         if lanes > 1:
-            seconds += float(self.profile.exchange.seconds(np.array([count]))[0])
+            seconds += self.profile.exchange.seconds_one(count)
         return seconds + self._layer_seconds(count)
 
     def _lone_stage_one(self, context: int, count: int) -> float:

@@ -68,6 +68,10 @@ class Link:
             return np.zeros(len(rows))
         return np.where(rows > 0, np.min([a + rows * b for a, b in self.lines], axis=0), 0.0)
 
+    def seconds_one(self, rows: int) -> float:
+        """The same of one transfer, without numpy's calls."""
+        return min((a + rows * b for a, b in self.lines), default=0.0) if rows > 0 else 0.0
+
     def of_rows(self, bytes_per_row: float, times: float = 1) -> Link:
         """This link of bytes as one of rows, used `times` times one after the other."""
         return Link(tuple((times * a, times * b * bytes_per_row) for a, b in self.lines))

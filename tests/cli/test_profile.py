@@ -50,6 +50,17 @@ def test_a_manifest_names_the_checkpoint(checkpoint: Path, tmp_path: Path) -> No
     assert "1-39" in result.stderr  # the longest context that leaves room for one token
 
 
+def test_a_manifest_with_tensor_parallelism_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    manifest = tmp_path / "replica.yaml"
+    manifest.write_text(
+        "apiVersion: medha.dev/v1alpha1\nkind: MedhaReplica\nmetadata: {name: tiny}\n"
+        f"spec: {{model: {{name: tiny, source: {{path: {checkpoint}}}}}, parallelism: {{tensor: 2}}}}\n"
+    )
+    result = run(manifest, "-o", tmp_path / "p.json", *SMALL)
+    assert result.exit_code == 2
+    assert "parallelism.tensor is 2" in result.stderr
+
+
 def test_ctrl_c_leaves_an_earlier_profile_as_it_was(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,8 +45,10 @@ def test_rows_are_computed_in_whole_tiles() -> None:
 def test_a_link_takes_the_better_of_its_protocols() -> None:
     link = MEASURED.all_reduce
     assert link.seconds(np.array([0, 1, 4, 10])).tolist() == [0, 3, 9, 15]
+    assert [link.seconds_one(rows) for rows in (0, 1, 4, 10)] == [0, 3, 9, 15]
     assert link.of_rows(3.0, times=2).lines == ((2.0, 12.0), (10.0, 6.0))
     assert Link().seconds(np.array([0, 5])).tolist() == [0, 0]
+    assert Link().seconds_one(5) == 0
 
 
 def test_attention_reads_its_keys_or_computes_its_pairs() -> None:
