@@ -65,8 +65,12 @@ class Admission:
         """Free blocks that a waiting request needs."""
         wanted = self.blocks_for(request.reservation_tokens)
         if request.prompt.sharing is not None:
-            wanted -= (request.submit.tokens - 1) // self._config.block_size_tokens
-        return wanted
+            return wanted - (request.submit.tokens - 1) // self._config.block_size_tokens
+        submit = request.submit
+        _, held_by_others = self.pools.expected(
+            submit.tokens, submit.block_hashes, is_long=request.may_spread
+        )
+        return wanted - held_by_others
 
     def free_room(self) -> Room:
         """What is free on the emptiest lane and on all, without regard to claims."""

@@ -31,6 +31,7 @@ import numpy as np
 
 from medha import intake
 from medha.admission import Admission
+from medha.alike import Alike
 from medha.blocks import BlockLedger
 from medha.candidates import Candidates
 from medha.config import ReplicaConfig
@@ -103,6 +104,7 @@ class ReplicaController:
         self._admission = Admission(config)
         self._pools = self._admission.pools
         self._candidates = Candidates(by_due=config.scheduling.policy == "guarded")
+        self._alike = Alike()
         self._urgency = Urgency(config.scheduling, config.topology.kv)
         self._limits = _limits(config)
         self._lanes = [Lane(index, config.topology.stream) for index in range(config.topology.kv)]
@@ -297,6 +299,7 @@ class ReplicaController:
             return False
         admits.append(admit)
         del self._waiting[request.id]
+        self._alike.remove(request)
         self._running[request.id] = request
         self._candidates.admitted(request)
         prompt = request.prompt
@@ -339,7 +342,12 @@ class ReplicaController:
         prompt = self._prompts.setdefault(submit.prompt, Prompt(submit.prompt, submit.tokens))
         prompt.users += 1
         self._forgets.pop(submit.prompt, None)  # not yet told: the ranks still have it
-        uncorrected_seconds = self.predictor.uncorrected_prefill_seconds(0, submit.tokens)
+        may_spread = intake.may_spread(config, submit)
+        cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
+        seconds = uncorrected_seconds = self.predictor.uncorrected_prefill_seconds(0, submit.tokens)
+        if cached_tokens:
+            seconds = self.predictor.uncorrected_prefill_seconds(cached_tokens, submit.tokens)
+        # Promised by the whole prompt, whatever is cached: a cache must not make a promise tighter.
         work_seconds = uncorrected_seconds * self.predictor.correction
         service_class = config.service_classes[intake.class_name(config, submit)]
         self._arrivals += 1
@@ -353,16 +361,16 @@ class ReplicaController:
                 service_class, work_seconds, submit.deadline_after_seconds, submit.tpot_target_seconds
             ),
             work_seconds=work_seconds,
-            is_long=submit.tokens >= config.long_threshold_tokens,
+            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens,
             length=submit.tokens,
             limit_tokens=limit_tokens,
             reservation_tokens=intake.reservation_tokens(config, submit),
-            may_spread=intake.may_spread(config, submit),
+            may_spread=may_spread,
         )
         self._waiting[request.id] = request
         prompt.waiting[request.id] = request
-        wanted = self._admission.wanted_blocks(request)
-        self._candidates.add(request, uncorrected_seconds, wanted)
+        self._alike.add(request)
+        self._candidates.add(request, seconds, self._admission.wanted_blocks(request))
         if prompt.users > 1:
             self._share(prompt, newcomer=request)
         return []
@@ -387,6 +395,7 @@ class ReplicaController:
     def _cancel(self, request_id: str) -> None:
         request = self._waiting.pop(request_id, None)
         if request is not None:
+            self._alike.remove(request)
             self._candidates.remove([request])
             self._admission.withdraw(request)
             self._leave_prompt(request)
@@ -481,6 +490,17 @@ class ReplicaController:
         self._pools.computed(request.id, request.computed)
         if request.computed >= request.prompt.tokens:
             self._share(request.prompt)
+            for other in self._alike.told_by(request):
+                self._look_again(other)
+
+    def _look_again(self, request: Request) -> None:
+        """More of a waiting request's prompt is cached than when it came: it needs less KV and less time."""
+        if request.prompt.sharing is None:
+            tokens, hashes = request.submit.tokens, request.submit.block_hashes
+            cached_tokens, _ = self._pools.expected(tokens, hashes, is_long=request.may_spread)
+            seconds = self.predictor.uncorrected_prefill_seconds(cached_tokens, tokens)
+            wanted = self._admission.wanted_blocks(request)
+            self._candidates.wants(request, wanted, seconds, held=request.prompt.prefilling)
 
     def _take_sample(self, sample: Sample) -> list[ControllerCommand]:
         request = self._running[sample.id]

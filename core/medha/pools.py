@@ -14,7 +14,7 @@ What keeps a cached block correct:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medha.blocks import BlockCopy, BlockLedger, Run
@@ -131,6 +131,24 @@ class KvPools:
         """Positions that the sequence's KV can hold; the rest of its last block counts."""
         shards = self._held[sequence].shards
         return -(-shards.tokens // self.block_size_tokens) * self.block_size_tokens
+
+    def expected(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> tuple[int, int]:
+        """What a request that is admitted now would find: cached tokens, and those of its blocks that others hold.
+
+        The latter cost it no room. Both are estimates for requests that wait: caches change, and so do lanes.
+        """
+        if not self._prefix_caching or not block_hashes:
+            return 0, 0
+        tokens = held_blocks = 0
+        for found in self._shards_found(block_hashes, is_long=is_long):
+            match = found[_best(found)]
+            tokens += match.blocks * self.block_size_tokens
+            held_blocks += match.blocks - match.unlocked
+            if match.blocks < self._tokens_per_lane // self.block_size_tokens:
+                break  # the next lane's part, if there is one, would begin behind a gap
+        return min(
+            tokens, (prompt_tokens - 1) // self.block_size_tokens * self.block_size_tokens
+        ), held_blocks
 
     # --- operations -----------------------------------------------------------------------------------
 
@@ -317,21 +335,26 @@ class KvPools:
         """
         size = self.block_size_tokens
         rooms, cached, preferred = list(free), [0] * len(free), list[int]()
-        cap = max(self._tokens_per_lane // size, 1) if is_long else max(hash_count(hashes), 1)
-        for shard in range(0, hash_count(hashes), cap):
-            chain = hash_range(hashes, shard, shard + cap)
-            found = [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
+        for found in self._shards_found(hashes, is_long=is_long):
             for lane, match in enumerate(found):
                 if lane not in preferred:
                     rooms[lane] = free[lane] + (match.blocks - match.unlocked) * size
                     cached[lane] = min(match.blocks * size, prompt_tokens - 1)
-            best = max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
+            best = _best(found)
             if not is_long or found[best].blocks == 0 or best in preferred:
                 break
             preferred.append(best)
         yield rooms, cached, preferred
         if any(cached):
             yield free, [0] * len(free), []
+
+    def _shards_found(self, hashes: str, *, is_long: bool) -> Iterator[list[Match]]:
+        """What each lane has cached of the prompt, shard by shard where it is cut."""
+        blocks = hash_count(hashes)
+        step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
+        for shard in range(0, blocks, max(step, 1)):
+            chain = hash_range(hashes, shard, shard + step) if is_long else hashes
+            yield [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
         """The hashes of each lane's part of the prompt; a lane holds one run of it."""
@@ -467,6 +490,11 @@ def _fork_on(
     if shared_tokens == 0:
         return [] if ledger.reserve(child, tokens) else None
     return ledger.fork(parent, child, shared_tokens, tokens)
+
+
+def _best(found: Sequence[Match]) -> int:
+    """The lane that has most; of several the first."""
+    return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
 
 
 def _named(runs: Iterable[Run], lane: int) -> list[BlockRun]:

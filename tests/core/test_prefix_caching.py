@@ -180,3 +180,73 @@ def test_what_a_cancelled_request_still_had_in_flight_is_not_shared(replica_of: 
     assert "a" not in replica.emitted
     assert replica.controller.pools.cached_blocks == 0
     assert replica.controller.pools.held_blocks == 0
+
+
+# --- requests that wait -------------------------------------------------------------------------------
+
+
+def running(replica: Any) -> set[str]:
+    return {request.id for request in replica.controller.requests() if not request.waits}
+
+
+def test_questions_about_one_document_share_its_kv_and_run_together(replica_of: Any, submit_of: Any) -> None:
+    """The pool holds the document and ten further blocks; each question needs two of its own."""
+    replica = replica_of(kv_blocks=110, default_output_tokens=2)
+    document = tuple(range(400))
+    submit_ids(replica, submit_of("reader", 404, 3), (*document, 1, 2, 3, 4))
+    replica.advance()
+    names = [f"question {index}" for index in range(4)]
+    for index, name in enumerate(names):
+        submit_ids(replica, submit_of(name, 404, 3), (*document, 100 + index, 2, 3, 4))
+    replica.advance()
+    assert running(replica) >= set(names), "none waits until another has ended"
+    replica.run().check_empty()
+    assert {admits(replica)[name] for name in names} == {400}
+
+
+def test_who_waits_is_told_when_the_prompt_that_begins_alike_is_computed(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=120, max_chunk_tokens=64)
+    document = tuple(range(400))
+    submit_ids(replica, submit_of("reader", 404, 30), (*document, 1, 2, 3, 4))
+    for index in range(3):
+        submit_ids(replica, submit_of(f"question {index}", 404, 2), (*document, 100 + index, 2, 3, 4))
+    assert running(replica) == {"reader"}, "there is room for one document"
+    pending = replica.controller.load().pending_prefill_seconds
+    while not replica.emitted.get("reader"):
+        replica.advance()
+    assert replica.controller.load().pending_prefill_seconds < pending / 10
+    for _ in range(8):
+        replica.advance()
+    assert all(replica.emitted.get(f"question {index}") for index in range(3))
+    assert "reader" in running(replica), "they did not wait for it to end"
+    replica.run().check_empty()
+
+
+def test_a_cached_document_leaves_a_question_about_it_short(replica_of: Any, submit_of: Any) -> None:
+    """Its KV is there: it piles up none, and so does not count against the caps on long prompts."""
+    replica = replica_of(kv_blocks=400, long_threshold_tokens=100, max_running_long=1)
+    document = tuple(range(400))
+    submit_ids(replica, submit_of("before", 400, 2), document)
+    replica.run()
+    submit_ids(replica, submit_of("other long", 400, 9), tuple(range(1000, 1400)))
+    submit_ids(replica, submit_of("question", 404, 2), (*document, 7, 7, 7, 7))
+    submit_ids(replica, submit_of("third long", 400, 9), tuple(range(2000, 2400)))
+    replica.advance()
+    assert running(replica) == {"other long", "question"}
+    replica.run().check_empty()
+
+
+def test_the_promise_of_a_cached_prompt_is_that_of_the_whole(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=4000)
+    for name in ("first", "second"):
+        hashes = HASHER.hashes(np.arange(8000, dtype=np.int32))
+        replica.submit(submit_of(name, 8000, 2, prompt="the same", block_hashes=hashes))
+        (request,) = replica.controller.requests()
+        promised = request.targets.ttft_seconds
+        if name == "first":
+            expected = promised
+        replica.run()
+    assert promised == pytest.approx(expected, rel=0.2)
+    assert promised > 2.0
