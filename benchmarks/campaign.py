@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,7 @@ def _simulate(
         del done[key]  # tried again
     print(f"{len(planned)} runs, {len(done)} done before; results in {campaign['file']}", flush=True)
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of the pool as Ctrl-C does
 
     def keep(run: Run, outcome: Outcome) -> None:
         done[run.key] = outcome
