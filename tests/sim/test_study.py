@@ -1,0 +1,201 @@
+"""A study runs everything once, repeats itself, keeps what was done when it is interrupted, and reports it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medha.api import ServiceClass
+from medha.errors import ConfigInvalid, PartFailed
+from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
+from medha.topology import Topology
+from medha_sim import study
+from medha_sim.report import comparable, of_study, page, table_rows, write_report
+from medha_sim.scenario import Deployment, Disturbance
+from medha_sim.study import (
+    RunKey,
+    StudyResult,
+    StudySpec,
+    WorkloadSpec,
+    keys,
+    measured_capacity,
+    read_study,
+    run_study,
+    simulate_one,
+)
+
+DEPLOYMENT = Deployment(model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8, stream=2))
+SPEC = StudySpec(
+    deployment=DEPLOYMENT,
+    workload=WorkloadSpec(rate=3.0, long_share=0.05),
+    systems=("lars", "fcfs"),
+    seeds=(1, 2),
+    duration_seconds=6.0,
+    band=0.0,
+)
+
+
+@pytest.fixture(scope="module")
+def result() -> StudyResult:
+    """Two systems, two seeds, a band, in this process."""
+    spec = replace(SPEC, band=0.1)
+    runs = tuple((key, simulate_one(spec, key, None)) for key in keys(spec))
+    return StudyResult(spec, None, runs, planned=len(runs), interrupted=False)
+
+
+def test_every_system_meets_every_seed_load_and_capacity_once() -> None:
+    spec = replace(SPEC, loads=(0.5, 0.9), band=0.2)
+    planned = keys(spec)
+    assert len(planned) == len(set(planned)) == 2 * 2 * 2 * 3
+    assert {key.capacity for key in planned} == {0.8, 1.0, 1.2}
+    first = planned[: len(planned) // 6]
+    assert {(key.seed, key.capacity) for key in first} == {
+        (1, 1.0)
+    }  # so that an early end can compare systems
+
+
+def test_all_systems_of_a_seed_see_the_same_requests(result: StudyResult) -> None:
+    arrived = {(key.seed, run["all"]["arrived"], run["all"]["prompt_tokens"]) for key, run in result.runs}
+    assert len(arrived) == 2  # one for each seed
+
+
+def test_slower_ranks_take_longer_for_the_same_requests(result: StudyResult) -> None:
+    median = {
+        key.capacity: run["all"]["ttft_seconds"]["p50"]
+        for key, run in result.runs
+        if (key.system, key.seed) == ("lars", 1)
+    }
+    assert median[0.9] > median[1.0] > median[1.1]
+
+
+def test_noise_repeats_with_the_seed_and_changes_the_run() -> None:
+    noisy = replace(SPEC, disturbance=Disturbance(bias=1.0, noise=0.3))
+    key = RunKey("lars", None, 1, 1.0)
+    assert simulate_one(noisy, key, None) == simulate_one(noisy, key, None)
+    assert simulate_one(noisy, key, None) != simulate_one(SPEC, key, None)
+
+
+def test_runs_in_other_processes_give_the_same_figures_as_here() -> None:
+    spec = replace(SPEC, seeds=(1,), duration_seconds=6.0)
+    found = run_study(spec, jobs=2)
+    assert not found.interrupted
+    assert [key for key, _ in found.runs] == keys(spec)
+    for key, summary in found.runs:
+        assert summary["core_seconds"] > 0
+        assert {name: value for name, value in summary.items() if name != "core_seconds"} == simulate_one(
+            spec, key, None
+        )
+
+
+def test_an_interrupted_study_keeps_what_was_done_and_where_the_others_were() -> None:
+    spec = replace(SPEC, seeds=(1, 2, 3, 4), duration_seconds=10.0)
+
+    def ctrl_c(_: Sequence[RunKey], fractions: Sequence[float]) -> None:
+        if max(fractions) == 1.0:
+            raise KeyboardInterrupt
+
+    found = run_study(spec, jobs=1, observe=ctrl_c)
+    assert found.interrupted
+    assert 1 <= len(found.runs) < len(keys(spec))
+    assert found.runs[0][1]["window_seconds"] == 10.0
+    assert all(run["interrupted"] == (run["window_seconds"] < 10.0) for _, run in found.runs)
+    assert "Interrupted" in page(of_study(found))
+
+
+def test_an_error_in_a_process_is_told_with_the_run_that_it_ended() -> None:
+    broken = replace(SPEC, workload=WorkloadSpec(shape="trace", trace=Path("nowhere.csv")))
+    with pytest.raises(ConfigInvalid, match=r"nowhere\.csv"):
+        run_study(broken, jobs=1)
+    with pytest.raises(PartFailed, match="run nonsense, seed 1: ValidationError"):
+        run_study(replace(SPEC, systems=("nonsense",)), jobs=1)
+
+
+def test_the_measured_capacity_is_near_what_lone_prefills_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(study, "_CAPACITY_SECONDS", 12.0)
+    monkeypatch.setattr(study, "_CAPACITY_WARM_UP_SECONDS", 2.0)
+    shorts = WorkloadSpec(long_share=0.0)
+    capacity = measured_capacity(DEPLOYMENT, shorts)
+    lone = 1 / shorts.mix().mean_work_seconds(DEPLOYMENT.targets().prefill_seconds)
+    assert 0.5 * lone < capacity < 3 * lone  # batched shorts share weights; decodes cost
+
+
+def test_a_load_is_a_share_of_the_capacity() -> None:
+    spec = replace(SPEC, loads=(0.5,), workload=WorkloadSpec())
+    summary = simulate_one(spec, RunKey("lars", 0.5, 1, 1.0), capacity_rate=4.0)
+    assert summary["rate"] == 2.0
+
+
+def test_only_a_mix_has_a_measured_capacity() -> None:
+    with pytest.raises(ConfigInvalid, match="give a rate"):
+        measured_capacity(DEPLOYMENT, WorkloadSpec(shape="conversations"))
+
+
+def test_weights_that_do_not_fit_are_told_before_anything_runs() -> None:
+    with pytest.raises(ConfigInvalid, match="Use more tensor or stream ranks"):
+        Deployment(model=LLAMA3_70B, hardware=H100, topology=Topology()).kv_tokens()
+
+
+def test_service_classes_of_the_deployment_give_the_deadlines() -> None:
+    strict = ServiceClass(name="strict", ttft_floor_seconds=0.1, ttft_factor=1.5, tpot_target_seconds=0.02)
+    targets = replace(DEPLOYMENT, service_classes=(strict,)).targets()
+    made = WorkloadSpec(rate=1.0).make(targets, 60.0, 1)
+    lone = targets.prefill_seconds
+    for arrival in made.arrivals:
+        work = float(lone([arrival.prompt_tokens])[0])  # type: ignore[arg-type]
+        assert arrival.ttft_target_seconds == pytest.approx(max(0.1, 1.5 * work))
+        assert arrival.tpot_target_seconds == 0.02
+
+
+# --- the report --------------------------------------------------------------------------------------
+
+
+def test_the_page_fetches_nothing_and_the_json_beside_it_has_every_run(
+    result: StudyResult, tmp_path: Path
+) -> None:
+    html = tmp_path / "out.html"
+    beside = write_report(of_study(result), html)
+    text = html.read_text(encoding="utf-8")
+    assert beside == tmp_path / "out.json"
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
+    assert text.count("Plotly.newPlot(") >= 10
+    for words in ("Deadlines met", "Time to first token", "Convoys", "share of KV held", "chunks by context"):
+        assert words in text
+    found = json.loads(beside.read_text(encoding="utf-8"))
+    assert found["planned_runs"] == len(found["runs"]) == len(result.runs) == 12
+    assert read_study(found) == list(result.runs)
+
+
+def test_the_table_shows_mean_interval_and_band(result: StudyResult) -> None:
+    head, rows = table_rows(result.runs)
+    assert head[0] == "system"
+    assert [row[0] for row in rows] == ["lars", "fcfs"]
+    column = head.index("short: TTFT p50")
+    assert re.fullmatch(r"\d+ ms ±\d+ ms \[\d+ ms to \d+ ms\]", rows[0][column])
+
+
+def test_names_in_a_page_are_escaped(result: StudyResult) -> None:
+    strange = WorkloadSpec(shape="trace", trace=Path("<script>alert(1)</script>.csv"))
+    renamed = replace(result, spec=replace(result.spec, workload=strange))
+    assert "<script>alert" not in page(of_study(renamed))
+
+
+def test_stopped_runs_are_compared_only_if_there_are_no_others(result: StudyResult) -> None:
+    whole = result.runs[0]
+    stopped = (result.runs[1][0], result.runs[1][1] | {"interrupted": True})
+    assert list(comparable([whole, stopped])) == [whole]
+    assert list(comparable([stopped])) == [stopped]
+
+
+def test_many_undecided_and_refused_requests_are_warned_of(result: StudyResult) -> None:
+    key, summary = result.runs[0]
+    figures = summary["all"] | {"ttft_undecided": 5, "refused": 3}
+    report = of_study(replace(result, runs=((key, summary | {"all": figures}),)))
+    assert any("5 of" in warning and "undecided" in warning for warning in report.warnings)
+    assert any("3 refused" in warning for warning in report.warnings)
