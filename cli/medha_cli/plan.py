@@ -16,6 +16,7 @@ from rich.table import Table
 
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
+from medha_cli.simulate import require_plotly
 from medha_sim.plan import Bounds, Rating, Wish, bounds, plan, read_shape
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
@@ -99,6 +100,10 @@ def command(
         memory_fraction=memory_fraction,
         max_gpus=max_gpus,
     )
+    if plot is not None:
+        require_plotly()
+        if not plot.resolve().parent.is_dir():
+            raise ConfigInvalid(f"--plot is {plot}, whose folder does not exist; make it or choose another")
     ratings = plan(model, hardware, wish)
     over_context = bounds(model, hardware, wish, _contexts(context))
     if plot is not None:

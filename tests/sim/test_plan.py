@@ -162,6 +162,7 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
         (["--context", "5X"], "write 131072, 128K, 1M"),
         (["--model", "nope"], "neither a preset"),
         (["--hardware", "abacus"], "choose one of"),
+        (["--plot", "/nonexistent/plan.html"], "whose folder does not exist"),
         (["--context", "10M", "--ttft", "2", "--max-gpus", "8"], "no grid of up to 8 H100"),
     ):
         result = runner.invoke(main, ["plan", *arguments])
