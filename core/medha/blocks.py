@@ -166,11 +166,19 @@ class BlockLedger:
         del self._table_blocks[sequence]
         for first, length in sorted(runs):
             holders = self._holders[first : first + length]
+            remembered = self._remembered[first : first + length]
             holders -= 1
-            unheld = holders == 0
-            remembered = unheld & self._remembered[first : first + length]
-            self._idle_blocks += int(np.count_nonzero(remembered))
-            self._give(first, unheld & ~remembered)
+            if not holders.any():
+                idle = int(np.count_nonzero(remembered))
+                self._idle_blocks += idle
+                if idle == 0:
+                    self._free_runs.give(first, length)
+                elif idle < length:
+                    self._give(first, ~remembered)
+            else:
+                unheld = holders == 0
+                self._idle_blocks += int(np.count_nonzero(unheld & remembered))
+                self._give(first, unheld & ~remembered)
 
     def remember(self, sequence: str, start: int, count: int) -> list[Run]:
         """Keep blocks `start .. start + count` of a sequence's table for their content, also when it releases them."""
@@ -189,9 +197,14 @@ class BlockLedger:
             remembered = self._remembered[first : first + length]
             assert remembered.all(), f"blocks {first}+{length} are not cached"
             remembered[:] = False
-            unheld = self._holders[first : first + length] == 0
-            self._idle_blocks -= int(np.count_nonzero(unheld))
-            self._give(first, unheld)
+            holders = self._holders[first : first + length]
+            if not holders.any():
+                self._idle_blocks -= length
+                self._free_runs.give(first, length)
+            else:
+                unheld = holders == 0
+                self._idle_blocks -= int(np.count_nonzero(unheld))
+                self._give(first, unheld)
 
     def state_hash(self) -> int:
         """A 53-bit digest of every table and of what is remembered; equal on all replicas of this ledger."""
@@ -235,11 +248,8 @@ class BlockLedger:
 
     def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
         """Blocks `first + i` become free where `freed[i]`."""
-        if freed.all():
-            if len(freed):
-                self._free_runs.give(first, len(freed))
-            return
-        borders = np.flatnonzero(np.diff(np.concatenate(([False], freed, [False])))).tolist()
+        inside = np.concatenate(([False], freed, [False]))
+        borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
             self._free_runs.give(first + start, stop - start)
 
@@ -320,6 +330,10 @@ def _end(runs: Sequence[Run]) -> int | None:
 
 def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     """Blocks `start .. stop` (exclusive) of the blocks that `runs` list."""
+    if len(runs) == 1:
+        first, length = runs[0]
+        stop = min(stop, length)
+        return [(first + start, stop - start)] if start < stop else []
     found: list[Run] = []
     position = 0
     for first, length in runs:

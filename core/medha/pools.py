@@ -47,7 +47,7 @@ class _Lane:
         return self.ledger.free_blocks + self.cache.evictable_blocks
 
     def make_free(self, blocks: int) -> list[Run]:
-        """Evict what is missing to `blocks` free ones."""
+        """Evict what is missing to `blocks` free ones, if not a little more."""
         missing = blocks - self.ledger.free_blocks
         if missing <= 0:
             return []
@@ -237,6 +237,13 @@ class KvPools:
         if not held.unpublished:
             return
         size, left = self.block_size_tokens, 0
+        if len(held.chains) == 1:
+            ((lane, chain),) = held.chains.items()
+            stop = min(tokens, held.prompt_tokens) // size
+            held.unpublished = hash_count(chain) - stop
+            if stop:
+                self._publish(sequence, lane, chain, stop)
+            return
         for piece in held.shards.pieces(0, held.prompt_tokens):
             chain = held.chains.get(piece.lane, "")
             stop = max(0, min(piece.stop, tokens) - piece.start) // size

@@ -262,18 +262,22 @@ class PrefixCache:
                 self._offer(node)
 
     def evict(self, blocks: int) -> list[Run]:
-        """Forget `blocks` of the evictable blocks, the least recently used branch first and from its end."""
+        """Forget `blocks` of the evictable blocks or more, the least recently used branch first and from its end.
+
+        A branch that is not longer than what is asked for goes whole: its rest would only be a hole in the pool.
+        """
         assert blocks <= self.evictable_blocks
         evicted: list[Run] = []
-        while blocks:
+        missing = blocks
+        while missing > 0:
             if not _is_current(self._leaves[0]):
                 heappop(self._leaves)  # locked, lengthened or used again meanwhile
                 continue
             node = self._leaves[0][2]
             assert node.parent is not None
-            count = min(blocks, node.blocks)
+            count = node.blocks if node.blocks <= blocks else missing
             evicted += cut_runs(node.runs, node.blocks - count, node.blocks)
-            blocks -= count
+            missing -= count
             self.blocks -= count
             self.evictable_blocks -= count
             node.runs = cut_runs(node.runs, 0, node.blocks - count)
