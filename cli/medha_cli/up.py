@@ -78,7 +78,6 @@ def command(file: Path, port: int | None, record: Path | None, run_dir: Path | N
     """
     replica = _with_port(read_manifest(file), port)
     directory = model_directory(replica)
-    _require_supported(replica)
     _require_installed()
     _require_free_port(replica)
     console = Console(highlight=False)
@@ -219,14 +218,6 @@ def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
         return replica
     router = replica.spec.router.model_copy(update={"port": port})
     return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
-
-
-def _require_supported(replica: MedhaReplica) -> None:
-    shape = replica.spec.parallelism
-    if shape.kv != 1:
-        raise ConfigInvalid(
-            f"spec.parallelism.kv: {shape.kv} lanes are not served yet; set it to 1, or leave it out"
-        )
 
 
 def _require_installed() -> None:

@@ -66,7 +66,6 @@ def manifest(tmp_path: Path) -> Path:
         (TEXT + "  kvCach: {}\n", "spec.kvCach: is no field of MedhaReplica"),
         (TEXT + "  kvCache: {size: lots}\n", "spec.kvCache.size"),
         (TEXT + "  router: {port: 70000}\n", "spec.router.port"),
-        (TEXT + "  parallelism: {kv: 2}\n", "spec.parallelism.kv: 2 lanes are not served yet"),
         (TEXT.replace("path: model", "path: absent"), "absent has no config.json"),
     ],
 )  # fmt: skip

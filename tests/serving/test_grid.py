@@ -1,4 +1,4 @@
-"""Several ranks serve as one does: tensor parallelism within a stage, stages in a pipeline."""
+"""Several ranks serve as one does: tensor ranks within a stage, stages in a pipeline, long contexts over lanes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_serving import reference_text, text_of
 
 SHAPES = [
-    pytest.param((2, 2), id="TP2 x SPP2"),
-    pytest.param((4, 1), id="TP4 x SPP1", marks=pytest.mark.long),  # more tensor ranks than KV heads
-    pytest.param((1, 2), id="TP1 x SPP2", marks=pytest.mark.long),
+    pytest.param((2, 2, 2), id="TP2 x SPP2 x KVP2"),
+    pytest.param((4, 1, 1), id="TP4", marks=pytest.mark.long),  # more tensor ranks than KV heads
+    pytest.param((1, 2, 1), id="SPP2", marks=pytest.mark.long),
+    pytest.param((1, 1, 3), id="KVP3", marks=pytest.mark.long),
+    pytest.param((1, 2, 2), id="SPP2 x KVP2", marks=pytest.mark.long),
 ]
 
 
@@ -26,16 +28,17 @@ SHAPES = [
 def grid(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    tensor, stream = request.param
+    tensor, stream, kv = request.param
     port = free_port()
     manifest = write_manifest(
         tmp_path_factory.mktemp("grid") / "grid.yaml",
         checkpoint,
         port,
         model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 8192},
-        parallelism={"tensor": tensor, "stream": stream},
-        scheduling={"maxChunkTokens": 128},  # a prompt takes several chunks, and fills the pipeline
-        kvCache={"size": "16Mi"},
+        parallelism={"tensor": tensor, "stream": stream, "kv": kv},
+        # A prompt takes several chunks and fills the pipeline; the longer ones pass from lane to lane.
+        scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400},
+        kvCache={"size": "16Mi", "tokensPerLane": 400},
     )
     running = start(manifest, port, checkpoint)
     yield running

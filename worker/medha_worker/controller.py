@@ -59,6 +59,7 @@ from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
+from medha_worker.lock_step import LockStep
 from medha_worker.observe import Observer, serve_metrics
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
@@ -110,6 +111,7 @@ class Controller:
         for link in (self._router_control, self._router_tokens, self._rank_control):
             self._poller.register(link.socket, zmq.POLLIN)
         self._context = context
+        self._lock_step = LockStep()
         self._stopping = False
         self._record: TextIO | None = None
 
@@ -221,8 +223,10 @@ class Controller:
         """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
         while (received := self._rank_control.receive()) is not None:
             match received.message:
-                case StageFree() | Done() as event:
-                    yield event
+                case StageFree() | Done() as part:
+                    event = self._lock_step.join(part)
+                    if event is not None:
+                        yield event
                 case RankFault() as fault:
                     raise PartFailed(f"rank {fault.rank}: {fault.detail}")
                 case other:
@@ -255,6 +259,7 @@ class Controller:
     def _carry_out(self, command: ControllerCommand) -> None:
         match command:
             case Step() as step:
+                self._lock_step.expect(step)
                 self._send_prompts(step)
                 self._to_ranks(self._rank_control, step)
             case Emit() | Refused() | Failed() as answer:

@@ -33,6 +33,8 @@ from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
+from medha_worker.model.spread import SpreadPlan
+from medha_worker.spread import SpreadEntry, plan_spread
 
 _log = logging.getLogger("medha.executor")
 
@@ -46,11 +48,16 @@ class Model(Protocol):
     """What the executor needs of a model; `Transformer` is one."""
 
     def forward(
-        self, tokens_or_hidden: Tensor, positions: Tensor, spans: Sequence[SequenceSpan], kv_cache: KVCache
+        self,
+        tokens_or_hidden: Tensor,
+        positions: Tensor,
+        spans: Sequence[SequenceSpan],
+        kv_cache: KVCache,
+        spread: SpreadPlan | None = None,
     ) -> Tensor:
         """Hidden states [rows, hidden] of int64 [rows] tokens, or of the previous stage's hidden states.
 
-        K and V of the rows are written to the pool.
+        K and V of the rows are written to the pool; `spread` takes the place of `spans` where lanes share requests.
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -149,13 +156,14 @@ class Executor:
         clock: Callable[[], float],
         epoch: int = 0,
         device: torch.device | str = "cpu",
+        lane: int = 0,
         pipeline: Pipeline | None = None,
         mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
     ) -> None:
         """`clock` gives seconds; `mask_for` gives an admitted sequence's logits mask, if it has one."""
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         self.epoch = epoch
-        self._lane = LaneReplica(self.ledger)
+        self._lane = LaneReplica(self.ledger, lane)
         self._model = model
         self._kv_cache = kv_cache
         self._vocab_size = vocab_size
@@ -222,29 +230,41 @@ class Executor:
         for name in step.forgets:
             self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
 
-    def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done:
+    def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done | None:
         """Apply grows and admits, run the entries, and draw; what is drawn elsewhere is not in the result.
 
-        `on_forward_done` is called between the forward pass and the drawing: the stage is free then.
+        `on_forward_done` is called between the forward pass and the drawing: the stage is free then. None, and no
+        such call, where the step is for other lanes.
 
         Raises:
             PartFailed: the state of this rank and the controller's have parted.
         """
         started = self._clock()
         self._apply(step)
+        lane = self._lane.lane
+        if lane not in step.lanes:
+            return None
         failures: list[EntryFailed] = []
-        parts = [part for entry in step.entries if (part := self._part(entry, failures)) is not None]
+        entries = [entry for entry in step.entries if entry.lane == lane]
+        parts = [part for entry in entries if (part := self._part(entry, failures)) is not None]
+        foreign = self._foreign(step)
         with torch.inference_mode():
-            run = _run_guarded if self._pipeline is None else _run_in_lock_step
-            computed = run(self._forward, parts, failures)
-            on_forward_done()
-            drawn = run(self._draw, [part for part in computed if part.entry.samples], failures)
+            if self._pipeline is None:
+                computed = _run_guarded(self._forward, parts, failures)
+                on_forward_done()
+                drawn = _run_guarded(self._draw, [part for part in computed if part.entry.samples], failures)
+            else:  # others run in lock-step with this rank, and nothing can be tried again
+                computed = self._forward(parts, foreign) if parts or foreign else []
+                on_forward_done()
+                sampling = [part for part in computed if part.entry.samples]
+                drawn = self._draw(sampling) if sampling else []
         samples = [self._take(part, result, failures) for part, result in drawn]
         return Done(
             step_id=step.step_id,
             samples=tuple(sample for sample in samples if sample is not None),
             failures=tuple(failures),
             compute_seconds=self._clock() - started,
+            lanes=(lane,),
         )
 
     def _apply(self, step: Step) -> None:
@@ -252,10 +272,11 @@ class Executor:
             sequence = self._sequence(grow.id, step)
             if not self._lane.grow(grow):
                 raise self._parted(step, f"no KV is left to grow {grow.id} to {grow.reserved_tokens} tokens")
-            sequence.table = self.ledger.table(grow.id)
+            sequence.table = self._table(grow.id)
         for admit in step.admits:
             self._admit(admit, step)
-        if step.state_hash is not None and step.state_hash != self.ledger.state_hash():
+        state_hash = step.state_hashes[self._lane.lane] if step.state_hashes else step.state_hash
+        if state_hash is not None and state_hash != self.ledger.state_hash():
             raise self._parted(step, f"the ledgers differ ({self.ledger.held_blocks} blocks are held here)")
 
     def _admit(self, admit: Admit, step: Step) -> None:
@@ -264,7 +285,11 @@ class Executor:
         prompt = self._prompts.get(admit.prompt)
         if prompt is None or not prompt.complete:
             raise self._parted(step, f"{admit.id} is admitted ahead of its prompt's ids")
-        if admit.fork_of is not None and self._sequence(admit.fork_of, step).computed < admit.shared_tokens:
+        parent = self._sequence(admit.fork_of, step) if admit.fork_of is not None else None
+        is_ours = (
+            not admit.segments or admit.segments[0].lane == self._lane.lane
+        )  # others do not count its tokens
+        if parent is not None and is_ours and parent.computed < admit.shared_tokens:
             raise self._parted(step, f"{admit.id} shares tokens that {admit.fork_of} has not computed")
         copies = self._lane.admit(admit)
         if copies is None:
@@ -277,7 +302,7 @@ class Executor:
             prompt=ids,
             sampler=sampler if isinstance(sampler, SequenceSampler) else None,
             fault=sampler if isinstance(sampler, str) else None,
-            table=self.ledger.table(admit.id),
+            table=self._table(admit.id),
             computed=admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens,
         )
 
@@ -318,9 +343,9 @@ class Executor:
                     or f"{entry.extents} is not one run of positions, which is all that one lane computes"
                 )
             stop = extent.start + extent.count
-        capacity = self.ledger.reserved_tokens(entry.id)
-        if problem is None and entry.strategy != "local":
-            problem = f"strategy {entry.strategy!r} needs more than one lane"
+        capacity = self._lane.shards(entry.id).tokens
+        if problem is None and entry.strategy not in ("local", "owner"):
+            problem = f"strategy {entry.strategy!r} is not known"
         if problem is None and not (start <= sequence.computed and stop <= min(sequence.length, capacity)):
             problem = (
                 f"positions {start} to {stop}: {sequence.computed} are computed, {sequence.length} tokens known, "
@@ -333,20 +358,36 @@ class Executor:
             return None
         return _Part(entry, sequence, start, stop)
 
-    def _forward(self, parts: Sequence[_Part]) -> list[_Part]:
+    def _foreign(self, step: Step) -> list[SpreadEntry]:
+        """Entries of other lanes that this lane helps with."""
+        entries = []
+        for entry in step.entries:
+            if entry.lane == self._lane.lane or entry.strategy == "local":
+                continue
+            sequence = self._sequence(entry.id, step)
+            first, last = entry.extents[0], entry.extents[-1]
+            asked = SpreadEntry(
+                self._lane.shards(entry.id), first.start, last.start + last.count, sequence.table
+            )
+            if sequence.fault is None and self._lane.lane in asked.lanes:
+                entries.append(asked)
+        return entries
+
+    def _forward(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry] = ()) -> list[_Part]:
         """Run all parts as one flat batch; the same parts with their last position's hidden state."""
         spans, row = [], 0
         for part in parts:
             spans.append(SequenceSpan(row, part.stop - part.start, part.start, part.sequence.table))
             row += part.stop - part.start
-        positions = np.concatenate([np.arange(part.start, part.stop) for part in parts])
+        positions = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
         hidden = self._model.forward(
             self._input(parts, row).to(self._device),
             torch.from_numpy(positions).to(self._device),
             spans,
             self._kv_cache,
+            self._spread(parts, foreign),
         )
-        if self._pipeline is not None and not self._pipeline.is_last_stage:
+        if self._pipeline is not None and not self._pipeline.is_last_stage and row > 0:
             self._pipeline.send_hidden(hidden)
         for part in parts:
             part.sequence.computed = max(part.sequence.computed, part.stop)
@@ -355,18 +396,29 @@ class Executor:
             for part, span in zip(parts, spans, strict=True)
         ]
 
+    def _spread(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry]) -> SpreadPlan | None:
+        """What other lanes have to do with this batch, if anything."""
+        if not foreign and all(part.entry.strategy == "local" for part in parts):
+            return None
+        own = [
+            SpreadEntry(self._lane.shards(part.entry.id), part.start, part.stop, part.sequence.table)
+            for part in parts
+        ]
+        return plan_spread(self._lane.lane, own, foreign, self.ledger.block_size_tokens)
+
     def _input(self, parts: Sequence[_Part], rows: int) -> Tensor:
         """Token ids, int64 [rows], on the first stage; on others what the stage before has made of them."""
         if self._pipeline is not None:
             if not self._pipeline.is_first_stage:
-                return self._pipeline.receive_hidden(rows)
+                return self._pipeline.receive_hidden(rows)  # none come if there are none
             while any(part.sequence.unknown for part in parts):
                 sequences = self._expected.popleft()
                 for sequence, token in zip(
                     sequences, self._pipeline.receive_tokens(len(sequences)), strict=True
                 ):
                     sequence.learn(token)
-        ids = np.concatenate([part.sequence.tokens(part.start, part.stop) for part in parts])
+        empty = np.empty(0, dtype=np.int32)
+        ids = np.concatenate([empty, *(part.sequence.tokens(part.start, part.stop) for part in parts)])
         return torch.from_numpy(ids.astype(np.int64))
 
     def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:
@@ -396,6 +448,10 @@ class Executor:
         finish_reason = part.sequence.sampler.append(result.token)
         return Sample(part.entry.id, result.token, finish_reason, result.logprob)
 
+    def _table(self, name: str) -> npt.NDArray[np.int64]:
+        """Its block table on this lane; empty if it holds nothing here."""
+        return self.ledger.table(name) if name in self.ledger else np.empty(0, dtype=np.int64)
+
     def _sequence(self, name: str, step: Step) -> _Sequence:
         try:
             return self._sequences[name]
@@ -404,13 +460,6 @@ class Executor:
 
     def _parted(self, step: Step, detail: str) -> PartFailed:
         return PartFailed(f"step {step.step_id}: this rank and the controller disagree: {detail}")
-
-
-def _run_in_lock_step(
-    run: Callable[[Sequence[_Part]], list[_Result]], parts: Sequence[_Part], _failures: list[EntryFailed]
-) -> list[_Result]:
-    """`run` all parts at once; other ranks wait for what it sends, so it cannot be tried again."""
-    return run(parts) if parts else []
 
 
 def _run_guarded(

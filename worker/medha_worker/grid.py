@@ -8,7 +8,8 @@ last stage back to the first. Only tensors travel (object collectives would pick
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -82,7 +83,8 @@ class Grid:
     def receive_hidden(self, rows: int) -> torch.Tensor:
         """What the previous stage sends next: [rows, hidden_size]."""
         hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype)
-        self._receive(hidden, self._at_stage(self.here.stream - 1), "hidden states")
+        if rows > 0:
+            self._receive(hidden, self._at_stage(self.here.stream - 1), "hidden states")
         return hidden
 
     def send_tokens(self, ids: Sequence[int]) -> None:
@@ -96,6 +98,24 @@ class Grid:
         ids = torch.empty(count, dtype=torch.int64)
         self._receive(ids, self.drawing_rank, "drawn tokens")
         return [int(token) for token in ids.tolist()]
+
+    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Between lanes, at this stage and tensor index: send each lane its tensor, and fill those that come back."""
+        here = self.here
+        works = [
+            post(tensor, self.topology.rank(replace(here, kv=lane)), group=self._everyone)
+            for post, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for lane, tensor in sorted(tensors.items())
+        ]
+        try:
+            for work in works:
+                assert work is not None, "this rank is in the group"
+                work.wait()
+        except RuntimeError as error:
+            lanes = sorted({*outgoing, *incoming})
+            raise PartFailed(
+                f"rank {self.rank} lost one of lanes {lanes} in a shared step: {error}"
+            ) from error
 
     def close(self) -> None:
         """Leave; the others notice by their next wait."""

@@ -120,10 +120,11 @@ class Rank:
 
         def stage_is_free() -> None:
             if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
-                self._control.send(StageFree(step.step_id, stage=0))
+                lane = grid.here.kv if grid is not None else 0
+                self._control.send(StageFree(step.step_id, stage=0, lanes=(lane,)))
 
         done = executor.execute(step, stage_is_free)
-        if grid is None or grid.rank == grid.drawing_rank:
+        if done is not None and (grid is None or grid.rank == grid.drawing_rank):
             self._control.send(done)
 
     def _take_tokens(self, executor: Executor, step: Step) -> None:
@@ -157,6 +158,7 @@ class Rank:
             dtype=dtype,
             kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
             group=grid.tensor_group if grid is not None else None,
+            lanes=grid,
             progress=_log_progress(time.monotonic),
         )
         scheduling = spec.scheduling
@@ -176,6 +178,7 @@ class Rank:
             eos_token_ids=eos_token_ids(settings.model_directory),
             clock=time.perf_counter,
             device=model.device,
+            lane=topology.coordinates(settings.rank).kv,
             pipeline=grid,
         )
         ready = RankReady(
@@ -200,7 +203,7 @@ class Rank:
         request = PoolRequest(
             block_bytes=_block_bytes(config, model, cache.block_size_tokens),
             block_size_tokens=cache.block_size_tokens,
-            max_model_len=config.max_model_len,
+            max_model_len=-(-config.max_model_len // self._settings.spec.parallelism.kv),  # lanes share it
             max_running=self._settings.spec.scheduling.max_running,
             size_bytes=None if cache.size is None else quantity_bytes(cache.size),
             memory_fraction=cache.memory_fraction,

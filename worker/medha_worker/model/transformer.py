@@ -13,6 +13,7 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.rope import inverse_frequencies, rotation_table
+from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
 from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
 
@@ -35,9 +36,11 @@ class Transformer:
         *,
         kernels: Kernels | None = None,
         group: TensorGroup | None = None,
+        lanes: LaneLinks | None = None,
     ) -> None:
         assert shard.tensor_size == 1 or group is not None, "slices of layers add up to nothing alone"
         self._group = group or Alone()
+        self._lanes = lanes
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -58,6 +61,7 @@ class Transformer:
         device: torch.device | str = "cpu",
         kernels: Kernels | None = None,
         group: TensorGroup | None = None,
+        lanes: LaneLinks | None = None,
         progress: Progress | None = None,
     ) -> "Transformer":
         """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
@@ -65,11 +69,13 @@ class Transformer:
         weights = load_weights(
             directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
         )
-        return cls(config, shard, weights, kernels=kernels, group=group)
+        return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
 
     def with_kernels(self, kernels: Kernels) -> "Transformer":
         """The same weights, computed by other kernels."""
-        return Transformer(self.config, self.shard, self._weights, kernels=kernels, group=self._group)
+        return Transformer(
+            self.config, self.shard, self._weights, kernels=kernels, group=self._group, lanes=self._lanes
+        )
 
     @property
     def weights_bytes(self) -> int:
@@ -100,6 +106,7 @@ class Transformer:
         positions: torch.Tensor,
         spans: Sequence[SequenceSpan],
         kv_cache: KVCache,
+        spread: SpreadPlan | None = None,
     ) -> torch.Tensor:
         """Run the rank's layers over one step, writing the new tokens' K and V.
 
@@ -108,6 +115,8 @@ class Transformer:
             positions: int64 [rows].
             spans: The sequences that the rows belong to, in row order, together covering every row.
             kv_cache: The pool that the spans' block tables point into.
+            spread: In place of `spans`, where requests of the step are shared with other lanes; there may then be
+                no rows of our own.
 
         Returns:
             Hidden states, [rows, hidden_size], before the final norm.
@@ -116,7 +125,13 @@ class Transformer:
             hidden = self._embed(tokens_or_hidden, self._weights.embedding)
         else:
             hidden = tokens_or_hidden.clone()
-        step = _Step(spans, kv_cache, self.kernels.attention.plan(spans, kv_cache.block_tokens))
+        attention = self.kernels.attention
+        step: _Step | SpreadStep
+        if spread is None:
+            step = _Step(spans, kv_cache, attention.plan(spans, kv_cache.block_tokens))
+        else:
+            assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
+            step = SpreadStep(spread, self._lanes, kv_cache, attention)
         cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
         rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
@@ -151,12 +166,13 @@ class Transformer:
         layer: LayerWeights,
         hidden: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        step: "_Step",
+        step: "_Step | SpreadStep",
     ) -> torch.Tensor:
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
-        heads = _linear(normed, layer.qkv, layer.qkv_bias).view(rows, -1, config.head_dim)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
+        heads = _linear(normed, layer.qkv, layer.qkv_bias)
+        heads = heads.view(rows, query_heads + 2 * kv_heads, config.head_dim)
         q, k, v = heads[:, :query_heads], heads[:, query_heads:-kv_heads], heads[:, -kv_heads:]
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
@@ -164,7 +180,7 @@ class Transformer:
             self.kernels.rows.rotate(k, *rotation)
         else:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
-        attended = step.attend(index, q, k, v).view(rows, -1)
+        attended = step.attend(index, q, k, v).flatten(1)
         self._add_linear(hidden, attended, layer.output, layer.output_bias)
 
         # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
