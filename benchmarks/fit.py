@@ -318,7 +318,7 @@ def _read_network(path: Path, hardware: Hardware, kind: str) -> list[LinkGroup]:
 
 
 def _fit_link(sizes: Floats, seconds: Floats) -> Link:
-    """One line, or two of which the lower one counts (NCCL takes the better of its protocols).
+    """One line, or two of which the lower one counts (NCCL takes the better of its protocols), above a floor.
 
     Two are taken where they foretell the largest sizes better from the others: a second line always fits better what it
     has seen.
@@ -337,17 +337,21 @@ def _fit_lines(sizes: Floats, seconds: Floats, lines: int) -> Link:
     weight = 1.0 / np.bincount(octave)[octave]
 
     def link(x: Floats) -> Link:
-        latency, slope = np.exp(x[0]) * 1e-6, np.exp(x[1]) * 1e-12
+        floor, latency, slope = np.exp(x[0]) * 1e-6, np.exp(x[1]) * 1e-6, np.exp(x[2]) * 1e-12
         first = (float(latency), float(slope))
         if lines == 1:
-            return Link((first,))
-        later, share = np.exp(x[2]) * 1e-6, 1 / (1 + np.exp(-x[3]))  # starts higher and rises less
-        return Link((first, (float(latency + later), float(slope * share))))
+            return Link((first,), float(floor))
+        later, share = np.exp(x[3]) * 1e-6, 1 / (1 + np.exp(-x[4]))  # starts higher and rises less
+        return Link((first, (float(latency + later), float(slope * share))), float(floor))
 
     def error(x: Floats) -> float:
         return _log_error(link(x), sizes, seconds, weight)
 
-    starts = [np.array([3.0, np.log(slope), 5.3, 0.0])[: 2 * lines] for slope in (5.0, 50.0, 500.0)]
+    starts = [
+        np.array([np.log(floor), 3.0, np.log(slope), 5.3, 0.0])[: 2 * lines + 1]
+        for slope in (5.0, 50.0, 500.0)
+        for floor in (5.0, 30.0)
+    ]
     return link(min((_minimise(error, start, 400) for start in starts), key=error))
 
 
@@ -454,16 +458,16 @@ def _write(
         "}",
         '"""(hardware, operation) -> the same, for shapes that were not measured."""',
         "",
-        "LINKS: dict[tuple[str, str, int, int], tuple[tuple[float, float], ...]] = {",
+        "LINKS: dict[tuple[str, str, int, int], tuple[float, tuple[tuple[float, float], ...]]] = {",
     ]
     for group in (group for groups in links for group in groups):
         link = _fit_link(group.sizes, group.seconds)
         pairs = " ".join(f"({latency:.3e}, {slope:.3e})," for latency, slope in link.lines)
         key4 = (group.hardware, group.kind, group.workers, group.per_node)
-        lines.append(f"    {key4!r}: ({pairs}),".replace("'", '"'))
+        lines.append(f"    {key4!r}: ({link.floor_seconds:.3e}, ({pairs})),".replace("'", '"'))
     lines += [
         "}",
-        '"""(hardware, collective, devices, devices a node) -> lines (seconds, seconds a byte); the lowest one counts."""',
+        '"""(hardware, collective, devices, devices a node) -> floor (seconds), and lines (seconds, seconds a byte)."""',
         "",
     ]
     TARGET.write_text("\n".join(lines))

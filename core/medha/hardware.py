@@ -264,13 +264,15 @@ def _all_reduce(hardware: Hardware, devices: int) -> Link:
     if devices == 1:
         return Link()
     measured = {
-        key[2]: lines
-        for key, lines in LINKS.items()
+        key[2]: link
+        for key, link in LINKS.items()
         if key[:2] == (hardware.fitted_as, "all_reduce") and (key[2] == key[3] or key[3] == 8)
     }
-    return Link(measured[min(measured, key=lambda count: (abs(count - devices), -count))])
+    floor_seconds, lines = measured[min(measured, key=lambda count: (abs(count - devices), -count))]
+    return Link(lines, floor_seconds)
 
 
 def _send(hardware: Hardware) -> Link:
     """From a device to its peer on another node: stages and lanes are not assumed to share one."""
-    return Link(LINKS[hardware.fitted_as, "send_recv", 2, 1])
+    floor_seconds, lines = LINKS[hardware.fitted_as, "send_recv", 2, 1]
+    return Link(lines, floor_seconds)

@@ -54,7 +54,8 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A transfer of rows (or bytes): the lowest of its lines `latency + rows * seconds_per_row`, one for each protocol.
+    """A transfer of rows (or bytes): the lowest of its lines `latency + rows * seconds_per_row`, one for each protocol,
+    but never less than a floor, which small transfers do not leave.
 
     A link without lines costs nothing.
     """
@@ -62,19 +63,24 @@ class Link:
     __pydantic_config__ = _STRICT
 
     lines: tuple[tuple[_NonNegative, _NonNegative], ...] = ()
+    floor_seconds: _NonNegative = 0.0
 
     def seconds(self, rows: Counts | Seconds) -> Seconds:
         if not self.lines:
             return np.zeros(len(rows))
-        return np.where(rows > 0, np.min([a + rows * b for a, b in self.lines], axis=0), 0.0)
+        lowest = np.min([a + rows * b for a, b in self.lines], axis=0)
+        return np.where(rows > 0, np.maximum(lowest, self.floor_seconds), 0.0)
 
     def seconds_one(self, rows: int) -> float:
         """The same of one transfer, without numpy's calls."""
-        return min((a + rows * b for a, b in self.lines), default=0.0) if rows > 0 else 0.0
+        if not self.lines or rows <= 0:
+            return 0.0
+        return max(self.floor_seconds, min(a + rows * b for a, b in self.lines))
 
     def of_rows(self, bytes_per_row: float, times: float = 1) -> Link:
         """This link of bytes as one of rows, used `times` times one after the other."""
-        return Link(tuple((times * a, times * b * bytes_per_row) for a, b in self.lines))
+        lines = tuple((times * a, times * b * bytes_per_row) for a, b in self.lines)
+        return Link(lines, times * self.floor_seconds)
 
 
 @dataclass(frozen=True, slots=True)
