@@ -62,103 +62,85 @@ class Guarded:
         """Rows, most urgent first, after `plan` was brought up to date."""
         if not len(plan.by_due):
             return iter(())
-        view = self._feasible(columns, plan, now)
+        view = self._feasible(_View(columns, plan, now, self.settings))
         first = self._cheap(view)
         rows = plan.by_due.copy()  # the caller may move rows before it has read on
         return _lazily(rows) if first is None else _lazily(rows, first)
 
-    def _feasible(self, columns: Columns, plan: Plan, now: float) -> _View:
+    def _feasible(self, view: _View) -> _View:
         """Give up until every due can be met, then take back whom there is room for."""
         rounds = 0
-        while True:
-            view = _View.of(columns, plan, now, self.settings)
-            if view.lowest_room >= -_EPSILON_SECONDS:
-                break
-            if self._renew(plan, view, now):
-                continue
-            victims = self._victims(view, worst=rounds >= _SINGLE_ROUNDS)
-            if not len(victims):
-                break
-            self._give_up(columns, plan, view, victims, now)
-            rounds += 1
-        if view.any_late:
-            for _ in range(_RETURNS):
-                if not self._take_back(columns, plan, view, now):
+        while len(bad := np.flatnonzero(view.room < -_EPSILON_SECONDS)):
+            late = view.late[bad]
+            hopeless = bad[~late & (view.remaining[bad] > view.due[bad] + view.grace + _EPSILON_SECONDS)]
+            missed = bad[late & (view.room[bad] + view.load[bad] < -_EPSILON_SECONDS)]
+            if len(hopeless):
+                view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
+            elif len(missed) and view.alone(missed[0]) > view.due[missed[0]] + _EPSILON_SECONDS:
+                view = self._renew(view)
+            else:
+                points = self._points(view, bad)
+                if not len(points):
                     break
-                view = _View.of(columns, plan, now, self.settings)
+                worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
+                point = points[np.argmin(view.room[points])] if worst else points[0]
+                view = self._give_up(view, _largest(view, int(point)))
+            rounds += 1
+        while view.any_late and self._take_back(view):
+            pass
         return view
 
-    def _victims(self, view: _View, *, worst: bool) -> Ints:
-        """Places (in the order of dues) of those to give up next; none if that would help nobody."""
-        kept = ~view.late
-        hopeless = np.flatnonzero(kept & (view.remaining > view.due + view.grace + _EPSILON_SECONDS))
-        if len(hopeless):
-            return hopeless[np.argsort(view.remaining[hopeless], kind="stable")]
-        # A promise does not drive out requests that are small against its own work while it can still be kept.
-        largest = np.maximum.accumulate(np.where(kept, view.load, 0.0))
-        small = (largest < self.settings.given_up_share * view.load) & (
-            view.room + view.load >= -_EPSILON_SECONDS
-        )
-        bad = (view.room < -_EPSILON_SECONDS) & ~(view.late & ((largest <= 0.0) | small))
-        points = np.flatnonzero(bad)
-        if not len(points):
-            return points
-        point = int(points[np.argmin(view.room[points])]) if worst else int(points[0])
-        before = np.flatnonzero(kept[: point + 1])
-        before = before[np.argsort(-view.load[before], kind="stable")]
-        saved = np.cumsum(view.load[before])
-        count = int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1
-        return before[:count] if worst else before[:1]
+    def _points(self, view: _View, bad: Ints) -> Ints:
+        """Those of the places without room for which somebody before them has to go.
 
-    def _give_up(self, columns: Columns, plan: Plan, view: _View, places: Ints, now: float) -> None:
+        A promise drives out nobody who is small against its own work while it can still be kept.
+        """
+        late = view.late[bad]
+        if not late.any():
+            return bad
+        stop = int(bad[-1]) + 1
+        largest = np.maximum.accumulate(view.load[:stop] * ~view.late[:stop])[bad]
+        load = view.load[bad]
+        tolerated = (largest < self.settings.given_up_share * load) & (
+            view.room[bad] + load >= -_EPSILON_SECONDS
+        )
+        return bad[~late | ((largest > 0) & ~tolerated)]
+
+    def _give_up(self, view: _View, places: Ints) -> _View:
         """Move the dues of these to their promises. A promise once given stays, even if it was taken back since.
 
         One whom the share alone would finish in time is promised to be hardly late: others have to go.
         """
-        rows = plan.by_due[places]
+        plan, rows = view.plan, view.plan.by_due[places]
         promised = np.isfinite(plan.promise[plan.by_due])
         fresh = places[~promised[places]]
-        ahead = float(view.load[promised].sum()) + np.cumsum(view.load[fresh])
-        ends = now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
+        ahead = float((view.load * promised).sum()) + np.cumsum(view.load[fresh])
+        ends = view.now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
         fresh_rows = plan.by_due[fresh]
-        plan.promise[fresh_rows] = np.maximum(ends, np.nextafter(columns.deadline[fresh_rows], np.inf))
-        self._move(plan, places, plan.promise[rows])
+        plan.promise[fresh_rows] = np.maximum(ends, np.nextafter(view.columns.deadline[fresh_rows], np.inf))
+        return view.moved(places, plan.promise[rows])
 
-    def _renew(self, plan: Plan, view: _View, now: float) -> bool:
+    def _renew(self, view: _View) -> _View:
         """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
-        alone = np.maximum(np.cumsum(np.where(view.late, view.load, 0.0)), view.remaining)
+        alone = np.maximum(np.cumsum(view.load * view.late), view.remaining)
         broken = np.flatnonzero(view.late & (alone > view.due + _EPSILON_SECONDS))
-        if not len(broken):
-            return False
-        promise = now + alone[broken] / self.settings.given_up_share
-        plan.promise[plan.by_due[broken]] = promise
-        self._move(plan, broken, promise)
-        return True
+        promise = view.now + alone[broken] / self.settings.given_up_share
+        view.plan.promise[view.plan.by_due[broken]] = promise
+        return view.moved(broken, promise)
 
-    def _take_back(self, columns: Columns, plan: Plan, view: _View, now: float) -> bool:
-        """Give the smallest of those given up its deadline again, if everybody else's due can still be met."""
-        in_time = (plan.due > columns.deadline) & (columns.deadline - columns.remaining_seconds >= now)
-        rows = np.flatnonzero(in_time)
-        for row in rows[np.lexsort((columns.tie[rows], columns.remaining_seconds[rows]))][:_RETURNS].tolist():
-            deadline, load = columns.deadline[row] - now, columns.remaining_seconds[row] / self.settings.lanes
-            before = int(np.searchsorted(view.due, deadline, side="right"))
-            place = int(np.searchsorted(view.due, plan.due[row] - now))
-            ahead = view.done[before - 1] if before else 0.0
-            if ahead + load <= deadline and np.all(view.room[before:place] >= load):
-                self._move(plan, np.flatnonzero(plan.by_due == row), columns.deadline[[row]])
+    def _take_back(self, view: _View) -> bool:
+        """Give one of the smallest given up its deadline again, if everybody else's due can still be met."""
+        deadline = view.columns.deadline[view.plan.by_due] - view.now
+        places = np.flatnonzero(view.late & (deadline >= view.remaining))
+        if len(places) > _RETURNS:
+            places = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
+        for place in places[np.argsort(view.remaining[places], kind="stable")].tolist():
+            before = int(np.searchsorted(view.due, deadline[place], side="right"))
+            ahead, load = view.done[before - 1] if before else 0.0, view.load[place]
+            if ahead + load <= deadline[place] and view.room[before:place].min(initial=np.inf) >= load:
+                view.move(place, float(view.columns.deadline[view.plan.by_due[place]]))
                 return True
         return False
-
-    @staticmethod
-    def _move(plan: Plan, places: Ints, dues: Floats) -> None:
-        """Set other dues at these places of the order, and sort them in."""
-        rows = plan.by_due[places]
-        plan.due[rows] = dues
-        others = np.delete(plan.by_due, places)
-        rows = rows[np.argsort(dues, kind="stable")]
-        plan.by_due[:] = np.insert(
-            others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
-        )
 
     def _cheap(self, view: _View) -> int | None:
         """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
@@ -167,6 +149,14 @@ class Guarded:
         place = int(np.argmin(np.where(view.late, view.remaining, np.inf)))
         room = float(view.room[:place].min(initial=np.inf))
         return place if view.load[place] <= self.settings.given_up_share * room else None
+
+
+def _largest(view: _View, point: int) -> Ints:
+    """Places of the kept with most work that are due until `point`: so many that its due can be met."""
+    kept = np.flatnonzero(~view.late[: point + 1])
+    kept = kept[np.argsort(-view.load[kept], kind="stable")]
+    saved = np.cumsum(view.load[kept])
+    return kept[: int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1]
 
 
 def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
@@ -178,30 +168,66 @@ def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
         yield from rows[start : start + _BATCH].tolist()
 
 
-@dataclass(frozen=True, slots=True)
 class _View:
-    """Columns in the order of dues, times counted from now."""
+    """Columns in the order of dues (a *place* is an index into them), times counted from now."""
 
-    due: Floats
-    remaining: Floats
-    load: Floats  # what it takes of all lanes together
-    late: Bools  # given up
-    any_late: bool
-    grace: float
-    done: Floats  # when all of it and before it can be done
-    room: Floats  # by how much each may be delayed
-    lowest_room: float
+    def __init__(self, columns: Columns, plan: Plan, now: float, settings: GuardedSettings) -> None:
+        self.columns, self.plan, self.now, self.settings = columns, plan, now, settings
+        self.due: Floats = plan.due[plan.by_due] - now
+        self.remaining: Floats = columns.remaining_seconds[plan.by_due]
+        self.load: Floats = self.remaining / settings.lanes
+        """What it takes of all lanes together."""
+        self.late: Bools = (plan.due > columns.deadline)[plan.by_due]
+        """Given up."""
+        self.any_late = bool(self.late.any())
+        self.grace = 0.0 if self.any_late else settings.grace_seconds
+        self.done: Floats = np.cumsum(self.load)
+        """When it and all before it can be done."""
+        self.room: Floats = self._rooms(slice(None))
+        """By how much it may be delayed."""
 
-    @staticmethod
-    def of(columns: Columns, plan: Plan, now: float, settings: GuardedSettings) -> _View:
-        due = plan.due[plan.by_due] - now
-        remaining = columns.remaining_seconds[plan.by_due]
-        late = (plan.due > columns.deadline)[plan.by_due]
-        any_late = bool(late.any())
-        grace = 0.0 if any_late else settings.grace_seconds
-        load = remaining if settings.lanes == 1 else remaining / settings.lanes
-        done = np.cumsum(load)
-        ends = done if settings.lanes == 1 else np.maximum(done, remaining)
+    def _rooms(self, places: slice) -> Floats:
+        done, load = self.done[places], self.load[places]
+        ends = done if self.settings.lanes == 1 else np.maximum(done, self.remaining[places])
+        room: Floats = self.due[places] - ends
         # A promise keeps its own work once more as a margin, which only small requests may use.
-        room = due - ends + (-load * late if any_late else grace)
-        return _View(due, remaining, load, late, any_late, grace, done, room, float(room.min()))
+        return room - load * self.late[places] if self.any_late else room + self.grace
+
+    def alone(self, place: int) -> float:
+        """When the given up until there would be done without the kept."""
+        before = slice(None, place + 1)
+        return max(float((self.load[before] * self.late[before]).sum()), float(self.remaining[place]))
+
+    def moved(self, places: Ints, dues: Floats) -> _View:
+        """The view after the requests at these places have got other dues."""
+        if len(places) == 1 and self.any_late:
+            self.move(int(places[0]), float(dues[0]))
+            return self
+        plan = self.plan
+        rows = plan.by_due[places]
+        plan.due[rows] = dues
+        rows = rows[np.argsort(dues, kind="stable")]
+        others = np.delete(plan.by_due, places)
+        plan.by_due[:] = np.insert(
+            others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
+        )
+        return _View(self.columns, plan, self.now, self.settings)
+
+    def move(self, place: int, due: float) -> None:
+        """Give the request at `place` another due, and sort it in; the rest of the view follows."""
+        row = int(self.plan.by_due[place])
+        self.plan.due[row] = due
+        to = int(np.searchsorted(self.due, due - self.now, side="right"))
+        to -= to > place
+        first, last = min(place, to), max(place, to)
+        lower, upper = slice(first, last), slice(first + 1, last + 1)
+        source, target = (upper, lower) if to > place else (lower, upper)
+        for column in (self.plan.by_due, self.due, self.remaining, self.load, self.late):
+            moving = column[place]
+            column[target] = column[source]
+            column[to] = moving
+        changed = slice(first, last + 1)
+        self.due[to] = due - self.now
+        self.late[to] = due > self.columns.deadline[row]
+        self.done[changed] = np.cumsum(self.load[changed]) + (self.done[first - 1] if first else 0.0)
+        self.room[changed] = self._rooms(changed)
