@@ -181,8 +181,8 @@ def command(
         band=0.0 if quick else band,
         disturbance=Disturbance(bias, noise),
     )
-    spec.deployment.kv_tokens()  # what does not fit is said before anything runs
     require_writable(out)
+    spec.check()
     capacity_rate = None
     if spec.loads:
         with console.status("measuring the capacity"):

@@ -107,6 +107,16 @@ class StudySpec:
     band: float = 0.1  # capacity is varied by this share up and down; 0 for no band
     disturbance: Disturbance = field(default_factory=Disturbance)
 
+    def check(self) -> None:
+        """Find what is wrong before anything runs.
+
+        Raises:
+            ConfigInvalid: the weights do not fit, or a setting or the trace makes no workload.
+        """
+        self.deployment.kv_tokens()
+        workload = replace(self.workload, rate=1.0) if self.loads else self.workload
+        workload.make(self.deployment.targets(), self.duration_seconds, self.seeds[0])
+
 
 @dataclass(frozen=True, slots=True)
 class RunKey:

@@ -1,0 +1,253 @@
+"""A recorded log replays to the same commands, is read as what happened, and answers what would have been."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.api import MedhaReplicaSpec
+from medha.config import derive
+from medha.engine import Load, ReplicaController
+from medha.errors import ConfigInvalid
+from medha.messages import Cancel, ControllerCommand, ControllerEvent, Drain, RankReady, StepProfile
+from medha.predictor import Predictor
+from medha.wire import digest, encode
+from medha_sim.driver import Arrival, Simulation, Workload
+from medha_sim.executor import Perturbed, PredictorCost, StepCost
+from medha_sim.records import RunLog
+from medha_sim.replay import Record, changed_scheduling, read, read_record, verify, what_if
+from medha_sim.scenario import medha_replica
+
+SPEC = MedhaReplicaSpec.model_validate(
+    {"model": {"name": "tiny", "source": {"path": "/tiny"}}, "scheduling": {"maxChunkTokens": 256}}
+)
+READY = RankReady(
+    rank=0,
+    block_size_tokens=16,
+    kv_blocks=2000,
+    weights_bytes=1,
+    activation_bytes=1,
+    kv_bytes=1,
+    profile=StepProfile(
+        step_seconds=0.002,
+        linear_seconds_per_token=1e-4,
+        attention_seconds_per_pair=1e-8,
+        sequence_seconds=1e-4,
+    ),
+    device="cpu",
+    max_model_len=8000,
+    vocab_size=100,
+    linear_flops_per_token=1000.0,
+    attention_flops_per_pair=1.0,
+)
+
+
+class Recording:
+    """A controller that writes down what it is told, as the controller's process does."""
+
+    def __init__(self, controller: ReplicaController) -> None:
+        self._controller = controller
+        self.predictor = controller.predictor
+        header = {"spec": SPEC.model_dump(mode="json", by_alias=True)}
+        self.lines = [json.dumps(header), bytes(encode(READY)[0]).decode()]
+
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
+        commands = self._controller.handle(event, now)
+        text = '{"type":"Drain"}' if isinstance(event, Drain) else bytes(encode(event)[0]).decode()
+        now_and_event = f'"now": {now + 1000.0!r}, "event": {text}'
+        self.lines.append(f'{{{now_and_event}, "commands": "{digest(commands)}"}}')
+        return commands
+
+    def load(self) -> Load:
+        return self._controller.load()
+
+
+def requests(count: int = 30) -> Workload:
+    return Workload(
+        [
+            Arrival(
+                id=f"r{index}",
+                at_seconds=0.02 * index,
+                prompt_tokens=(20, 3000, 90, 400)[index % 4],
+                output_tokens=1 + index % 9,
+                ttft_target_seconds=0.5,
+                tpot_target_seconds=0.05,
+                max_tokens=(1 + index % 9) if index % 2 else None,
+            )
+            for index in range(count)
+        ]
+    )
+
+
+class Slower:
+    """Ranks that take twice what the profile says."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self._cost = Perturbed(cost, bias=2.0, noise=0.0, generator=None)  # type: ignore[arg-type]
+
+    def __call__(self, step: Any) -> Any:
+        return self._cost(step)
+
+
+def record_of(folder: Path, change: Callable[[list[str]], None] = lambda lines: None) -> tuple[Path, RunLog]:
+    """A log of simulated ranks that are half as fast as the profile says, and what was seen."""
+    workload = requests()
+    config = derive(SPEC, READY)
+    cost = Slower(PredictorCost(Predictor(READY.profile, config.topology)))
+    replica = medha_replica("r", config, READY.profile, workload.ends_at(), cost=cost, message_seconds=0.001)
+    assert isinstance(replica.controller, ReplicaController)
+    recording = Recording(replica.controller)
+    replica.controller = recording
+    log = Simulation([replica], workload).run(100)
+    recording.handle(Drain(), 100.0)
+    change(recording.lines)
+    path = folder / "log.jsonl"
+    path.write_text("\n".join(recording.lines) + "\n")
+    return path, log
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Record, RunLog]:
+    path, log = record_of(tmp_path_factory.mktemp("record"))
+    return read_record(path), log
+
+
+def test_a_log_replays_to_the_commands_that_were_given_live(recorded: tuple[Record, RunLog]) -> None:
+    found = verify(recorded[0])
+    assert found.difference is None
+    assert found.events == found.compared == len(recorded[0].events) > 100
+    assert found.steps > 50
+
+
+def test_a_log_is_read_as_what_happened(recorded: tuple[Record, RunLog]) -> None:
+    record, live = recorded
+    reading = read(record)
+    assert set(reading.log.requests) == set(live.requests)
+    for id_, seen in reading.log.requests.items():
+        happened = live.requests[id_]
+        assert (seen.tokens, seen.ending) == (happened.tokens, happened.ending)
+        assert seen.ttft_seconds == pytest.approx(happened.ttft_seconds)
+        assert seen.ttft_target_seconds == pytest.approx(happened.ttft_target_seconds)
+    assert reading.disturbance.bias == pytest.approx(2.0)
+    assert reading.disturbance.noise == pytest.approx(0.0, abs=1e-6)
+    assert reading.message_seconds == pytest.approx(0.001)
+
+
+def test_simulating_the_live_scheduling_gives_what_happened(recorded: tuple[Record, RunLog]) -> None:
+    record, live = recorded
+    again = what_if(read(record), record.spec.scheduling)
+    for id_, seen in again.requests.items():
+        assert seen.tokens == live.requests[id_].tokens
+        assert seen.ttft_seconds == pytest.approx(live.requests[id_].ttft_seconds, rel=0.02, abs=0.002)
+
+
+def test_another_scheduling_leads_to_other_times(recorded: tuple[Record, RunLog]) -> None:
+    record, live = recorded
+    changed = changed_scheduling(record, {"policy": "srpt", "maxChunkTokens": 64})
+    other = what_if(read(record), changed)
+    assert all(seen.ending == "finished" for seen in other.requests.values())
+    assert any(
+        seen.ttft_seconds != pytest.approx(live.requests[id_].ttft_seconds, rel=0.1)
+        for id_, seen in other.requests.items()
+    )
+
+
+def test_a_command_that_was_not_given_live_is_found_with_its_line(tmp_path: Path) -> None:
+    def change(lines: list[str]) -> None:
+        entry = json.loads(lines[10])
+        lines[10] = json.dumps(entry | {"commands": "0123456789abcdef"})
+
+    found = verify(read_record(record_of(tmp_path, change)[0]))
+    assert found.difference is not None
+    assert found.difference.line == 11
+    assert "is not what was commanded live" in found.difference.detail
+
+
+def test_an_event_that_is_missing_is_found(tmp_path: Path) -> None:
+    def change(lines: list[str]) -> None:
+        submits = [index for index, line in enumerate(lines) if '"type":"Submit"' in line]
+        del lines[submits[0]]
+
+    found = verify(read_record(record_of(tmp_path, change)[0]))
+    assert found.difference is not None
+    assert found.difference.line < 10
+
+
+def test_a_log_without_digests_is_checked_by_its_steps_and_samples(tmp_path: Path) -> None:
+    def change(lines: list[str]) -> None:
+        for index in range(2, len(lines)):
+            entry = json.loads(lines[index])
+            del entry["commands"]
+            lines[index] = json.dumps(entry)
+
+    path, _ = record_of(tmp_path, change)
+    found = verify(read_record(path))
+    assert found.difference is None
+    assert found.compared == 0
+    lines = path.read_text().splitlines()
+    submits = [index for index, line in enumerate(lines) if '"Submit"' in line]
+    path.write_text("\n".join(line for index, line in enumerate(lines) if index not in submits))
+    found = verify(read_record(path))
+    assert found.difference is not None
+    assert "was never launched" in found.difference.detail
+
+
+def test_a_client_that_went_away_wants_no_more_than_it_had(tmp_path: Path) -> None:
+    def change(lines: list[str]) -> None:
+        submitted = next(index for index, line in enumerate(lines) if '"id":"r1"' in line)
+        cancel = {"now": json.loads(lines[submitted])["now"], "event": json.loads(encode(Cancel("r1"))[0])}
+        lines[submitted + 1 :] = [json.dumps(cancel)]
+
+    reading = read(read_record(record_of(tmp_path, change)[0]))
+    assert (reading.log.requests["r1"].ending, reading.log.requests["r1"].detail) == ("finished", "cancelled")
+    assert [one.output_tokens for one in reading.workload().arrivals if one.id == "r1"] == [1]
+
+
+def test_a_log_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
+    path, _ = record_of(tmp_path)
+    text = path.read_text()
+    path.write_text(text[: len(text) * 2 // 3])
+    record = read_record(path)
+    assert record.cut_off
+    assert verify(record).difference is None
+    assert any(seen.ending == "censored" for seen in read(record).log.requests.values())
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "words"),
+    [
+        (0, "nonsense", ":1: is no JSON"),
+        (0, '{"spec": {"model": {}}}', ":1: spec.model.name: Field required"),
+        (1, '{"v":1,"type":"Cancel","body":{"id":"a"}}', ":2: is a Cancel"),
+        (3, "[]", ":4: is a JSON list"),
+        (3, '{"now": 1.0}', ":4: has no `now` or no `event`"),
+        (3, '{"now": 1.0, "event": {"v":1,"type":"Nonsense","body":{}}}', ":4: unknown message type"),
+        (3, '{"now": 1.0, "event": {"v":1,"type":"Shutdown","body":{}}}', ":4: Shutdown is no event"),
+    ],
+)
+def test_a_wrong_line_is_named(tmp_path: Path, line: int, text: str, words: str) -> None:
+    def change(lines: list[str]) -> None:
+        lines[line] = text
+
+    with pytest.raises(ConfigInvalid) as caught:
+        read_record(record_of(tmp_path, change)[0])
+    assert words in str(caught.value)
+
+
+def test_a_file_that_is_no_log_is_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(ConfigInvalid, match="begins with its spec and its ranks"):
+        read_record(tmp_path / "empty")
+    with pytest.raises(ConfigInvalid, match="cannot be read"):
+        read_record(tmp_path / "none")
+
+
+def test_a_wrong_setting_is_named(recorded: tuple[Record, RunLog]) -> None:
+    with pytest.raises(ConfigInvalid, match="no field 'chunk'; it has policy"):
+        changed_scheduling(recorded[0], {"chunk": 1})
+    with pytest.raises(ConfigInvalid, match=r"scheduling\.maxChunkTokens: .*found 0"):
+        changed_scheduling(recorded[0], {"maxChunkTokens": 0})
