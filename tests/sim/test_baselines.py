@@ -20,9 +20,10 @@ from medha_sim.baselines.hrrn import Hrrn
 from medha_sim.baselines.loongserve import LoongServe, LoongServeSettings
 from medha_sim.baselines.sarathi import Sarathi
 from medha_sim.baselines.single_prefill import SinglePrefill
-from medha_sim.baselines.systems import SYSTEMS, simulation
+from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS, SYSTEMS, simulation
 from medha_sim.driver import Arrival, Controller, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, StepCost, StepTiming
+from medha_sim.lengths import SHAREGPT
 from medha_sim.records import RunLog
 from medha_sim.scenario import Deployment, card
 
@@ -380,3 +381,15 @@ def test_the_same_workload_gives_the_same_log(system: str, workload: Workload) -
 def test_an_unknown_system_is_refused_by_name(workload: Workload) -> None:
     with pytest.raises(ConfigInvalid, match="choose one of medha-fcfs"):
         simulation("orca", Deployment(), workload)
+
+
+def test_loongserve_is_calibrated_to_leave_at_most_1_75_short_requests_a_second() -> None:
+    """T4: 128 decoding requests leave at 128 / (TPOT x mean output)."""
+    prompts, outputs = SHAREGPT.draw(20_000, np.random.default_rng(0))
+    profile = profile_for(LLAMA3_8B, A100, Topology(tensor=2))
+    cost = ElasticCost(
+        profile, RingLink(2048.0, 3e11, 2.5e10), iteration_seconds=LOONGSERVE_ITERATION_SECONDS
+    )
+    context = float(np.mean(prompts + outputs / 2))
+    tpot_seconds = cost.decode_seconds(int(128 * context), 128, 1)
+    assert 128 / (tpot_seconds * float(np.mean(outputs))) == pytest.approx(1.75, rel=0.05)
