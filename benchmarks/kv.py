@@ -1,0 +1,153 @@
+"""What the KV ledger, prefix caching and the router's choice cost, in CPU time of one thread.
+
+    python benchmarks/kv.py [--json FILE]
+
+Requests of 4,096 prompt tokens (16 to a block) are admitted, published in eight chunks and released in random order:
+without prefix caching, with room for all that is cached, and where every admission has to evict. Then one prompt of a
+million tokens, first cold and then cached; its hashes; and 10,000 sequences that wait in a router for 16 replicas.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from medha.balance import MARK_BLOCK_TOKENS, marks
+from medha.messages import Announce, Sampling, ServiceClassTerms
+from medha.pools import KvPools
+from medha.prefix import PrefixHasher
+from medha.routing import Arrive, BundleKnown, NewSequence, Received, RouterCore, RoutingLimits, Send
+
+BLOCK_TOKENS = 16
+PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256
+REQUESTS, RUNNING = 4000, 100
+MILLION = 1_000_000
+
+Figures = dict[str, float]
+
+
+class Stopwatch:
+    """CPU seconds, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def time(self, name: str, call: Callable[[], object]) -> object:
+        started = time.process_time()
+        result = call()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - started
+        return result
+
+
+def pools_of(blocks: int, *, prefix_caching: bool = True) -> KvPools:
+    return KvPools(
+        lanes=1,
+        kv_blocks=blocks,
+        block_size_tokens=BLOCK_TOKENS,
+        tokens_per_lane=2 * MILLION,
+        prefix_caching=prefix_caching,
+    )
+
+
+def ledger(pools: KvPools, hashes: list[str]) -> Figures:
+    """Microseconds per request of 4,096 prompt tokens."""
+    random = np.random.default_rng(0)
+    watch, running = Stopwatch(), list[str]()
+    reserved = PROMPT_TOKENS + OUTPUT_TOKENS
+    for index, one in enumerate(hashes):
+        name = f"r{index}"
+        placed = watch.time(
+            "admit", lambda n=name, h=one: pools.admit(n, PROMPT_TOKENS, reserved, block_hashes=h)
+        )
+        assert placed is not None
+        for done in range(512, PROMPT_TOKENS + 1, 512):
+            watch.time("publish", lambda n=name, d=done: pools.computed(n, d))
+        running.append(name)
+        if len(running) > RUNNING:
+            gone = running.pop(int(random.integers(len(running))))
+            watch.time("release", lambda n=gone: pools.release(n))
+        pools.take_publishes()
+        pools.take_releases()
+    return {name: 1e6 * seconds / len(hashes) for name, seconds in watch.seconds.items()}
+
+
+def million(hasher: PrefixHasher) -> Figures:
+    """Milliseconds of one prompt of a million tokens, in chunks of 2,048."""
+    watch, pools = Stopwatch(), pools_of(140_000)
+    ids = np.random.default_rng(0).integers(0, 128_000, MILLION).astype(np.int32)
+    hasher.hashes(ids)  # draws the keys
+    hashes = str(watch.time("hash", lambda: hasher.hashes(ids)))
+    for kind in ("cold", "cached"):
+        watch.time(
+            f"admit {kind}", lambda k=kind: pools.admit(k, MILLION, MILLION + 4096, block_hashes=hashes)
+        )
+        for done in range(2048, MILLION + 2048, 2048):
+            watch.time(f"publish {kind}", lambda k=kind, d=done: pools.computed(k, min(d, MILLION)))
+        watch.time(f"release {kind}", lambda k=kind: pools.release(k))
+        pools.take_publishes()
+        pools.take_releases()
+    return {name: 1e3 * seconds for name, seconds in watch.seconds.items()}
+
+
+def routing(waiting: int, replicas: int) -> Figures:
+    """Microseconds per sequence: arriving where all replicas are full, and being forwarded."""
+    terms = (ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096),)
+    points = ((1024, 0.05), (16_384, 1.0), (262_144, 40.0), (1_048_576, 400.0))
+    card = Announce(
+        "", "m", "d", 1, True, False, 2**20, 128_000, 2**22, 2**22, 0, 64, 0.0, 2**20, 64, terms, points
+    )
+    hasher = PrefixHasher(MARK_BLOCK_TOKENS, b"k")
+    prefix = marks(hasher.hashes(np.arange(PROMPT_TOKENS, dtype=np.int32)))
+    core = RouterCore(RoutingLimits(max_waiting=2 * waiting))
+    core.handle(BundleKnown("d"), 0.0)
+    for index in range(replicas):
+        core.handle(Received(f"r{index}", replace(card, replica=f"r{index}")), 0.0)
+    watch = Stopwatch()
+    for index in range(waiting):
+        new = NewSequence(f"s{index}", f"p{index}", PROMPT_TOKENS, 7, Sampling(max_tokens=50), prefix=prefix)
+        watch.time("arrive", lambda n=new: core.handle(Arrive("m", "d", (n,)), 0.0))
+    forwarded = 0
+    while core.waiting:
+        for index in range(replicas):
+            room = replace(card, replica=f"r{index}", waiting=54)
+            commands = watch.time("forward", lambda r=room: core.handle(Received(r.replica, r), 1.0))
+            assert isinstance(commands, list)
+            forwarded += sum(isinstance(command, Send) for command in commands)
+    assert forwarded == waiting
+    return {name: 1e6 * seconds / waiting for name, seconds in watch.seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here, too")
+    file = parser.parse_args().json
+    hasher = PrefixHasher(BLOCK_TOKENS, b"secret")
+    random = np.random.default_rng(1)
+    hashes = [
+        hasher.hashes(random.integers(0, 128_000, PROMPT_TOKENS).astype(np.int32)) for _ in range(REQUESTS)
+    ]
+    figures = {
+        "4K, no prefix caching (us)": ledger(pools_of(70_000, prefix_caching=False), hashes),
+        "4K, room for everything (us)": ledger(pools_of(1_200_000), hashes),
+        "4K, each admission evicts (us)": ledger(pools_of(70_000), hashes),
+        "1M (ms)": million(hasher),
+        "router, 1,000 wait (us)": routing(1_000, 16),
+        "router, 10,000 wait (us)": routing(10_000, 16),
+    }
+    for title, row in figures.items():
+        print(f"{title:32}" + "  ".join(f"{name} {value:.2f}" for name, value in row.items()))
+    if file is not None:
+        rounded = {
+            title: {name: round(value, 2) for name, value in row.items()} for title, row in figures.items()
+        }
+        file.write_text(json.dumps(rounded, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
