@@ -194,7 +194,8 @@ class ReplicaController:
             case Drain():
                 self._draining = True
         for lanes in self._coupled:
-            if all(self._lanes[lane].takes_step for lane in lanes):
+            # A launch may couple lanes that come later; they move together from the next event on.
+            if lanes in self._coupled and all(self._lanes[lane].takes_step for lane in lanes):
                 commands += self._launch(lanes, now)
         return commands
 
@@ -544,19 +545,20 @@ class ReplicaController:
         """Entries of the next step, and whom they compute: all runnable decodes, then prefill chunks."""
         batch = Batch(self.predictor, lanes)
         for lane in lanes:
-            self._lanes[lane].decodes.put_into(batch, lane)
+            self._lanes[lane].decodes.put_into(batch, lane, lanes)
 
         def admit(prefill: PrefillCandidate) -> bool:
             request = self._waiting[prefill.id]
             if not self._admit(request, admits):
                 return False  # others have taken its place since it was looked at
             prefill.lane, prefill.context = request.lane, request.dispatched
-            prefill.remaining = request.length - request.dispatched
-            return True
+            prefill.is_long = request.dispatched >= self.config.long_threshold_tokens
+            prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+            return request.runs_on(lanes)  # else what is cached couples more of them
 
         packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
         self.last_packed = packed
-        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take()]
+        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._running[id_], count) for id_, count in packed.chunks.items()]
         entries = _decode_entries(decodes)
         entries += [_entry(request, count) for request, count in prefills]

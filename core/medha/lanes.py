@@ -7,7 +7,7 @@ time that it passes a shard. Lanes that share nothing step independently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from medha.packer import Batch, DecodeTargets
@@ -56,9 +56,12 @@ class Decodes:
         else:
             self.contexts_tokens += request.dispatched
 
-    def take(self) -> list[Request]:
-        """All runnable ones, which go into a step now."""
-        taken, self.runnable, self.spread, self.contexts_tokens = self.runnable, [], [], 0
+    def take(self, lanes: Sequence[int]) -> list[Request]:
+        """All runnable ones, which go into a step of `lanes` now; one that has just grown to another lane stays."""
+        taken, stay = self.runnable, [one for one in self.spread if not one.runs_on(lanes)]
+        if stay:
+            taken = [request for request in taken if request not in stay]
+        self.runnable, self.spread, self.contexts_tokens = list(stay), stay, 0
         return taken
 
     def _leave(self, request: Request) -> None:
@@ -67,13 +70,14 @@ class Decodes:
         else:
             self.contexts_tokens -= request.dispatched
 
-    def put_into(self, batch: Batch, lane: int) -> None:
-        """Let a step of `lane` hold all runnable ones."""
+    def put_into(self, batch: Batch, lane: int, lanes: Sequence[int]) -> None:
+        """Let a step of `lanes` hold the runnable ones of `lane`."""
         alone = len(self.runnable) - len(self.spread)
         if alone:
             batch.add_decodes(lane, self.contexts_tokens, alone)
         for request in self.spread:
-            batch.add_spread_decode(lane, request.lane_tokens)
+            if request.runs_on(lanes):
+                batch.add_spread_decode(lane, request.lane_tokens)
 
     @property
     def targets(self) -> DecodeTargets | None:

@@ -252,12 +252,18 @@ class _Chunks:
             self._batch.remove(prefill, held)
         size = self._size(prefill, held, budget_seconds)
         if prefill.waits and size:
-            before = (prefill.context, prefill.lane)
+            before = (prefill.context, prefill.remaining, prefill.lane)
             if not self._admit(prefill):
                 return False
             prefill.waits = False
-            if (prefill.context, prefill.lane) != before:  # a part of it was cached
+            if (
+                prefill.context,
+                prefill.remaining,
+                prefill.lane,
+            ) != before:  # cached in part, or cut over lanes
                 size = self._size(prefill, 0, budget_seconds)
+            if prefill.is_long and prefill.lane in self.long_lanes:
+                return False
         if size == 0:
             return False
         self._batch.add(prefill, size)

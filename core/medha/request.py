@@ -12,6 +12,7 @@ here. The step that dispatches the last known position also draws the next token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
 
@@ -86,6 +87,10 @@ class Request:
     def held_lanes(self) -> tuple[int, ...]:
         """Lanes that hold its KV, or will."""
         return () if self.shard_map is None else self.shard_map.lanes
+
+    def runs_on(self, lanes: Sequence[int]) -> bool:
+        """Whether a step of `lanes` has all that its next position needs."""
+        return all(lane in lanes for lane in self.lanes)
 
     def enter(self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int) -> None:
         """It holds KV from now on, of which that of `there_tokens` tokens is there already."""

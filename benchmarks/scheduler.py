@@ -1,0 +1,202 @@
+"""What a scheduling decision costs: the whole `handle(StageFree)` of a busy replica.
+
+    python benchmarks/scheduler.py [--quick] [--json FILE] [--vllm-python PYTHON]
+
+A decision orders the prefills that wait, tests what can be on time, packs a step, gives out KV and makes the
+commands. Each one is timed while requests arrive and complete between them, at a standing queue of 1 to 10,000
+prefills (5 % of them 100K to 1M tokens long) and with 0 or 256 sequences that decode in the same step. With
+`--vllm-python` (an interpreter that has vLLM) its scheduler's `schedule()` is timed on the same queue.
+
+Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
+nothing about the scheduler.
+"""
+
+import argparse
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
+
+import numpy as np
+
+from medha.api import SchedulingSpec, ServiceClass
+from medha.config import ReplicaConfig
+from medha.engine import ReplicaController
+from medha.hardware import A100, LLAMA3_8B, profile_for
+from medha.messages import Done, Sample, Sampling, StageFree, Step, Submit
+from medha.predictor import Predictor
+from medha.topology import Topology
+
+POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
+QUEUES = (1, 100, 1_000, 10_000)
+DECODES = (0, 256)
+GOAL_P50_MS, GOAL_P99_MS = 0.5, 1.0
+STAGES = 2  # so that a step is launched by StageFree and not by Done
+BLOCK_TOKENS = 16
+LONG_SHARE = 0.05
+WARM_UP = 20
+ARRIVAL_SECONDS = 1e-3  # between the requests of the first queue
+
+
+def prompt_tokens(random: Random) -> int:
+    """Paper B's mix: ShareGPT-like shorts, and longs of 100K to 1M tokens."""
+    if random.random() < LONG_SHARE:
+        return random.randrange(100_000, 1_000_000)
+    return min(max(int(random.lognormvariate(5.2, 1.2)), 4), 4096)
+
+
+def config_of(policy: str) -> ReplicaConfig:
+    return ReplicaConfig(
+        topology=Topology(tensor=8, stream=STAGES),
+        scheduling=SchedulingSpec.model_validate(
+            {"policy": policy, "max_waiting": 1_000_000, "max_running": 512}
+        ),
+        service_classes={"default": ServiceClass(name="default")},
+        default_class="default",
+        max_model_len=2_000_000,
+        block_size_tokens=BLOCK_TOKENS,
+        kv_blocks=500_000,
+        long_threshold_tokens=32_000,
+    )
+
+
+@dataclass
+class Replica:
+    """A controller whose ranks answer at once, at a virtual time that follows the predictions."""
+
+    policy: str
+    random: Random
+    now: float = 0.0
+    submitted: int = 0
+    steps: dict[int, Step] = field(default_factory=dict)
+    launch_seconds: dict[int, list[float]] = field(default_factory=dict)  # by decodes in the step
+
+    def __post_init__(self) -> None:
+        config = config_of(self.policy)
+        predictor = Predictor(profile_for(LLAMA3_8B, A100, config.topology), config.topology)
+        self.controller = ReplicaController(config, predictor)
+        self.newest = -1
+
+    def handle(self, event: Any) -> float:
+        start = time.thread_time()
+        commands = self.controller.handle(event, self.now)
+        seconds = time.thread_time() - start
+        for command in commands:
+            if isinstance(command, Step):
+                self.steps[command.step_id] = command
+                self.newest = command.step_id
+        return seconds
+
+    def submit(self, tokens: int, output_tokens: int) -> None:
+        self.submitted += 1
+        id_ = f"request-{self.submitted}"
+        sampling = Sampling(max_tokens=output_tokens)
+        self.handle(Submit(id_, id_, tokens, tokens, seed=1, sampling=sampling))
+
+    def finish(self, step_id: int) -> None:
+        step = self.steps.pop(step_id)
+        samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
+        self.handle(Done(step_id, samples, compute_seconds=step.predicted_seconds))
+
+    def advance(self) -> None:
+        """Let the newest step leave stage 0, and then the pipeline; the launch in between is timed."""
+        step_id = self.newest
+        self.now += self.steps[step_id].predicted_seconds
+        seconds = self.handle(StageFree(step_id, 0))
+        self.finish(step_id)
+        if self.newest == step_id:
+            return
+        decodes = sum(
+            entry.token_count == 1 and entry.extents[0].start > 0 for entry in self.steps[self.newest].entries
+        )
+        self.launch_seconds.setdefault(decodes, []).append(seconds)
+
+
+def measure(policy: str, queue: int, decodes: int, launches: int) -> np.ndarray:
+    """Seconds of each launch at a standing queue, with all of `decodes` in the step."""
+    random = Random(7)
+    replica = Replica(policy, random)
+    for _ in range(decodes):
+        replica.submit(int(random.lognormvariate(5.2, 1.2)) % 2000 + 4, 4000)
+    load = replica.controller.load()
+    while decodes and (load.waiting or load.pending_prefill_seconds > 0):
+        replica.advance()
+        load = replica.controller.load()
+    if decodes:
+        replica.finish(replica.newest)  # the pipeline is empty then, so that all decodes go into one step
+    for _ in range(queue):
+        replica.now += ARRIVAL_SECONDS
+        replica.submit(prompt_tokens(random), 1)
+    timed: list[float] = []
+    while len(timed) < launches + WARM_UP:  # every launch, or with decodes every second one
+        while replica.controller.load().waiting < queue:  # as many arrive as complete
+            replica.submit(prompt_tokens(random), 1)
+        replica.launch_seconds.clear()
+        replica.advance()
+        for found, seconds in replica.launch_seconds.items():
+            if abs(found - decodes) <= decodes // 50:
+                timed += seconds
+    return np.array(timed[WARM_UP:])
+
+
+def rows(policies: tuple[str, ...], launches: int) -> Iterator[tuple[str, int, int, np.ndarray]]:
+    for decodes in DECODES:
+        for queue in QUEUES:
+            for policy in policies:
+                yield policy, queue, decodes, measure(policy, queue, decodes, launches)
+
+
+def vllm_rows(python: Path, launches: int) -> list[dict[str, Any]]:
+    """The same of vLLM's scheduler, in its own interpreter."""
+    script = Path(__file__).with_name("scheduler_vllm.py")
+    done = subprocess.run(
+        [str(python), str(script), str(launches)], capture_output=True, text=True, check=True, timeout=1800
+    )
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="three policies, fewer launches: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
+    arguments = parser.parse_args()
+    launches = 200 if arguments.quick else 1000
+    policies = tuple(arguments.policy or (("fcfs", "lars", "guarded") if arguments.quick else POLICIES))
+
+    claims: list[dict[str, Any]] = []
+    print(f"{'policy':<10} {'queued':>7} {'decodes':>8} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>8}")
+    for policy, queue, decodes, seconds in rows(policies, launches):
+        p50, p99 = (float(np.percentile(seconds, q)) * 1e3 for q in (50, 99))
+        print(f"{policy:<10} {queue:>7} {decodes:>8} {p50:>8.3f} {p99:>8.3f} {seconds.max() * 1e3:>8.3f}")
+        if queue == QUEUES[-1]:
+            for name, value, goal in (("p50", p50, GOAL_P50_MS), ("p99", p99, GOAL_P99_MS)):
+                claims.append(
+                    {
+                        "name": f"handle(StageFree), {policy}, {queue} queued, {decodes} decodes, {name}",
+                        "value": round(value, 3),
+                        "unit": "ms",
+                        "goal": goal,
+                        "better": "less",
+                    }
+                )
+    if arguments.vllm_python:
+        for row in vllm_rows(arguments.vllm_python, launches):
+            print(
+                f"{'vLLM ' + row['version']:<10} {row['queued']:>7} {row['decodes']:>8} {row['p50_ms']:>8.3f} "
+                f"{row['p99_ms']:>8.3f} {row['max_ms']:>8.3f}"
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
