@@ -86,8 +86,8 @@ class Guarded:
                 point = points[np.argmin(view.room[points])] if worst else points[0]
                 view = self._give_up(view, _largest(view, int(point)))
             rounds += 1
-        while view.any_late and self._take_back(view):
-            pass
+        while rounds == 0 and view.any_late and self._take_back(view):
+            pass  # if somebody had to go, there is hardly room for others
         return view
 
     def _points(self, view: _View, bad: Ints) -> Ints:
@@ -112,12 +112,12 @@ class Guarded:
         One whom the share alone would finish in time is promised to be hardly late: others have to go.
         """
         plan, rows = view.plan, view.plan.by_due[places]
-        promised = np.isfinite(plan.promise[plan.by_due])
-        fresh = places[~promised[places]]
-        ahead = float((view.load * promised).sum()) + np.cumsum(view.load[fresh])
-        ends = view.now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
-        fresh_rows = plan.by_due[fresh]
-        plan.promise[fresh_rows] = np.maximum(ends, np.nextafter(view.columns.deadline[fresh_rows], np.inf))
+        fresh = places[np.isinf(plan.promise[rows])]
+        if len(fresh):
+            before = np.isfinite(plan.promise[plan.by_due])
+            ahead = float((view.load * before).sum()) + np.cumsum(view.load[fresh])
+            ends = view.now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
+            plan.promise[plan.by_due[fresh]] = np.maximum(ends, np.nextafter(view.deadline[fresh], np.inf))
         return view.moved(places, plan.promise[rows])
 
     def _renew(self, view: _View) -> _View:
@@ -130,15 +130,16 @@ class Guarded:
 
     def _take_back(self, view: _View) -> bool:
         """Give one of the smallest given up its deadline again, if everybody else's due can still be met."""
-        deadline = view.columns.deadline[view.plan.by_due] - view.now
-        places = np.flatnonzero(view.late & (deadline >= view.remaining))
+        places = np.flatnonzero(view.late & (view.deadline >= view.remaining + view.now))
         if len(places) > _RETURNS:
             places = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
         for place in places[np.argsort(view.remaining[places], kind="stable")].tolist():
-            before = int(np.searchsorted(view.due, deadline[place], side="right"))
-            ahead, load = view.done[before - 1] if before else 0.0, view.load[place]
-            if ahead + load <= deadline[place] and view.room[before:place].min(initial=np.inf) >= load:
-                view.move(place, float(view.columns.deadline[view.plan.by_due[place]]))
+            deadline, load = float(view.deadline[place]), view.load[place]
+            before = int(np.searchsorted(view.due, deadline - view.now, side="right"))
+            ahead = view.done[before - 1] if before else 0.0
+            room = min(deadline - view.now - ahead, view.room[before:place].min(initial=np.inf))
+            if load <= room:
+                view.move(place, deadline)
                 return True
         return False
 
@@ -173,11 +174,14 @@ class _View:
 
     def __init__(self, columns: Columns, plan: Plan, now: float, settings: GuardedSettings) -> None:
         self.columns, self.plan, self.now, self.settings = columns, plan, now, settings
-        self.due: Floats = plan.due[plan.by_due] - now
+        due = plan.due[plan.by_due]
+        self.due: Floats = due - now
+        self.deadline: Floats = columns.deadline[plan.by_due]
+        """Absolute."""
         self.remaining: Floats = columns.remaining_seconds[plan.by_due]
         self.load: Floats = self.remaining / settings.lanes
         """What it takes of all lanes together."""
-        self.late: Bools = (plan.due > columns.deadline)[plan.by_due]
+        self.late: Bools = due > self.deadline
         """Given up."""
         self.any_late = bool(self.late.any())
         self.grace = 0.0 if self.any_late else settings.grace_seconds
@@ -222,12 +226,16 @@ class _View:
         first, last = min(place, to), max(place, to)
         lower, upper = slice(first, last), slice(first + 1, last + 1)
         source, target = (upper, lower) if to > place else (lower, upper)
-        for column in (self.plan.by_due, self.due, self.remaining, self.load, self.late):
+        shifted = (self.plan.by_due, self.due, self.deadline, self.remaining, self.load, self.late)
+        for column in (*shifted, self.done, self.room):
             moving = column[place]
             column[target] = column[source]
             column[to] = moving
-        changed = slice(first, last + 1)
+        load = float(self.load[to]) if to < place else -float(self.load[to])
+        self.done[target] += load
+        self.room[target] -= load
         self.due[to] = due - self.now
-        self.late[to] = due > self.columns.deadline[row]
-        self.done[changed] = np.cumsum(self.load[changed]) + (self.done[first - 1] if first else 0.0)
-        self.room[changed] = self._rooms(changed)
+        self.late[to] = due > self.deadline[to]
+        self.done[to] = self.load[to] + (self.done[to - 1] if to else 0.0)
+        exact = slice(to, to + 1) if self.settings.lanes == 1 else slice(first, last + 1)
+        self.room[exact] = self._rooms(exact)
