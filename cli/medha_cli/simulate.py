@@ -36,9 +36,9 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
 @click.option(
     "--policies",
     "-p",
-    default="fcfs,edf,srpt,lars",
+    default="fcfs,edf,srpt,lars,guarded",
     show_default=True,
-    help="Policies to compare, separated by commas.",
+    help="What to compare, separated by commas: policies, and systems such as loongserve, sarathi-512, vllm-2048.",
 )
 @click.option("--model", default="Llama-3-8B", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @click.option("--hardware", default="A100-80G", show_default=True, help=f"One of {', '.join(HARDWARE)}.")
@@ -153,6 +153,7 @@ def command(
       medha simulate --model Llama-3-70B --hardware H100 --topology 8x4x2 --long-scale 2 --load 0.8
       medha simulate examples/tiny.yaml --trace traffic.csv --columns time,in,out -p lars
       medha simulate --conversations --rate 0.5 -p lars
+      medha simulate -p guarded,loongserve,sarathi-512,hrrn --load 0.9
     """
     require_plotly()
     from medha_sim.report import of_study, write_report
@@ -174,7 +175,7 @@ def command(
     spec = StudySpec(
         deployment=_deployment(manifest, model, hardware, topology, replicas),
         workload=workload,
-        systems=policy_names(policies),
+        systems=policy_names(policies, baselines=True),
         seeds=(1,) if quick else tuple(range(1, seeds + 1)),
         duration_seconds=min(duration, QUICK_SECONDS) if quick else duration,
         loads=_loads(load) if by_load else (),
@@ -253,16 +254,17 @@ def _workload(
     )
 
 
-def policy_names(text: str) -> tuple[str, ...]:
-    """The policies of an option, each once."""
-    from medha_sim.study import POLICIES
+def policy_names(text: str, *, baselines: bool = False) -> tuple[str, ...]:
+    """The policies of an option, each once; other systems too, if `baselines`."""
+    from medha_sim.study import POLICIES, SYSTEMS
 
+    known = SYSTEMS if baselines else POLICIES
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in POLICIES:
-            raise ConfigInvalid(f"--policies names {name!r}; there are {', '.join(POLICIES)}")
+        if name not in known:
+            raise ConfigInvalid(f"--policies names {name!r}; there are {', '.join(known)}")
     if not names:
-        raise ConfigInvalid(f"--policies is empty; choose among {', '.join(POLICIES)}")
+        raise ConfigInvalid(f"--policies is empty; choose among {', '.join(known)}")
     return tuple(dict.fromkeys(names))
 
 

@@ -22,6 +22,8 @@ import numpy as np
 
 from medha.api import SchedulingSpec
 from medha.errors import ConfigInvalid, MedhaError, PartFailed
+from medha_sim.baselines.systems import OTHERS, SINGLE
+from medha_sim.baselines.systems import simulation as baseline
 from medha_sim.driver import Progress, Workload
 from medha_sim.lengths import MEDHA_SWE, Stretched
 from medha_sim.metrics import Summary, summarise
@@ -37,6 +39,8 @@ from medha_sim.workloads import (
 )
 
 POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
+SYSTEMS = (*POLICIES, *SINGLE, *OTHERS)
+"""What can be compared: Medha's policies, its variants without multi-prefill batching, and other systems."""
 
 _CAPACITY_SECONDS = (
     900.0  # simulated with a backlog, of which the first part fills the pipeline and is left out
@@ -111,8 +115,20 @@ class StudySpec:
         """Find what is wrong before anything runs.
 
         Raises:
-            ConfigInvalid: the weights do not fit, or a setting or the trace makes no workload.
+            ConfigInvalid: the weights do not fit, a setting or the trace makes no workload, or a baseline is asked
+                for what only Medha's own controllers have.
         """
+        baselines = [system for system in self.systems if system not in POLICIES]
+        if baselines and self.deployment.replicas > 1:
+            raise ConfigInvalid(
+                f"{baselines[0]} is simulated as one replica, not {self.deployment.replicas}; set replicas to 1, "
+                f"or compare {', '.join(POLICIES)} only"
+            )
+        if baselines and self.disturbance.noise:
+            raise ConfigInvalid(
+                f"noise is {self.disturbance.noise:g}, which {baselines[0]} is not simulated with; leave it out, "
+                f"or compare {', '.join(POLICIES)} only"
+            )
         self.deployment.kv_tokens()
         workload = replace(self.workload, rate=1.0) if self.loads else self.workload
         workload.make(self.deployment.targets(), self.duration_seconds, self.seeds[0])
@@ -186,14 +202,20 @@ def simulate_one(
     spec: StudySpec, key: RunKey, capacity_rate: float | None, progress: Progress | None = None
 ) -> Summary:
     """One run."""
-    deployment = spec.deployment.with_policy(key.system)
+    deployment = spec.deployment
     workload_spec = spec.workload
     if key.load is not None:
         assert capacity_rate is not None
         workload_spec = replace(workload_spec, rate=key.load * capacity_rate)
     workload = workload_spec.make(deployment.targets(), spec.duration_seconds, key.seed)
-    disturbance = replace(spec.disturbance, bias=spec.disturbance.bias / key.capacity)
-    simulation = deployment.simulation(workload, seed=key.seed, disturbance=disturbance)
+    bias = spec.disturbance.bias / key.capacity
+    if key.system in POLICIES:
+        disturbance = replace(spec.disturbance, bias=bias)
+        simulation = deployment.with_policy(key.system).simulation(
+            workload, seed=key.seed, disturbance=disturbance
+        )
+    else:
+        simulation = baseline(key.system, deployment, workload, capacity=1 / bias)
     summary = summarise(simulation.run(spec.duration_seconds, progress))
     return summary | {"rate": workload_spec.rate}
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,8 +112,31 @@ def test_an_error_in_a_process_is_told_with_the_run_that_it_ended() -> None:
     broken = replace(SPEC, workload=WorkloadSpec(shape="trace", trace=Path("nowhere.csv")))
     with pytest.raises(ConfigInvalid, match=r"nowhere\.csv"):
         run_study(broken, jobs=1)
-    with pytest.raises(PartFailed, match="run nonsense, seed 1: ValidationError"):
-        run_study(replace(SPEC, systems=("nonsense",)), jobs=1)
+    impossible = replace(SPEC, systems=("hrrn",), disturbance=Disturbance(bias=0.0))
+    with pytest.raises(PartFailed, match="run hrrn, seed 1: ZeroDivisionError"):
+        run_study(impossible, jobs=1)
+
+
+def test_other_systems_are_compared_on_the_same_requests() -> None:
+    spec = replace(SPEC, systems=("guarded", "sarathi-512", "loongserve"), duration_seconds=3.0)
+    spec.check()
+    arrived = {
+        simulate_one(spec, RunKey(system, None, 1, 1.0), None)["all"]["prompt_tokens"]
+        for system in spec.systems
+    }
+    assert len(arrived) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"deployment": replace(DEPLOYMENT, replicas=2)}, "loongserve is simulated as one replica, not 2"),
+        ({"disturbance": Disturbance(noise=0.1)}, "noise is 0.1, which loongserve is not simulated with"),
+    ],
+)
+def test_what_a_baseline_cannot_do_is_told(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigInvalid, match=words):
+        replace(SPEC, systems=("lars", "loongserve"), **change).check()
 
 
 def test_the_measured_capacity_is_near_what_lone_prefills_would_take(
