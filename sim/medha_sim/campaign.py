@@ -139,10 +139,14 @@ def runs(scale: Scale) -> list[Run]:
     return list(dict.fromkeys(sorted(chosen, key=_order)))
 
 
-def _order(run: Run) -> tuple[int, bool, bool]:
-    """Seed by seed; in each the nominal runs before bands and what-ifs, and of the grid first what has a goal."""
-    goal = run.load is None or (run.long_share == GOAL_SHARE and run.load in GOAL_LOADS)
-    return run.seed, run.capacity != 1 or run.loongserve_speed != 1, not goal
+def _order(run: Run) -> tuple[int, int]:
+    """Seed by seed; in each the claims, a stronger LoongServe, the grid where it has a goal, bands, the rest."""
+    if run.load is not None:
+        goal = run.long_share == GOAL_SHARE and run.load in GOAL_LOADS
+        return run.seed, 2 if goal else 4
+    if run.loongserve_speed != 1:
+        return run.seed, 1
+    return run.seed, 0 if run.capacity == 1 else 3
 
 
 def _paper_runs(scale: Scale) -> Iterator[Run]:
