@@ -231,7 +231,7 @@ class Admission:
 
     def release(self, request: Request) -> None:
         """Take back all that a request holds."""
-        self.pools.release(request.id)
+        self.pools.release(request.id, request.computed)
         if request.is_long:
             self._longs -= 1
             self._long_blocks -= self.blocks_for(request.reservation_tokens)

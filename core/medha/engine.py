@@ -470,6 +470,7 @@ class ReplicaController:
             self.predictor.observe(launched.step.predicted_seconds, done.compute_seconds)
         commands: list[ControllerCommand] = []
         for failure in done.failures:
+            self._pools.forget_outputs(failure.id)
             commands += self._fail(failure)
         for request in launched.decodes:
             request.computed += 1
@@ -481,6 +482,8 @@ class ReplicaController:
                 self._prefill_done(request)
         for sample in done.samples:
             commands += self._take_sample(sample)
+        for request_id, hashes in done.block_hashes:
+            self._pools.extend(request_id, hashes, self._running[request_id].length)
         for request in (*launched.decodes, *(request for request, _ in launched.prefills)):
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
@@ -548,8 +551,8 @@ class ReplicaController:
             self._lanes[lane].decodes.put_into(batch, lane, lanes)
 
         def admit(prefill: PrefillCandidate) -> bool:
-            request = self._waiting[prefill.id]
-            if not self._admit(request, admits):
+            request = self._waiting.get(prefill.id)
+            if request is None or not self._admit(request, admits):
                 return False  # others have taken its place since it was looked at
             prefill.lane, prefill.context = request.lane, request.dispatched
             prefill.is_long = request.dispatched >= self.config.long_threshold_tokens
@@ -611,6 +614,8 @@ class ReplicaController:
             for row in ordered(eligible):
                 request = table.requests[row]
                 seen[row] = True
+                if request.is_spread and not request.runs_on(lanes):
+                    continue  # admitted with this step, and what is cached of it couples more lanes
                 lane = self._lane_for(request, lanes) if request.waits else request.lane
                 if lane is None:
                     break

@@ -75,6 +75,7 @@ class Tokens:
     offset: int
     total: int  # token ids that the whole prompt has
     sequences: int = 1  # requests that will name this prompt: it is kept until all of them have come
+    epoch: int = 0  # from a controller to its ranks: those of another epoch are not for them
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,6 +348,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """A new epoch begins: every rank drops what it was doing, and all requests, and meets the others.
+
+    `rendezvous` is where ranks meet for the data plane, `tcp://host:port`; empty where there is one rank.
+    """
+
+    epoch: int
+    rendezvous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish the step that runs and exit with status 0."""
 
@@ -369,8 +381,19 @@ class StepProfile:
 
 
 @dataclass(frozen=True, slots=True)
+class RankHello:
+    """A rank is here and has its weights; said again every second, whatever it does.
+
+    Another `incarnation` under the same number means that the process was replaced.
+    """
+
+    rank: int
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
 class RankReady:
-    """A rank has its weights, its KV pool, and has run its warm-up steps."""
+    """A rank has met the others, has its KV pool, and has run its warm-up steps."""
 
     rank: int
     block_size_tokens: int
@@ -385,6 +408,7 @@ class RankReady:
     linear_flops_per_token: float  # of the whole model: 2 * parameters that a token passes
     attention_flops_per_pair: float  # of the whole model: 4 * layers * heads * head dim
     load_seconds: float = 0.0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +418,7 @@ class StageFree:
     step_id: int
     stage: int
     lanes: tuple[int, ...] = (0,)
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,14 +449,19 @@ class Done:
     failures: tuple[EntryFailed, ...] = ()
     compute_seconds: float = 0.0
     lanes: tuple[int, ...] = (0,)
+    epoch: int = 0
+    block_hashes: tuple[
+        tuple[str, str], ...
+    ] = ()  # (request, hash) of blocks that samples filled; by the controller's process, not by ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A rank cannot go on; its process ends after this message."""
+    """A rank cannot go on: its process ends after this message, or it has lost others and waits for `Meet`."""
 
     rank: int
     detail: str
+    lost_epoch: int | None = None  # the epoch that it cannot go on with; None: its process ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -460,6 +490,6 @@ ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
-    | Step | Shutdown | RankReady | StageFree | Done | RankFault
+    | Meet | Step | Shutdown | RankHello | RankReady | StageFree | Done | RankFault
 )  # fmt: skip
 """Everything that crosses a process border."""

@@ -64,6 +64,7 @@ class _Held:
     prompt_tokens: int
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
     unpublished: int  # whole prompt blocks that are not computed, or not published, yet
+    outputs: list[str] = field(default_factory=list)  # hashes of the blocks behind those of the prompt
 
 
 class KvPools:
@@ -252,8 +253,33 @@ class KvPools:
                 self._publish(sequence, piece.lane, chain, stop)
         held.unpublished = left
 
-    def release(self, sequence: str) -> None:
-        """The sequence has ended and no step in flight has it: what only it held is free, or stays cached."""
+    def extend(self, sequence: str, hashes: str, known_tokens: int) -> None:
+        """An output token, the last of `known_tokens`, filled the block with this hash; it is published at the end.
+
+        Output of a request on several lanes is dealt out in stripes, and not shared.
+        """
+        held = self._held[sequence]
+        if len(held.chains) != 1 or len(held.shards.lanes) != 1:
+            return
+        blocks = held.prompt_tokens // self.block_size_tokens + len(held.outputs) + 1
+        if blocks * self.block_size_tokens == known_tokens and hash_count(hashes) == 1:
+            held.outputs.append(hashes)
+
+    def forget_outputs(self, sequence: str) -> None:
+        """KV of its output may be wrong: none of it is published."""
+        self._held[sequence].outputs.clear()
+
+    def release(self, sequence: str, computed_tokens: int = 0) -> None:
+        """The sequence has ended and no step in flight has it: what only it held is free, or stays cached.
+
+        Of its output, whole blocks among the first `computed_tokens` tokens are published.
+        """
+        held = self._held[sequence]
+        if held.outputs and len(held.shards.lanes) == 1:
+            chain = held.chains[held.shards.owner] + "".join(held.outputs)
+            stop = min(computed_tokens // self.block_size_tokens, hash_count(chain))
+            if stop > held.prompt_tokens // self.block_size_tokens:
+                self._publish(sequence, held.shards.owner, chain, stop)
         for lane in self._held.pop(sequence).shards.lanes:
             here = self._lanes[lane]
             here.ledger.release(sequence)

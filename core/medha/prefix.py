@@ -96,6 +96,20 @@ class PromptHash:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
+    @property
+    def missing_tokens(self) -> int:
+        """Ids until the next block is whole."""
+        return self.hasher.block_size_tokens - len(self._rest)
+
+    def fork(self) -> PromptHash:
+        """What follows these ids is hashed apart from here on; `hashes` of it are those of the blocks to come."""
+        return PromptHash(self.hasher, self.blocks, [], self._sums, self._rest)
+
+    def take(self) -> str:
+        """The hashes so far; `hashes` begins anew behind them."""
+        taken, self._parts = self.hashes, []
+        return taken
+
     def update(self, ids: TokenIds) -> None:
         """Take the next ids, int32 [n]."""
         ids = np.concatenate([self._rest, ids]) if len(self._rest) else ids

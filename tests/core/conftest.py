@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 
@@ -34,6 +35,7 @@ from medha.messages import (
     Submit,
 )
 from medha.pools import LaneReplica
+from medha.prefix import HASH_CHARACTERS, PrefixHasher
 from medha.topology import Topology
 
 settings.register_profile("core", max_examples=60, deadline=None, derandomize=True, database=None)
@@ -82,6 +84,7 @@ class _Sequence:
     admit: Admit
     next_position: int
     length: int
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass
@@ -103,6 +106,8 @@ class FakeReplica:
     step_seconds: float = 0.01
     prompt_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of prompts that begin alike: their KV is told apart by its ids. Others share nothing with any other."""
+    hasher: PrefixHasher | None = None
+    """Hashes the outputs of those prompts, too, as a controller's process does."""
 
     def __post_init__(self) -> None:
         self.controller = ReplicaController(self.config, PROFILE)
@@ -271,14 +276,12 @@ class FakeReplica:
 
     def _key(self, sequence: _Sequence, position: int) -> object:
         prompt = sequence.admit.prompt
-        if position >= sequence.admit.tokens:
-            return (sequence.admit.id, position)
         if prompt in self.prompt_ids:
-            return self.prompt_ids[prompt][: position + 1]
-        return (prompt, position)
+            return (*self.prompt_ids[prompt], *sequence.outputs)[: position + 1]
+        return (prompt if position < sequence.admit.tokens else sequence.admit.id, position)
 
     def _done(self, step: Step) -> Done:
-        samples, failures = [], []
+        samples, failures, hashes = [], [], []
         for entry in step.entries:
             if self.random.random() < self.failure_chance:
                 failures.append(EntryFailed(entry.id, "out_of_memory", "by chance"))
@@ -286,8 +289,21 @@ class FakeReplica:
                 stops = self.random.random() < self.stop_chance
                 sequence = self._sequences[entry.id]
                 sequence.length += 1
-                samples.append(Sample(entry.id, sequence.length, "stop" if stops else None))
-        return Done(step.step_id, tuple(samples), tuple(failures), compute_seconds=step.predicted_seconds)
+                token = sequence.length
+                sequence.outputs += (token,)
+                samples.append(Sample(entry.id, token, "stop" if stops else None))
+                prompt_ids = self.prompt_ids.get(sequence.admit.prompt)
+                if self.hasher is not None and prompt_ids is not None:
+                    ids = np.array((*prompt_ids, *sequence.outputs), dtype=np.int32)
+                    if len(ids) % self.config.block_size_tokens == 0:
+                        hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
+        return Done(
+            step.step_id,
+            tuple(samples),
+            tuple(failures),
+            compute_seconds=step.predicted_seconds,
+            block_hashes=tuple(hashes),
+        )
 
     # --- what a router sees -------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from medha.blocks import BlockLedger
 from medha.messages import Admit, Grow, Sampling
 from medha.pools import KvPools, LaneReplica, Placed
-from medha.prefix import PrefixHasher
+from medha.prefix import HASH_CHARACTERS, PrefixHasher, hash_at
 
 Content = tuple[int, ...]
 
@@ -275,3 +276,18 @@ class PoolsMachine(RuleBasedStateMachine):
 
 PoolsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestPools = PoolsMachine.TestCase
+
+
+@pytest.mark.parametrize(("computed", "kept"), [(8, 2), (7, 1), (6, 1)])
+def test_an_output_block_is_kept_only_where_its_hash_belongs_and_its_kv_is_computed(
+    computed: int, kept: int
+) -> None:
+    pools = KvPools(lanes=1, kv_blocks=10, block_size_tokens=4, tokens_per_lane=100)
+    hashes = PrefixHasher(4, b"secret").hashes(np.arange(16, dtype=np.int32))
+    assert pools.admit("a", 6, 20, block_hashes=hashes[:HASH_CHARACTERS]) is not None
+    pools.computed("a", 6)
+    for known_tokens, block in ((7, 1), (8, 1), (8, 2), (13, 2)):
+        pools.extend("a", hash_at(hashes, block), known_tokens)
+    pools.release("a", computed)
+    assert pools.cached_blocks == kept
+    assert pools.expected(16, hashes)[0] == 4 * kept

@@ -49,10 +49,16 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
         min_chunk_tokens=4,
         stop_chance=0.05,
         failure_chance=random.choice([0.0, 0.05]),
+        hasher=random.choice([None, HASHER]),
     )
     for index in range(30):
         choice = random.random()
-        if choice < 0.4:
+        ended = [name for name in replica.emitted if name in replica.endings]
+        if choice < 0.1 and ended:  # the next turn of a chat
+            before = random.choice(ended)
+            ids = (*replica.prompt_ids[f"prompt of {before}"], *replica.emitted[before], 5)
+            submit_ids(replica, submit_of(f"r{index}", len(ids), random.choice([3, 20])), ids)
+        elif choice < 0.4:
             branch = random.randint(0, 3)
             length = random.randint(1, 40)
             ids = tuple(branch if position >= 10 * branch else 7 for position in range(length))
@@ -180,6 +186,40 @@ def test_what_a_cancelled_request_still_had_in_flight_is_not_shared(replica_of: 
     assert "a" not in replica.emitted
     assert replica.controller.pools.cached_blocks == 0
     assert replica.controller.pools.held_blocks == 0
+
+
+# --- outputs ------------------------------------------------------------------------------------------
+
+
+def test_the_next_turn_of_a_chat_finds_prompt_and_answer_cached(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(hasher=HASHER)
+    ids = tuple(range(18))
+    submit_ids(replica, submit_of("turn 1", 18, 12), ids)
+    replica.run()
+    ids = (*ids, *replica.emitted["turn 1"])  # 30 tokens, of which the last has no KV
+    submit_ids(replica, submit_of("turn 2", 35, 8), (*ids, 1, 2, 3, 4, 5))
+    replica.run()
+    ids = (*ids, 1, 2, 3, 4, 5, *replica.emitted["turn 2"])  # 43
+    submit_ids(replica, submit_of("turn 3", 44, 2), (*ids, 9))
+    replica.run().check_empty()
+    assert admits(replica) == {"turn 1": 0, "turn 2": 28, "turn 3": 40}
+
+
+def test_the_answer_of_a_request_that_failed_is_not_shared(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(hasher=HASHER)
+    ids = tuple(range(16))
+    submit_ids(replica, submit_of("fails", 16, 40), ids)
+    for _ in range(12):
+        replica.advance()
+    step = last_step(replica)
+    replica._pipeline.clear()
+    replica.handle(Done(step.step_id, failures=(EntryFailed("fails", "out_of_memory"),)))
+    replica.run()
+    outputs = tuple(replica.emitted["fails"])
+    assert len(outputs) >= 8
+    submit_ids(replica, submit_of("again", 16 + len(outputs), 2), (*ids, *outputs))
+    replica.run().check_empty()
+    assert admits(replica)["again"] == 16, "its prompt was computed before, and is good"
 
 
 # --- requests that wait -------------------------------------------------------------------------------

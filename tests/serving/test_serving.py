@@ -190,6 +190,29 @@ def test_a_prefix_shared_by_many_at_once_gives_each_its_own_text(served: Served)
     served.wait_idle()
 
 
+def test_the_next_turn_finds_prompt_and_answer_cached(served: Served, client: openai.OpenAI) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(served.checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(served.checkpoint, dtype=torch.float32)
+    ids = tokenizer(text_of(40, seed=51)).input_ids
+    found, expected = [], [0]
+    for _ in range(3):
+        with torch.inference_mode():
+            out = model.generate(torch.tensor([ids]), max_new_tokens=40, do_sample=False)[
+                0, len(ids) :
+            ].tolist()
+        answer = client.completions.create(
+            model=MODEL, prompt=ids, max_tokens=40, temperature=0, extra_body={"ignore_eos": False}
+        )
+        assert answer.choices[0].text == tokenizer.decode(out, skip_special_tokens=True)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        found.append(answer.usage.prompt_tokens_details.cached_tokens)
+        computed = len(ids) + len(out) - 1  # the last token drawn has no KV
+        expected.append(computed // 16 * 16)
+        ids = [*ids, *out, *tokenizer(" and then").input_ids]
+    assert found == expected[:-1]
+
+
 def test_a_seed_gives_the_same_samples_again_and_n_gives_different_ones(client: openai.OpenAI) -> None:
     def draw() -> list[str]:
         answer = client.completions.create(

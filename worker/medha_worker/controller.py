@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -61,6 +62,7 @@ from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
 from medha_worker.lock_step import LockStep
 from medha_worker.observe import Observer, serve_metrics
+from medha_worker.outputs import OutputHasher
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
 
@@ -193,6 +195,7 @@ class Controller:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
         self._prompts = PromptStore(config.max_model_len, hasher)
+        self._outputs = OutputHasher()
         registry = CollectorRegistry()
         self._observer = Observer(registry, malformed=self._malformed)
         metrics = self._settings.spec.metrics
@@ -226,7 +229,7 @@ class Controller:
                 case StageFree() | Done() as part:
                     event = self._lock_step.join(part)
                     if event is not None:
-                        yield event
+                        yield self._with_hashes(event) if isinstance(event, Done) else event
                 case RankFault() as fault:
                     raise PartFailed(f"rank {fault.rank}: {fault.detail}")
                 case other:
@@ -244,11 +247,29 @@ class Controller:
                         yield self._prompts.hashed(submit)
                 case Cancel() as cancel:
                     self._prompts.withdraw(cancel.id)
+                    self._outputs.end(cancel.id)
                     yield cancel
                 case FetchBundle() as fetch:
                     self._send_bundle(fetch)
                 case other:
                     _log.warning("unexpected %s from the router", type(other).__name__)
+
+    def _with_hashes(self, done: Done) -> Done:
+        """The step's end with the hashes of the blocks that its samples fill."""
+        hashes = []
+        for sample in done.samples:
+            if sample.id not in self._outputs:
+                request = self._core.find(sample.id)
+                if request is None or request.ended or request.emitted:
+                    continue  # its output was not followed from its first token on
+                prompt = self._prompts.hash_of(request.submit.prompt)
+                if prompt is None:
+                    continue
+                self._outputs.begin(sample.id, prompt)
+            filled = self._outputs.add(sample.id, sample.token)
+            if filled:
+                hashes.append((sample.id, filled))
+        return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
 
     def _malformed(self) -> int:
         links = (self._rank_control, self._router_control, self._router_tokens)
@@ -264,6 +285,8 @@ class Controller:
                 self._to_ranks(self._rank_control, step)
             case Emit() | Refused() | Failed() as answer:
                 self._router_control.send(answer)
+                if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
+                    self._outputs.end(answer.id)
 
     def _send_prompts(self, step: Step) -> None:
         """Token ids go ahead of the step that admits the first sequence of their prompt."""

@@ -79,6 +79,11 @@ class PromptStore:
         hashes = "" if prompt is None or prompt.hash is None else prompt.hash.hashes
         return submit if submit.block_hashes == hashes else replace(submit, block_hashes=hashes)
 
+    def hash_of(self, name: str) -> PromptHash | None:
+        """The hash of a prompt that is here whole, if prompts are hashed."""
+        prompt = self._prompts.get(name)
+        return prompt.hash if prompt is not None and prompt.complete else None
+
     def hold(self, submit: Submit) -> bool:
         """Keep a request whose ids are not all here yet; False: it need not wait."""
         if not 0 < submit.tokens <= self._longest_tokens:
