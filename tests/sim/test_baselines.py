@@ -261,6 +261,19 @@ def test_decodes_stay_on_one_instance_and_the_others_prefill() -> None:
     assert log.requests["A"].worst_gap_seconds == 1.0
 
 
+def test_decodes_of_several_instances_move_together_before_the_next_macro_iteration() -> None:
+    # A and B are prefilled in one macro-iteration on two instances each, and each decodes on one of its own. At 8.5 s
+    # both decode; C still gets three instances, behind the decode step that one of them runs until 9 s.
+    arrivals = [
+        arrival("first", 0, 4),
+        arrival("A", 0.1, 4, 50),
+        arrival("B", 0.1, 4, 50),
+        arrival("C", 8.5, 30),
+    ]
+    log = run(loongserve(), LinearCost(), arrivals, lanes=4)
+    assert first_tokens(log) == {"first": 1.0, "A": 3.0, "B": 3.0, "C": 9.0 + 10.0}
+
+
 def test_no_more_requests_than_the_limit_hold_kv() -> None:
     arrivals = [arrival("A", 0, 4, 10), arrival("B", 0, 4)]
     log = run(loongserve(max_running=1), LinearCost(), arrivals, lanes=4)

@@ -267,7 +267,10 @@ class ElasticPool:
         return [min(counts, key=lambda lane: (counts[lane], lane))]
 
     def _consolidate(self) -> None:
-        """Move short decodes together, so that as many instances as possible are idle."""
+        """Move short decodes together, so that as many instances as possible are idle.
+
+        A prefill on an instance whose decodes moved away starts when the step that it still runs has ended.
+        """
         groups = self._decoding()
         fixed = {
             lane
@@ -282,7 +285,7 @@ class ElasticPool:
         if not fixed and movable:
             fixed = set(movable[0])
         for home in reversed(movable):  # the emptiest first
-            if home[0] in fixed or home[0] in self._busy or any(r.in_flight for r in groups[home]):
+            if home[0] in fixed:
                 continue
             for request in groups[home]:
                 target = max(fixed, key=lambda lane: (self._kv_free[lane], -lane))
