@@ -332,7 +332,7 @@ def print_tables(console: Console, all_runs: Runs) -> None:
     for load in dict.fromkeys(key.load for key, _ in runs):
         title = "" if load is None else f"offered load {load:g}"
         table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-        head, rows = table_rows([(key, summary) for key, summary in runs if key.load == load])
+        head, rows = table_rows([(key, summary) for key, summary in runs if key.load == load], band=False)
         systems, *lines = zip(head, *rows, strict=True)
         for index, name in enumerate(systems):
             table.add_column(name if index else "", justify="right" if index else "left")

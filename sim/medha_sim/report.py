@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,6 +25,7 @@ Figure = Any  # plotly has no types
 _COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
 _HEIGHT = 380
 _MOST_WARNINGS = 12
+_LEAST_SEEDS = 3  # below, an interval says nothing: Student's factor for two is 12.7
 _MANY_UNDECIDED = 0.05  # share of requests
 _METHOD = (
     "The controllers and the router are the ones that serve; step times are predicted, and attention on data-centre "
@@ -105,47 +105,84 @@ def comparable(runs: Runs) -> Runs:
     return whole or runs
 
 
-def table_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table that compares systems; mean over seeds +- half the 95 % interval, [band]."""
-    kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
-    head = ["system"]
-    columns: list[Callable[[Summary], float | None]] = []
-    for kind in kinds:
-        head += [f"{kind}: TTFT in time", f"{kind}: TTFT p50", f"{kind}: TTFT p99"]
-        columns += [
-            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_attainment"),  # type: ignore[misc]
-            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p50"),  # type: ignore[misc]
-            lambda run, kind=kind: _at(run, "kinds", kind, "ttft_seconds", "p99"),  # type: ignore[misc]
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One figure of a run, and how it is written."""
+
+    name: str
+    value: Callable[[Summary], float | None]
+    text: Callable[[float], str]
+
+
+def columns(runs: Runs) -> list[Column]:
+    """What a table of these runs shows."""
+    found = []
+    for kind in dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]):
+        found += [
+            Column(f"{kind}: TTFT in time", _figure_at("kinds", kind, "ttft_attainment"), _percent),
+            Column(f"{kind}: TTFT p50", _figure_at("kinds", kind, "ttft_seconds", "p50"), _duration),
+            Column(f"{kind}: TTFT p99", _figure_at("kinds", kind, "ttft_seconds", "p99"), _duration),
         ]
-    head += ["TPOT p50", "TPOT p99", "good requests/s", "censored", "undecided"]
-    columns += [
-        lambda run: _at(run, "all", "tpot_seconds", "p50"),
-        lambda run: _at(run, "all", "tpot_seconds", "p99"),
-        lambda run: _at(run, "all", "goodput_per_second"),
-        lambda run: _at(run, "all", "censored"),
-        lambda run: _at(run, "all", "ttft_undecided"),
+    return [
+        *found,
+        Column("TPOT p50", _figure_at("all", "tpot_seconds", "p50"), _duration),
+        Column("TPOT p99", _figure_at("all", "tpot_seconds", "p99"), _duration),
+        Column("good requests/s", _figure_at("all", "goodput_per_second"), _rate),
+        Column("censored", _figure_at("all", "censored"), _count),
+        Column("undecided", _figure_at("all", "ttft_undecided"), _count),
     ]
-    formats = [_percent, _duration, _duration] * len(kinds) + [_duration, _duration, _rate, _count, _count]
+
+
+def table_rows(runs: Runs, *, band: bool = True) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table that compares systems: mean over seeds +- half the 95 % interval, [band]."""
+    shown = columns(runs)
     rows = []
     for system in dict.fromkeys(key.system for key, _ in runs):
         mine = [(key, summary) for key, summary in runs if key.system == system]
-        cells = [_cell(mine, column, format_) for column, format_ in zip(columns, formats, strict=True)]
-        rows.append([system, *cells])
-    return head, rows
+        rows.append([system, *(_cell(mine, column, band=band) for column in shown)])
+    return ["system", *(column.name for column in shown)], rows
 
 
-def _cell(runs: Runs, value: Callable[[Summary], float | None], format_: Callable[[float], str]) -> str:
-    central = [found for key, run in runs if key.capacity == 1 and (found := value(run)) is not None]
+def difference_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Each system less the first one: mean over seeds of the differences of a seed, +- half the 95 % interval.
+
+    All systems see the same requests, so that this tells them apart where their own intervals overlap. No rows for
+    fewer than `_LEAST_SEEDS` seeds.
+    """
+    central = {(key.system, key.seed): summary for key, summary in runs if key.capacity == 1}
+    systems = list(dict.fromkeys(system for system, _ in central))
+    shown = [column for column in columns(runs) if column.text in (_percent, _rate)]
+    rows = []
+    for system in systems[1:]:
+        seeds = [seed for name, seed in central if name == system and (systems[0], seed) in central]
+        cells = []
+        for column in shown:
+            pairs = [
+                (column.value(central[system, seed]), column.value(central[systems[0], seed]))
+                for seed in seeds
+            ]
+            known = [one - other for one, other in pairs if one is not None and other is not None]
+            cells.append(_interval(known, column.text, sign="+") if len(known) >= _LEAST_SEEDS else "-")
+        if any(cell != "-" for cell in cells):
+            rows.append([f"{system} - {systems[0]}", *cells])
+    return ["difference", *(column.name for column in shown)], rows
+
+
+def _cell(runs: Runs, column: Column, *, band: bool) -> str:
+    central = [found for key, run in runs if key.capacity == 1 and (found := column.value(run)) is not None]
     if not central:
         return "-"
-    mean, half_width = interval_95(central)
-    text = format_(mean)
-    if isfinite(half_width):
-        text += f" ±{format_(half_width)}"
-    band = [found for key, run in runs if key.capacity != 1 and (found := value(run)) is not None]
-    if band:
-        text += f" [{format_(min(band))} to {format_(max(band))}]"
+    text = _interval(central, column.text)
+    others = [found for key, run in runs if key.capacity != 1 and (found := column.value(run)) is not None]
+    if others and band:
+        text += f" [{column.text(min(others))} to {column.text(max(others))}]"
     return text
+
+
+def _interval(values: Sequence[float], text: Callable[[float], str], sign: str = "") -> str:
+    mean, half_width = interval_95(values)
+    written = (sign if mean >= 0 else "") + text(mean)
+    return f"{written} ±{text(half_width)}" if len(values) >= _LEAST_SEEDS else written
 
 
 # --- the parts of the page ---------------------------------------------------------------------------
@@ -201,6 +238,10 @@ def _warnings(result: StudyResult) -> Iterable[str]:
 def _sections(runs: Runs) -> Iterable[str]:
     central = [(key, summary) for key, summary in runs if key.capacity == 1]
     yield _table(*table_rows(runs))
+    head, rows = difference_rows(runs)
+    if rows:
+        yield "<p class='note'>Paired by seed, each less the first:</p>"
+        yield _table(head, rows)
     kinds = list(dict.fromkeys(kind for _, summary in central for kind in summary["kinds"]))
     yield "<h2>Deadlines met</h2>"
     yield _plot(_attainment(runs, "kinds", "by kind of request"))
@@ -388,6 +429,10 @@ def _group_names(runs: Runs, grouping: str) -> list[str]:
     return [*most, *dict.fromkeys(missing)]
 
 
+def _figure_at(*path: str) -> Callable[[Summary], float | None]:
+    return lambda summary: _at(summary, *path)
+
+
 def _at(summary: Summary, *path: str) -> Any:
     """What lies at a path of keys, or None."""
     found: Any = summary
@@ -403,7 +448,7 @@ def _percent(share: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 1:
+    if abs(seconds) < 1:
         return f"{1000 * seconds:.0f} ms"
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
 

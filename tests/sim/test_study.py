@@ -16,7 +16,8 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
 from medha.topology import Topology
 from medha_sim import study
-from medha_sim.report import comparable, of_study, page, table_rows, write_report
+from medha_sim.metrics import Summary
+from medha_sim.report import comparable, difference_rows, of_study, page, table_rows, write_report
 from medha_sim.scenario import Deployment, Disturbance
 from medha_sim.study import (
     RunKey,
@@ -201,7 +202,24 @@ def test_the_table_shows_mean_interval_and_band(result: StudyResult) -> None:
     assert head[0] == "system"
     assert [row[0] for row in rows] == ["lars", "fcfs"]
     column = head.index("short: TTFT p50")
-    assert re.fullmatch(r"\d+ ms ±\d+ ms \[\d+ ms to \d+ ms\]", rows[0][column])
+    assert re.fullmatch(r"\d+ ms \[\d+ ms to \d+ ms\]", rows[0][column])  # two seeds make no interval
+    _, rows = table_rows(_with_third_seed(result), band=False)
+    assert re.fullmatch(r"\d+ ms ±\d+ ms", rows[0][column])
+
+
+def test_differences_are_paired_by_seed(result: StudyResult) -> None:
+    assert difference_rows(result.runs)[1] == []
+    head, rows = difference_rows(_with_third_seed(result))
+    assert [row[0] for row in rows] == ["fcfs - lars"]
+    assert re.fullmatch(r"[+-]\d\.\d{3} ±\d\.\d{3}", rows[0][head.index("good requests/s")])
+    same = [(key, result.runs[0][1]) for key, _ in _with_third_seed(result)]
+    assert difference_rows(same)[1][0][head.index("good requests/s")] == "+0.000 ±0.000"
+
+
+def _with_third_seed(result: StudyResult) -> list[tuple[RunKey, Summary]]:
+    """The runs, and those of the first seed once more as the third's."""
+    again = [(replace(key, seed=3), run) for key, run in result.runs if key.seed == 1]
+    return [*result.runs, *again]
 
 
 def test_names_in_a_page_are_escaped(result: StudyResult) -> None:
