@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from random import Random
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.engine import ReplicaController
 from medha.messages import (
     Cancel,
     Done,
@@ -22,6 +24,7 @@ from medha.messages import (
     StepProfile,
 )
 from medha.predictor import Predictor
+from medha.topology import Topology
 
 ACTIONS = st.lists(
     st.one_of(
@@ -538,3 +541,190 @@ def test_load_counts_what_waits_and_runs(replica_of: Any, submit_of: Any) -> Non
     assert load.pending_prefill_seconds == pytest.approx(0.001 + 0.002 + 0.0001 + 210e-8)
     replica.run().check_empty()
     assert replica.controller.load().pending_prefill_seconds == 0
+
+
+# --- what a stream's wish costs, and what a long prefill's order does not ------------------------------
+
+
+def test_a_stream_that_asks_for_1_ms_lowers_the_prefill_rate_of_others_by_less_than_5_percent(
+    replica_of: Any, submit_of: Any
+) -> None:
+    seconds = []
+    for target in (None, 0.001):
+        replica = replica_of(kv_blocks=20_000, long_threshold_tokens=4000)
+        replica.submit(submit_of("stream", 10, 2000, tpot_target_seconds=target))
+        replica.submit(submit_of("document", 20_000, 1))
+        while "document" not in replica.emitted:
+            replica.advance()
+        seconds.append(sum(step.predicted_seconds for step in replica.steps))
+    assert seconds[1] < seconds[0] / 0.95
+
+
+@pytest.mark.parametrize("decodes", [False, True])
+@pytest.mark.parametrize("policy", ["edf", "lrs", "srpt", "lars", "guarded"])
+def test_a_lone_long_prefill_takes_the_same_steps_as_under_fcfs(
+    replica_of: Any, submit_of: Any, policy: str, decodes: bool
+) -> None:
+    chunks = []
+    for name in ("fcfs", policy):
+        replica = replica_of(kv_blocks=2000, long_threshold_tokens=500, policy=name, stages=2)
+        if decodes:
+            replica.submit(submit_of("chat", 10, 300))
+        replica.submit(submit_of("long", 6000, 1))
+        while "long" not in replica.emitted:
+            replica.advance()
+        entries = [entry for step in replica.steps for entry in step.entries]
+        chunks.append([entry.token_count for entry in entries if entry.id == "long"])
+    assert chunks[0] == chunks[1]
+    assert len(chunks[0]) > 5
+
+
+def test_decodes_in_flight_bound_the_steps_behind_theirs(replica_of: Any, submit_of: Any) -> None:
+    """With two stages the next token waits for the step in between, too."""
+    replica = replica_of(stages=2, kv_blocks=1000)
+    replica.submit(submit_of("chat", 10, 20))
+    while "chat" not in replica.emitted:
+        replica.advance()
+    replica.submit(submit_of("document", 3000, 1))
+    while "document" not in replica.emitted:
+        replica.advance()
+    behind = [step for step in replica.steps if {entry.id for entry in step.entries} == {"document"}]
+    assert behind
+    assert all(step.predicted_seconds <= 0.05 / 2 for step in behind if "chat" not in replica.endings)
+
+
+def test_guarded_meets_all_deadlines_of_the_papers_example_up_to_one_step(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """A long of 10 s due at 16 s and two shorts of 0.5 s due at 6 s, in chunks of 0.1 s (paper B; no slack at all)."""
+    replica = replica_of(
+        kv_blocks=2000,
+        block_size_tokens=16,
+        policy="guarded",
+        max_chunk_tokens=100,
+        min_chunk_tokens=100,
+        step_seconds=0.1,
+    )
+    replica.controller.predictor = Predictor(StepProfile(0.0, 1e-3, 0.0, 0.0))
+    replica.submit(submit_of("long", 10_000, 1, deadline_after_seconds=16.0))
+    while replica.now < 4.95:  # 5.0 in sums of 0.1
+        replica.advance()
+    for name in ("s0", "s1"):
+        replica.submit(submit_of(name, 500, 1, deadline_after_seconds=1.0))
+    ends: dict[str, float] = {}
+    while len(ends) < 3:
+        replica.advance()
+        for name in replica.emitted:
+            ends.setdefault(name, replica.now)
+    assert ends["s0"] <= 6.1 + 1e-9
+    assert ends["s1"] <= 6.1 + 1e-9
+    assert ends["long"] <= 16.1 + 1e-9
+
+
+# --- admission without convoys -------------------------------------------------------------------------
+
+
+def test_shorts_pass_a_late_request_that_waits_for_kv_and_it_still_gets_in(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """A holder has half of the pool for long; a late large request needs more than the other half."""
+    replica = replica_of(
+        kv_blocks=100, block_size_tokens=4, step_seconds=0.1, short_headroom=0.2, policy="fcfs"
+    )
+    replica.submit(submit_of("holder", 20, 180))  # 50 blocks, for 180 steps
+    replica.submit(submit_of("large", 300, 10))  # 78 blocks
+    beside = 0
+    for index in range(600):
+        if index % 3 == 0:
+            replica.submit(submit_of(f"short {index}", 4, 12))
+        replica.advance()
+        if "large" in replica.emitted:
+            break
+        if replica.now > 3 and "holder" not in replica.endings:
+            held = [name for name in replica.controller._running if name.startswith("short")]
+            beside = max(beside, len(held))
+            assert sum(4 for _ in held) <= 20 or replica.now < 5, "no more than the head-room"
+    assert beside > 0, "a convoy stands behind it"
+    assert "large" in replica.emitted, "it starves"
+    assert "holder" in replica.endings
+    replica.run().check_empty()
+
+
+def test_a_request_beside_a_claim_is_given_up_for_nothing_when_the_claimant_is_cancelled(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=20, block_size_tokens=4, step_seconds=0.5, short_headroom=0.0)
+    replica.submit(submit_of("holder", 20, 41))  # 15 of 20 blocks
+    replica.submit(submit_of("large", 60, 5))
+    for _ in range(10):
+        replica.advance()
+    replica.submit(submit_of("small", 4, 5))
+    replica.advance()
+    assert "small" not in replica.emitted, "what is free is claimed"
+    replica.cancel("large")
+    for _ in range(2):
+        replica.advance()
+    assert "small" in replica.emitted
+    replica.run().check_empty()
+
+
+# --- several lanes -------------------------------------------------------------------------------------
+
+
+def lanes_of(config_of: Any, lanes: int, **settings: Any) -> Any:
+    config = config_of(kv_blocks=50, block_size_tokens=4, max_chunk_tokens=16, **settings)
+    return dataclasses.replace(config, topology=Topology(kv=lanes), tokens_per_lane=32)
+
+
+def test_a_short_request_goes_to_the_lane_with_the_least_prefill_ahead(
+    config_of: Any, submit_of: Any, profile: StepProfile
+) -> None:
+    controller = ReplicaController(lanes_of(config_of, 2), profile)
+    (first,) = controller.handle(submit_of("a", 30, 4), 0.0)
+    (second,) = controller.handle(submit_of("b", 8, 4), 0.0)
+    assert (first.lanes, second.lanes) == ((0,), (1,))
+    assert second.admits[0].segments[0].lane == 1
+    assert [entry.lane for entry in second.entries] == [1]
+    assert controller.handle(submit_of("c", 8, 4), 0.0) == [], "both lanes are busy"
+    _, third = controller.handle(Done(1, (Sample("b", 7),), lanes=(1,)), 0.1)
+    assert isinstance(third, Step)
+    assert third.lanes == (1,), "lane 0 has half of a still ahead"
+    assert [entry.id for entry in third.entries] == ["b", "c"]
+
+
+def test_lanes_join_a_long_request_as_its_kv_reaches_them_and_the_others_go_on_alone(
+    config_of: Any, submit_of: Any, profile: StepProfile
+) -> None:
+    controller = ReplicaController(lanes_of(config_of, 3), profile)
+    steps = controller.handle(submit_of("long", 80, 1), 0.0)
+    segments = steps[0].admits[0].segments
+    assert [segment.lane for segment in segments] == [0, 1, 2], "all of its KV is reserved at once"
+    lanes = []
+    while steps:
+        step = steps.pop(0)
+        lanes.append(step.lanes)
+        assert [(entry.id, entry.lane) for entry in step.entries] == [("long", 0)]
+        samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
+        steps += [
+            command
+            for command in controller.handle(Done(step.step_id, samples, lanes=step.lanes), 0.1)
+            if isinstance(command, Step) and command.entries
+        ]
+        if len(lanes) == 2:
+            (beside,) = controller.handle(submit_of("short", 8, 1), 0.1)
+            assert beside.lanes == (2,), "nothing of the long one is there yet"
+            _, release = controller.handle(Done(beside.step_id, (Sample("short", 7),), lanes=(2,)), 0.1)
+            assert isinstance(release, Step)
+            assert (release.lanes, release.releases) == ((2,), ("short",))
+            controller.handle(Done(release.step_id, lanes=(2,)), 0.1)
+    assert lanes[:2] == [(0,), (0,)]
+    assert lanes[2:4] == [(0, 1), (0, 1)]
+    assert lanes[-1] == (0, 1, 2)
+
+
+def test_a_controller_of_a_later_epoch_says_so_in_its_steps(
+    config_of: Any, submit_of: Any, profile: StepProfile
+) -> None:
+    controller = ReplicaController(config_of(), profile, epoch=3)
+    (step,) = controller.handle(submit_of("a", 8, 1), 0.0)
+    assert (controller.epoch, step.epoch) == (3, 3)

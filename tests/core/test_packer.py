@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from medha.messages import StepProfile
 from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.predictor import Predictor, Work
+from medha.topology import Topology
 
 # One token takes 1 ms and nothing else takes time, so budgets are token counts.
 TOKEN_IS_A_MILLISECOND = Predictor(StepProfile(0.0, 0.001, 0.0, 0.0))
@@ -248,3 +249,101 @@ def test_a_long_that_found_no_room_does_not_join_one_that_did() -> None:
         prefill("urgent", 30, is_long=True, rho=0.0),
     ]
     assert tokens([], prefills) == {"short": 55, "urgent": 30}
+
+
+# --- what others pay for one stream's wish, and arrivals for an idle replica's long --------------------
+
+REALISTIC = Predictor(StepProfile(0.001, 1e-4, 1e-8, 1e-4))
+
+
+def rate(step: Packed) -> float:
+    """Prefill tokens per second."""
+    return sum(step.chunks.values()) / step.predicted_seconds
+
+
+@pytest.mark.parametrize("context", [0, 5000, 200_000])
+def test_a_stream_that_asks_for_a_tight_tpot_costs_the_prefills_of_others_less_than_5_percent(
+    context: int,
+) -> None:
+    document = prefill("document", 100_000, context=context)
+    usual = packed_step([decode("d", 0.05)], [document], predictor=REALISTIC)
+    tight = packed_step([decode("d", 0.01, fair=0.05)], [document], predictor=REALISTIC)
+    assert rate(tight) > 0.95 * rate(usual)
+    assert tight.predicted_seconds < usual.predicted_seconds, "it gets something for its wish"
+    cheap = packed_step([decode("d", 0.01)], [document], predictor=REALISTIC)
+    smallest = cheap.chunks == {"document": LIMITS.min_chunk_tokens}
+    assert cheap.predicted_seconds <= 0.01 or smallest, "a class that gives as little is followed"
+
+
+def test_a_looser_wish_than_the_class_gives_is_followed() -> None:
+    step = packed_step([decode("d", 0.0801, fair=0.0801)], [prefill("a", 500)])
+    assert step.chunks == {"a": 79}
+
+
+@pytest.mark.parametrize("context", [0, 200_000])
+def test_while_nothing_decodes_a_long_chunk_ends_early_for_next_to_none_of_its_rate(context: int) -> None:
+    limits = replace(LIMITS, max_chunk_tokens=4000, max_step_seconds=0.5, idle_efficiency=0.98)
+    long = prefill("long", 100_000, is_long=True, context=context)
+    efficient = packed_step([], [long], limits, REALISTIC)
+    largest = packed_step([], [long], replace(limits, idle_efficiency=1.0), REALISTIC)
+    assert efficient.predicted_seconds < 0.75 * largest.predicted_seconds
+    assert 0.98 * rate(largest) <= rate(efficient) * (1 + 1e-9)
+    assert efficient.chunks["long"] >= limits.min_chunk_tokens
+    short = packed_step([], [replace(long, is_long=False)], limits, REALISTIC)
+    assert short.chunks == largest.chunks, "a short one is better over in one step"
+
+
+# --- prefills that wait for KV --------------------------------------------------------------------------
+
+
+def test_kv_is_asked_for_only_by_those_that_find_space_and_most_urgent_first() -> None:
+    asked: list[str] = []
+
+    def admit(candidate: PrefillCandidate) -> bool:
+        asked.append(candidate.id)
+        return candidate.id != "none left"
+
+    names = ["a", "none left", "large", "tail", "over"]
+    sizes = [60, 10, 90, 35, 90]
+    waiting = [replace(prefill(name, size), waits=True) for name, size in zip(names, sizes, strict=True)]
+    packed = pack(Batch(TOKEN_IS_A_MILLISECOND), None, waiting, LIMITS, admit)
+    assert asked == ["a", "none left", "large"]
+    assert packed.chunks == {"a": 60, "large": 40}
+
+
+def test_a_part_that_turns_out_to_be_cached_is_not_computed() -> None:
+    def admit(candidate: PrefillCandidate) -> bool:
+        candidate.context, candidate.remaining = 400, 20
+        return True
+
+    packed = pack(
+        Batch(TOKEN_IS_A_MILLISECOND), None, [replace(prefill("a", 420), waits=True)], LIMITS, admit
+    )
+    assert packed.chunks == {"a": 20}
+
+
+# --- lanes that move together ---------------------------------------------------------------------------
+
+
+def test_coupled_lanes_each_have_a_long_prefill_and_a_chunk_limit_of_their_own() -> None:
+    limits = replace(LIMITS, max_chunk_tokens=50)
+    longs = [
+        prefill("a", 500, is_long=True, rho=0.0),
+        replace(prefill("b", 500, is_long=True, rho=0.0), lane=1),
+        prefill("c", 500, is_long=True, rho=0.0),
+    ]
+    packed = pack(Batch(TOKEN_IS_A_MILLISECOND, (0, 1)), None, longs, limits)
+    assert packed.chunks == {"a": 50, "b": 50}
+    assert packed.predicted_seconds == pytest.approx(0.05), "the lanes work at the same time"
+
+
+def test_a_helper_lane_pays_for_the_attention_over_its_shard_but_not_for_linear_layers() -> None:
+    predictor = Predictor(StepProfile(0.0, 1e-3, 1e-6, 0.0), Topology(kv=2))
+    spread = replace(prefill("a", 10, context=3000), lane_tokens={0: 1000, 1: 2000})
+    batch = Batch(predictor, (0, 1))
+    batch.add(spread, 10)
+    assert batch.seconds() == pytest.approx(10 * 1e-3 + 10 * 2000 * 1e-6)
+    batch.remove(spread, 10)
+    assert batch.seconds() == pytest.approx(0.0)
+    batch.add_spread_decode(0, {0: 1000, 1: 2000})
+    assert batch.seconds() == pytest.approx(1e-3 + 2000 * 1e-6)
