@@ -84,7 +84,8 @@ class PredictorCost:
             tallies[entry.lane].add(Work(lengths.pop(entry.lane, 0), count))
             for lane, tokens in lengths.items():
                 tallies[lane].add(Work(tokens, count, attention_only=True))
-            exchanged_queries += count if lengths else 0
+            if len(shards.participants(start + count)) > 1:
+                exchanged_queries += count
         seconds = self._truth.coupled_tally_seconds(list(tallies.values()), exchanged_queries)
         return StepTiming(
             (seconds,) * self._stages, self._hop(max(tally.tokens for tally in tallies.values()))

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
+import pytest
 
 from medha.api import SchedulingSpec, ServiceClass
 from medha.config import ReplicaConfig
-from medha.messages import StepProfile
+from medha.errors import ConfigInvalid
+from medha.hardware import H100, LLAMA3_8B
+from medha.messages import Step, StepProfile
 from medha.profile import Profile
 from medha.routing import RouterCore
 from medha.topology import Topology
 from medha_sim.driver import Arrival, FollowUp, Latencies, SimulatedReplica, Simulation, Workload
+from medha_sim.executor import Launched
 from medha_sim.records import RunLog
-from medha_sim.scenario import medha_replica
+from medha_sim.scenario import Deployment, medha_replica
+from medha_sim.workloads import conversations
 
 PROFILE = Profile.of_warm_up(
     StepProfile(
@@ -110,3 +118,91 @@ def test_a_turn_of_a_conversation_follows_its_thinking_time_behind_the_answer() 
     assert answered is not None
     assert log.requests["r1"].arrived_at == answered + 3.0
     assert finished_with_all_tokens(log)
+
+
+def test_a_long_prompt_on_two_lanes_couples_them_and_shorts_between_keep_their_tokens() -> None:
+    deployment = Deployment(
+        model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8, kv=2), tokens_per_lane=65_536
+    )
+    long = replace(arrival(0, 0.0, prompt_tokens=120_000), ttft_target_seconds=60.0)
+    shorts = [arrival(index, 0.1 * index, prompt_tokens=500, output_tokens=8) for index in range(1, 20)]
+    workload = Workload([long, *shorts])
+    simulation = deployment.simulation(workload)
+    lanes: list[tuple[int, ...]] = []
+    executor = simulation._replicas["replica-0"]._executor
+    launch = executor.launch
+
+    def noted(step: Step, now: float) -> Launched:
+        lanes.append(step.lanes)
+        return launch(step, now)
+
+    executor.launch = noted  # type: ignore[method-assign]
+    log = simulation.run(1000)
+    assert finished_with_all_tokens(log)
+    assert (0, 1) in lanes
+    assert {(0,), (1,)} & set(lanes)  # before the long one has come to its second lane, or after it
+    predicted, busy = np.array(log.steps.predicted_seconds), np.array(log.steps.busy_seconds)
+    assert busy == pytest.approx(predicted, rel=0.03)
+
+
+def test_a_later_turn_computes_only_what_is_new_where_prefixes_are_cached() -> None:
+    second = replace(arrival(1, 0.0, prompt_tokens=5000), conversation="c")
+    first = replace(arrival(0, 0.0, prompt_tokens=4000, output_tokens=500), conversation="c")
+    workload = Workload([first], {"r0": FollowUp(1.0, second)})
+    computed = {}
+    for caching in (True, False):
+        deployment = Deployment(
+            model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8), prefix_caching=caching
+        )
+        log = deployment.simulation(workload).run(1000)
+        assert finished_with_all_tokens(log)
+        computed[caching] = sum(log.chunks.tokens)
+    assert computed[False] == 9000
+    assert (
+        5000 <= computed[True] < 5600
+    )  # 1,000 new tokens, less than a block more, and what was sampled last
+
+
+def test_replicas_share_the_work_and_turns_go_where_their_prefix_is() -> None:
+    deployment = Deployment(model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8), replicas=2)
+    made = conversations(deployment.targets(), rate=1.0, duration_seconds=20.0, seed=1)
+    simulation = deployment.simulation(made)
+    log = simulation.run(2000)
+    assert finished_with_all_tokens(log)
+    computed = sum(log.chunks.tokens)
+    asked = sum(record.prompt_tokens for record in log.requests.values())
+    assert computed < 0.6 * asked
+
+
+def test_a_request_that_no_replica_can_hold_is_refused_and_counted() -> None:
+    for router in (None, RouterCore()):
+        workload = Workload([arrival(0, 0.0), arrival(1, 0.1, prompt_tokens=50_000)])
+        log = Simulation(replicas(workload), workload, router=router).run(100)
+        assert {id_: record.ending for id_, record in log.requests.items()} == {
+            "r0": "finished",
+            "r1": "refused",
+        }
+        assert "too_long" in log.requests["r1"].detail
+
+
+def test_several_replicas_need_a_router() -> None:
+    workload = mixed(1)
+    with pytest.raises(ConfigInvalid, match="2 replicas need a router"):
+        Simulation(replicas(workload, 2), workload)
+
+
+def test_a_run_that_is_asked_to_stop_says_how_far_it_came() -> None:
+    workload = mixed()
+    log = Simulation(replicas(workload), workload, sample_seconds=0.1).run(1000, lambda now: now >= 0.5)
+    assert log.interrupted
+    assert log.window_seconds == pytest.approx(0.5)
+
+
+def test_the_state_is_sampled_over_time() -> None:
+    workload = mixed()
+    log = Simulation(replicas(workload), workload, sample_seconds=0.1).run(1000)
+    series = log.series
+    assert len(series.at) == len(series.running) == len(series.waiting) == len(series.kv_share) > 10
+    assert max(series.running) > 0
+    assert 0 < max(series.kv_share) <= 1
+    assert series.running[-1] == series.kv_share[-1] == 0
