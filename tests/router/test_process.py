@@ -151,3 +151,32 @@ def test_wrong_settings_are_named_and_end_the_start(tmp_path: Path, text: str | 
     )
     assert ended.returncode != 0
     assert named in ended.stderr
+
+
+def test_a_prompt_goes_where_its_beginning_went(
+    lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    """Of two replicas with equal loads: there its KV may be cached."""
+    replicas = [
+        ScriptedReplica(lone_router.control, lone_router.tokens, bundle_files, name=name)
+        for name in ("r0", "r1")
+    ]
+    try:
+        end = time.monotonic() + 20
+        while lone_router.metric('medha_router_replicas{model="tiny",state="ready"}') < 2:
+            assert time.monotonic() < end, "both replicas should be heard"
+            time.sleep(0.02)
+        for replica in replicas:
+            replica.script = Script(tokens=say(bundle, "Hi"))
+        went: dict[int, list[str]] = {}
+        for topic in (0, 1, 2, 3, 4, 5, 3, 1, 5, 0, 4, 2):
+            before = [len(replica.submits) for replica in replicas]
+            prompt = [7 + topic] * 80 + [9] * len(went.get(topic, []))
+            answer = lone_router.post("/v1/completions", {"model": MODEL, "prompt": prompt})
+            assert answer.status_code == 200
+            after = [len(replica.submits) for replica in replicas]
+            went.setdefault(topic, []).append("r0" if after[0] > before[0] else "r1")
+        assert all(first == second for first, second in went.values()), went
+    finally:
+        for replica in replicas:
+            replica.stop()
