@@ -45,7 +45,9 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
 @click.option(
     "--topology", help="Tensor x stream x kv ranks (TP x SPP x KVP).  [default: 8x2x1, or the manifest's]"
 )
-@click.option("--replicas", type=click.IntRange(1, 256), default=1, show_default=True)
+@click.option(
+    "--replicas", type=click.IntRange(1, 256), default=1, show_default=True, help="Behind one router."
+)
 @click.option(
     "--load",
     default="0.9",
@@ -102,7 +104,7 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
 )  # fmt: skip
 @click.option("--open-ended", is_flag=True, help="Clients name no max_tokens, so KV is reserved by class.")
 @click.option(
-    "--quick", is_flag=True, help=f"One seed, no band, {QUICK_SECONDS:g} s: a first look in seconds."
+    "--quick", is_flag=True, help=f"One seed, no band, {QUICK_SECONDS:g} s: a first look in half a minute."
 )
 @click.option(
     "--jobs", "-j", type=click.IntRange(1, 256), default=None, help="Processes; by default one for each core."
@@ -142,9 +144,10 @@ def command(
 ) -> None:
     """Run Medha's own controllers and router under a virtual clock, and compare policies on one HTML page.
 
-    MANIFEST, if given, is a MedhaReplica: its parallelism, scheduling and service classes are simulated, on the
-    hardware and with the model that the options name. Without one, the options describe everything; the default
-    is paper B's set-up, Llama-3 8B on 16 A100. Ctrl-C keeps the runs that were done.
+    MANIFEST, if given, is a MedhaReplica: its parallelism, KV cache, scheduling (and profile, if it names one) and
+    service classes are simulated, on the hardware and with the model that the options name. Without one, the
+    options describe everything; the default is paper B's set-up, Llama-3 8B on 16 A100. Ctrl-C keeps the runs that
+    were done.
 
     \b
     Examples:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
-from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass, quantity_bytes
 from medha.config import ReplicaConfig
 from medha.engine import ReplicaController
 from medha.errors import ConfigInvalid
@@ -59,6 +60,8 @@ class Deployment:
     service_classes: tuple[ServiceClass, ...] = (ServiceClass(name="default"),)
     max_model_len: int = 1_100_000  # tokens; the longest Medha-SWE request and its answer
     memory_fraction: float = 0.9  # of a device, for weights and KV
+    kv_bytes: int | None = None  # of KV on each rank, instead of what the weights leave
+    measured: Profile | None = None  # by `medha profile`, instead of what follows from the hardware
     block_size_tokens: int = 16
     tokens_per_lane: int = TOKENS_PER_LANE
     prefix_caching: bool = True
@@ -68,6 +71,8 @@ class Deployment:
 
     def profile(self) -> Profile:
         """What each step costs, as the controllers believe."""
+        if self.measured is not None:
+            return self.measured
         return profile_for(self.model, self.hardware, self.topology)
 
     def kv_tokens(self) -> int:
@@ -76,6 +81,10 @@ class Deployment:
         Raises:
             ConfigInvalid: the weights alone do not fit.
         """
+        shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
+        token_bytes = self.model.kv_bytes_per_token / shares
+        if self.kv_bytes is not None:
+            return int(self.kv_bytes / token_bytes)
         ranks = self.topology.tensor * self.topology.stream
         weights_bytes = self.model.weights_bytes / ranks
         free_bytes = self.memory_fraction * self.hardware.memory_bytes - weights_bytes
@@ -85,8 +94,7 @@ class Deployment:
                 f"{self.memory_fraction:g} of {self.hardware.name} is "
                 f"{self.memory_fraction * self.hardware.memory_bytes / 1e9:.0f} GB. Use more tensor or stream ranks"
             )
-        shares = self.topology.stream * min(self.topology.tensor, self.model.kv_heads)
-        return int(free_bytes / (self.model.kv_bytes_per_token / shares))
+        return int(free_bytes / token_bytes)
 
     def config(self) -> ReplicaConfig:
         return ReplicaConfig(
@@ -159,7 +167,14 @@ class Deployment:
 def deployment_of(
     spec: MedhaReplicaSpec, hardware: Hardware, model: ModelShape, replicas: int = 1
 ) -> Deployment:
-    """The deployment that a manifest describes, on hardware and with a model that it does not name."""
+    """The deployment that a manifest describes, on hardware and with a model that it does not name.
+
+    If the manifest names a measured profile, steps cost what that says, and the hardware only gives the memory.
+
+    Raises:
+        ConfigInvalid: the profile cannot be read.
+    """
+    size, profile = spec.kv_cache.size, spec.scheduling.profile
     return Deployment(
         model=model,
         hardware=hardware,
@@ -168,11 +183,20 @@ def deployment_of(
         service_classes=spec.service_classes,
         max_model_len=spec.model.max_model_len or Deployment().max_model_len,
         memory_fraction=spec.kv_cache.memory_fraction,
+        kv_bytes=None if size is None else quantity_bytes(size),
+        measured=None if profile is None else _read_profile(Path(profile)),
         block_size_tokens=spec.kv_cache.block_size_tokens,
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
         replicas=replicas,
     )
+
+
+def _read_profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
 
 
 def named_hardware(name: str) -> Hardware:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from medha.api import ServiceClass
+from medha.api import MedhaReplicaSpec, ServiceClass
 from medha.errors import ConfigInvalid, PartFailed
-from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
+from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha_sim import study
 from medha_sim.metrics import Summary
 from medha_sim.report import comparable, difference_rows, of_study, page, table_rows, write_report
-from medha_sim.scenario import Deployment, Disturbance
+from medha_sim.scenario import Deployment, Disturbance, deployment_of
 from medha_sim.study import (
     RunKey,
     StudyResult,
@@ -165,6 +165,30 @@ def test_only_a_mix_has_a_measured_capacity() -> None:
 def test_weights_that_do_not_fit_are_told_before_anything_runs() -> None:
     with pytest.raises(ConfigInvalid, match="Use more tensor or stream ranks"):
         Deployment(model=LLAMA3_70B, hardware=H100, topology=Topology()).kv_tokens()
+
+
+def test_a_manifest_gives_grid_memory_scheduling_and_profile(tmp_path: Path) -> None:
+    measured = profile_for(LLAMA3_8B, H100, Topology(tensor=2))
+    path = tmp_path / "profile.json"
+    path.write_text(measured.to_json())
+    spec = MedhaReplicaSpec.model_validate(
+        {
+            "model": {"name": "m", "source": {"path": "/m"}, "maxModelLen": 5000},
+            "parallelism": {"tensor": 2, "stream": 2},
+            "kvCache": {"size": "1Gi", "blockSizeTokens": 32},
+            "scheduling": {"policy": "srpt", "profile": str(path)},
+        }
+    )
+    deployment = deployment_of(spec, H100, LLAMA3_8B)
+    config = deployment.config()
+    assert deployment.profile() == measured
+    assert config.topology == Topology(tensor=2, stream=2)
+    assert config.max_model_len == 5000
+    assert config.kv_tokens == 2**30 * 4 // LLAMA3_8B.kv_bytes_per_token // 32 * 32
+    assert config.scheduling.policy == "srpt"
+    path.unlink()
+    with pytest.raises(ConfigInvalid, match="scheduling.profile: .* cannot be read"):
+        deployment_of(spec, H100, LLAMA3_8B)
 
 
 def test_service_classes_of_the_deployment_give_the_deadlines() -> None:
