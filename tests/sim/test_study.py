@@ -187,7 +187,7 @@ def test_a_manifest_gives_grid_memory_scheduling_and_profile(tmp_path: Path) -> 
     assert config.kv_tokens == 2**30 * 4 // LLAMA3_8B.kv_bytes_per_token // 32 * 32
     assert config.scheduling.policy == "srpt"
     path.unlink()
-    with pytest.raises(ConfigInvalid, match="scheduling.profile: .* cannot be read"):
+    with pytest.raises(ConfigInvalid, match=r"scheduling\.profile: .* cannot be read"):
         deployment_of(spec, H100, LLAMA3_8B)
 
 
