@@ -534,3 +534,19 @@ def test_ten_thousand_queued_sequences_are_looked_at_once_each(monkeypatch: pyte
     for replica in ("r0", "r1"):
         core.handle(LinkLost(replica), 0.0)
     assert core.waiting == 10_000, "all are queued again"
+
+
+def test_a_patient_request_is_not_starved_by_a_stream_of_urgent_ones() -> None:
+    """Deadlines do not move: those who come later are due later, and from some time on stand behind it."""
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("patient", deadline_after_seconds=60.0), 0.0)
+    sent: list[str] = []
+    now = 0.0
+    while "patient" not in sent:
+        now += 1.0
+        for half in ("a", "b"):  # two come each second, and one finds room
+            core.handle(arrive(f"{now}{half}", prompt=f"{now}{half}", deadline_after_seconds=2.0), now)
+        sent += [submit.id for _, submit in submits(announce(core, now, waiting=1))]
+        assert now < 130
+    assert now > 30, "until then others were more urgent"
