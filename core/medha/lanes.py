@@ -7,7 +7,7 @@ time that it passes a shard. Lanes that share nothing step independently.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medha.packer import Batch, DecodeTargets
@@ -120,6 +120,42 @@ class Lane:
         del self.in_flight_seconds[step_id]
         if not self.in_flight_seconds:
             self.stage_free = True  # a step that is done has left every stage
+
+
+class Lanes:
+    """All lanes of a replica, and which of them move together."""
+
+    def __init__(self, lanes: int, stages: int) -> None:
+        self._lanes = [Lane(index, stages) for index in range(lanes)]
+        self._spread: dict[str, Request] = {}  # running requests on several lanes
+        self.coupled = coupled(lanes, ())
+        """The partition of lanes into sets that move together."""
+
+    def __getitem__(self, index: int) -> Lane:
+        return self._lanes[index]
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self._lanes)
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def remapped(self, request: Request) -> None:
+        """A request holds KV now, or holds it elsewhere, too."""
+        if request.is_spread:
+            self._spread[request.id] = request
+            self.couple()
+
+    def ended(self, request: Request) -> None:
+        """A running request needs no more steps."""
+        if request.is_spread:
+            del self._spread[request.id]
+            self.couple()
+
+    def couple(self) -> None:
+        """Bring the partition up to date: lanes join requests as these progress."""
+        if self._spread or len(self.coupled) < len(self._lanes):
+            self.coupled = coupled(len(self._lanes), self._spread.values())
 
 
 def coupled(lanes: int, requests: Iterable[Request]) -> list[tuple[int, ...]]:

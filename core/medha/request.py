@@ -73,6 +73,10 @@ class Request:
         """a + d, on the controller's clock."""
         return self.arrival + self.targets.ttft_seconds
 
+    def relative_slack(self, remaining_seconds: float, now: float) -> float:
+        """rho: what is left until the deadline beside its own work, as a share of its whole work."""
+        return (self.deadline - now - remaining_seconds) / max(self.work_seconds, 1e-6)
+
     @property
     def is_decoding(self) -> bool:
         """Its prefill is over: every further step computes one token."""

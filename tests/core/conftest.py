@@ -104,13 +104,14 @@ class FakeReplica:
     stop_chance: float = 0.0
     failure_chance: float = 0.0
     step_seconds: float = 0.01
+    profile: StepProfile = PROFILE
     prompt_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Of prompts that begin alike: their KV is told apart by its ids. Others share nothing with any other."""
     hasher: PrefixHasher | None = None
     """Hashes the outputs of those prompts, too, as a controller's process does."""
 
     def __post_init__(self) -> None:
-        self.controller = ReplicaController(self.config, PROFILE)
+        self.controller = ReplicaController(self.config, self.profile)
         self.now = 0.0
         self.log: list[tuple[float, ControllerEvent]] = []
         self.commands: list[list[ControllerCommand]] = []
@@ -204,7 +205,7 @@ class FakeReplica:
         assert list(self.controller.requests()) == []
         assert not self._sequences
         assert not self._prompts
-        assert not self.controller._prompts
+        assert not self.controller._roster.prompts
         for id_ in self._submits:
             assert len(self.endings.get(id_, [])) == 1, f"{id_} ended as {self.endings.get(id_)}"
 

@@ -23,7 +23,6 @@ from medha.messages import (
     Step,
     StepProfile,
 )
-from medha.predictor import Predictor
 from medha.topology import Topology
 
 ACTIONS = st.lists(
@@ -485,8 +484,8 @@ def _order_of_first_tokens(replica_of: Any, submit_of: Any, policy: str) -> list
         max_chunk_tokens=100,
         step_seconds=0.1,
         min_chunk_tokens=100,
+        profile=StepProfile(0.0, 1e-3, 0.0, 0.0),
     )
-    replica.controller.predictor = Predictor(StepProfile(0.0, 1e-3, 0.0, 0.0))
     replica.submit(submit_of("long", 10_000, 1, deadline_after_seconds=16.0))
     while replica.now < 5:
         replica.advance()
@@ -604,8 +603,8 @@ def test_guarded_meets_all_deadlines_of_the_papers_example_up_to_one_step(
         max_chunk_tokens=100,
         min_chunk_tokens=100,
         step_seconds=0.1,
+        profile=StepProfile(0.0, 1e-3, 0.0, 0.0),
     )
-    replica.controller.predictor = Predictor(StepProfile(0.0, 1e-3, 0.0, 0.0))
     replica.submit(submit_of("long", 10_000, 1, deadline_after_seconds=16.0))
     while replica.now < 4.95:  # 5.0 in sums of 0.1
         replica.advance()
@@ -641,7 +640,7 @@ def test_shorts_pass_a_late_request_that_waits_for_kv_and_it_still_gets_in(
         if "large" in replica.emitted:
             break
         if replica.now > 3 and "holder" not in replica.endings:
-            held = [name for name in replica.controller._running if name.startswith("short")]
+            held = [name for name in replica.controller._roster.running if name.startswith("short")]
             beside = max(beside, len(held))
             assert sum(4 for _ in held) <= 20 or replica.now < 5, "no more than the head-room"
     assert beside > 0, "a convoy stands behind it"

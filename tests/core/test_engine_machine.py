@@ -410,7 +410,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.pools.held_blocks == 0
         assert controller.load().pending_prefill_seconds == 0
         assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
-        assert not controller._prompts
+        assert not controller._roster.prompts
         self.check_replay()
 
 

@@ -1,0 +1,217 @@
+"""What a step is filled with: decodes, then prefills in the order of the policy, those that wait with KV of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from medha.admission import Admission
+from medha.candidates import Candidates
+from medha.config import ReplicaConfig
+from medha.lanes import Lanes
+from medha.messages import Admit, Extent, StepEntry, decode_entry
+from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
+from medha.predictor import Predictor
+from medha.request import NOWHERE, Request
+from medha.roster import Roster
+from medha.urgency import Urgency
+
+MOST_ORDERS = 4
+"""How often a step selects candidates anew because admissions have used up the room of others."""
+MOST_ELSEWHERE = 64
+"""Waiting requests that a step may pass over because another lane should take them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Entries of a step, and whom they compute."""
+
+    packed: Packed
+    entries: list[StepEntry]
+    decodes: list[Request]
+    prefills: list[tuple[Request, int]]  # with the tokens of its chunk
+
+
+class Filler:
+    """Fills one step after the other."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        predictor: Predictor,
+        admission: Admission,
+        candidates: Candidates,
+        roster: Roster,
+        lanes: Lanes,
+    ) -> None:
+        self._predictor = predictor
+        self._admission = admission
+        self._candidates = candidates
+        self._roster = roster
+        self._lanes = lanes
+        self._long_threshold_tokens = config.long_threshold_tokens
+        self._urgency = Urgency(config.scheduling, config.topology.kv)
+        self._limits = _limits(config)
+
+    def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
+        """A step of `lanes`; who is admitted for it is appended to `admits`."""
+        batch = Batch(self._predictor, lanes)
+        for lane in lanes:
+            self._lanes[lane].decodes.put_into(batch, lane, lanes)
+
+        def admit(prefill: PrefillCandidate) -> bool:
+            request = self._roster.waiting.get(prefill.id)
+            if request is None or not self.admit(request, admits):
+                return False  # others have taken its place since it was looked at
+            prefill.lane, prefill.context = request.lane, request.dispatched
+            prefill.is_long = request.dispatched >= self._long_threshold_tokens
+            prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+            return request.runs_on(lanes)  # else what is cached couples more of them
+
+        packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
+        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
+        prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
+        entries = _decode_entries(decodes)
+        entries += [_entry(request, count) for request, count in prefills]
+        for request, count in prefills:
+            request.dispatch(count)
+        self._candidates.remove(request for request, _ in prefills if request.dispatched == request.length)
+        self._roster.progressed(request for request, _ in prefills if request.row != NOWHERE)
+        self._lanes.couple()
+        return Filling(packed, entries, decodes, prefills)
+
+    def admit(self, request: Request, admits: list[Admit]) -> bool:
+        """Give KV to a waiting request; False if there is none for it."""
+        if self._roster.is_full:
+            return False
+        tokens = request.submit.tokens
+
+        def remaining_seconds(cached_tokens: int) -> float:
+            return self._predictor.prefill_seconds(cached_tokens, tokens)
+
+        admit = self._admission.admit(request, self._pending_seconds(), remaining_seconds)
+        if admit is None:
+            return False
+        admits.append(admit)
+        self._roster.enter(request)
+        self._lanes.remapped(request)
+        return True
+
+    def _pending_seconds(self) -> list[float]:
+        """Prefill seconds ahead of a new request on each lane, steps in flight included."""
+        if len(self._lanes) == 1:
+            return [0.0]
+        admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self._predictor.correction
+        return [
+            seconds + sum(lane.in_flight_seconds.values())
+            for lane, seconds in zip(self._lanes, admitted.tolist(), strict=True)
+        ]
+
+    def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
+        """The tightest of all decodes on `lanes`."""
+        found = [target for lane in lanes if (target := self._lanes[lane].decodes.targets) is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return DecodeTargets(
+            min(target.tpot_seconds for target in found), min(target.fair_tpot_seconds for target in found)
+        )
+
+    def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
+        """Prefills that a step on `lanes` may take, most urgent first: running ones, and those that find KV.
+
+        Whom the first admissions leave no room is not asked one by one: the rest is selected anew without them.
+        """
+        table = self._candidates
+        if not len(table):
+            return
+        ordered = self._urgency.look_at(table, self._predictor.correction, now)
+        seen = np.zeros(len(table), dtype=np.bool_)
+        running = table.running(lanes)
+        elsewhere = 0
+        for turn in range(MOST_ORDERS):
+            eligible = running & ~seen
+            if turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE and not self._roster.is_full:
+                eligible |= table.admissible(self._admission.room(lanes)) & ~seen
+            if not eligible.any():
+                return
+            for row in ordered(eligible):
+                request = table.requests[row]
+                seen[row] = True
+                lane: int | None = request.lane
+                if request.waits:
+                    lane = self._lane_for(request, lanes)
+                elif not request.runs_on(lanes):
+                    continue  # admitted with this step, and what is cached of it couples more lanes
+                if lane is not None:
+                    yield self._candidate(request, lane, now)
+                    continue
+                elsewhere += 1
+                if len(self._lanes) == 1 or elsewhere >= MOST_ELSEWHERE:
+                    break
+            else:
+                return
+
+    def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
+        """Which of `lanes` has KV for a waiting request now."""
+        if self._roster.is_full or request.prompt.prefilling:
+            return None
+        return self._admission.lane_for(request, lanes, self._pending_seconds())
+
+    def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
+        """A request as the packer sees it; `lane` computes it, or would."""
+        dispatched = request.dispatched
+        if request.waits and request.prompt.sharing is not None:
+            dispatched = request.submit.tokens - 1
+        is_long = dispatched >= self._long_threshold_tokens
+        relative_slack = 0.0
+        if is_long:
+            remaining = self._candidates.remaining_seconds(request) * self._predictor.correction
+            relative_slack = request.relative_slack(remaining, now)
+        return PrefillCandidate(
+            id=request.id,
+            context=dispatched,
+            remaining=min(request.length, request.joins_at) - dispatched,
+            is_long=is_long,
+            relative_slack=relative_slack,
+            lane=lane,
+            lane_tokens=request.lane_tokens if len(request.lanes) > 1 else {},
+            waits=request.waits,
+        )
+
+
+def _limits(config: ReplicaConfig) -> Limits:
+    scheduling = config.scheduling
+    return Limits(
+        stages=config.topology.stream,
+        max_chunk_tokens=scheduling.max_chunk_tokens,
+        min_chunk_tokens=scheduling.min_chunk_tokens,
+        max_step_seconds=scheduling.max_step_seconds,
+        min_prefill_share=scheduling.min_prefill_share,
+        space_sharing_cap=scheduling.space_sharing_cap,
+    )
+
+
+def _decode_entries(decodes: Iterable[Request]) -> list[StepEntry]:
+    """Entries of the decodes of a step, which count as dispatched from here on."""
+    entries: list[StepEntry] = []
+    for request in decodes:
+        if request.is_spread:
+            entries.append(_entry(request, 1))
+            request.dispatch(1)
+        else:  # the same in a third of the time
+            entries.append(decode_entry(request.id, request.lane, request.dispatched))
+            request.dispatched += 1
+            request.steps_in_flight += 1
+    return entries
+
+
+def _entry(request: Request, count: int) -> StepEntry:
+    """The next `count` positions of a request, before they count as dispatched."""
+    extents = (Extent(request.dispatched, count),)
+    samples = request.dispatched + count == request.length
+    if len(request.lanes) == 1:
+        return StepEntry(request.id, request.lane, extents, samples)
+    assert request.shard_map is not None
+    return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)

@@ -1,0 +1,172 @@
+"""The requests of a replica: which wait, which run, and what those that name the same prompt can share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from medha import intake
+from medha.admission import Admission
+from medha.alike import Alike
+from medha.candidates import Candidates
+from medha.config import ReplicaConfig
+from medha.messages import Submit
+from medha.predictor import Predictor
+from medha.request import Prompt, Request
+from medha.slo import targets
+
+
+class Roster:
+    """Requests by id, their prompts, and their rows in the table of prefills."""
+
+    def __init__(
+        self, config: ReplicaConfig, predictor: Predictor, admission: Admission, candidates: Candidates
+    ) -> None:
+        self.waiting: dict[str, Request] = {}
+        self.running: dict[str, Request] = {}  # holds KV; in the order of admission
+        self.prompts: dict[str, Prompt] = {}
+        self.forgets: dict[str, None] = {}  # prompts whose ids ranks need no more; rides on the next step
+        self._config = config
+        self._predictor = predictor
+        self._admission = admission
+        self._candidates = candidates
+        self._alike = Alike()
+        self._arrivals = 0
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id, if it is here."""
+        return self.waiting.get(request_id) or self.running.get(request_id)
+
+    @property
+    def is_full(self) -> bool:
+        """No more requests may hold KV."""
+        return len(self.running) >= self._config.scheduling.max_running
+
+    def refusal(self, submit: Submit) -> intake.Refusal | None:
+        """Why a request is not taken, or None."""
+        if self.find(submit.id) is not None:
+            return "invalid", f"request {submit.id} is already here"
+        prompt = self.prompts.get(submit.prompt)
+        malformed = intake.malformed(submit, None if prompt is None else prompt.tokens)
+        if malformed is not None:
+            return "invalid", malformed
+        unservable = intake.unservable(self._config, submit)
+        if unservable is not None:
+            return unservable
+        if len(self.waiting) >= self._config.scheduling.max_waiting:
+            return "capacity", f"{len(self.waiting)} requests already wait"
+        return None
+
+    # --- a request's way ------------------------------------------------------------------------------
+
+    def arrive(self, submit: Submit, now: float) -> None:
+        """A request that is taken waits for KV."""
+        config = self._config
+        prompt = self.prompts.setdefault(submit.prompt, Prompt(submit.prompt, submit.tokens))
+        prompt.users += 1
+        self.forgets.pop(submit.prompt, None)  # not yet told: the ranks still have it
+        may_spread = intake.may_spread(config, submit)
+        cached_tokens, _ = self._admission.pools.expected(
+            submit.tokens, submit.block_hashes, is_long=may_spread
+        )
+        seconds = uncorrected_seconds = self._predictor.uncorrected_prefill_seconds(0, submit.tokens)
+        if cached_tokens:
+            seconds = self._predictor.uncorrected_prefill_seconds(cached_tokens, submit.tokens)
+        # Promised by the whole prompt, whatever is cached: a cache must not make a promise tighter.
+        work_seconds = uncorrected_seconds * self._predictor.correction
+        service_class = config.service_classes[intake.class_name(config, submit)]
+        self._arrivals += 1
+        request = Request(
+            submit=submit,
+            id=submit.id,
+            prompt=prompt,
+            tie=self._arrivals,
+            arrival=now - submit.age_seconds,
+            targets=targets(
+                service_class, work_seconds, submit.deadline_after_seconds, submit.tpot_target_seconds
+            ),
+            work_seconds=work_seconds,
+            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens,
+            length=submit.tokens,
+            limit_tokens=intake.limit_tokens(config, submit),
+            reservation_tokens=intake.reservation_tokens(config, submit),
+            may_spread=may_spread,
+        )
+        self.waiting[request.id] = request
+        prompt.waiting[request.id] = request
+        self._alike.add(request)
+        self._candidates.add(request, seconds, self._admission.wanted_blocks(request))
+        if prompt.users > 1:
+            self._share(prompt, newcomer=request)
+
+    def enter(self, request: Request) -> None:
+        """A waiting request has got KV."""
+        del self.waiting[request.id]
+        self._alike.remove(request)
+        self.running[request.id] = request
+        self._candidates.admitted(request)
+        prompt = request.prompt
+        del prompt.waiting[request.id]
+        prompt.holders[request.id] = request
+        self._share(prompt)
+        if request.cached_tokens:
+            self.progressed([request])
+
+    def progressed(self, requests: Iterable[Request]) -> None:
+        """Positions of unfinished prefills are dispatched, or were cached."""
+        for request in requests:
+            seconds = self._predictor.uncorrected_prefill_seconds(request.dispatched, request.submit.tokens)
+            self._candidates.progressed(request, seconds)
+
+    def prefilled(self, request: Request) -> None:
+        """The KV of a whole prompt is computed: others may fork it, or find it cached."""
+        self._share(request.prompt)
+        for other in self._alike.told_by(request):
+            self._look_again(other)
+
+    def stop(self, request: Request) -> None:
+        """No more steps for a running request."""
+        self._candidates.remove([request])
+        self._share(request.prompt)
+
+    def leave(self, request: Request) -> None:
+        """Nothing is left of a request here."""
+        if self.waiting.pop(request.id, None) is not None:
+            self._alike.remove(request)
+            self._candidates.remove([request])
+        self.running.pop(request.id, None)
+        prompt = request.prompt
+        prompt.users -= 1
+        prompt.waiting.pop(request.id, None)
+        prompt.holders.pop(request.id, None)
+        if prompt.users == 0:
+            del self.prompts[prompt.name]
+            self.forgets[prompt.name] = None
+
+    # --- prompts that are shared ----------------------------------------------------------------------
+
+    def _share(self, prompt: Prompt, newcomer: Request | None = None) -> None:
+        """Let those that wait share a prefill of their prompt that is computed, and wait for one that runs.
+
+        The latter may yet fail, and only what is computed can be shared.
+        """
+        if not prompt.waiting:
+            return
+        holders = [holder for holder in prompt.holders.values() if not holder.ended]
+        sharing = next((holder for holder in holders if holder.computed >= prompt.tokens), None)
+        prefilling = bool(holders) and sharing is None
+        changed = (prompt.sharing, prompt.prefilling) != (sharing, prefilling)
+        prompt.sharing, prompt.prefilling = sharing, prefilling
+        for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
+            there = prompt.tokens - 1 if sharing is not None else 0
+            seconds = self._predictor.uncorrected_prefill_seconds(there, prompt.tokens)
+            wanted = self._admission.wanted_blocks(request)
+            self._candidates.wants(request, wanted, seconds, held=prefilling)
+
+    def _look_again(self, request: Request) -> None:
+        """More of a waiting request's prompt is cached than when it came: it needs less KV and less time."""
+        if request.prompt.sharing is None:
+            tokens, hashes = request.submit.tokens, request.submit.block_hashes
+            cached_tokens, _ = self._admission.pools.expected(tokens, hashes, is_long=request.may_spread)
+            seconds = self._predictor.uncorrected_prefill_seconds(cached_tokens, tokens)
+            wanted = self._admission.wanted_blocks(request)
+            self._candidates.wants(request, wanted, seconds, held=request.prompt.prefilling)
