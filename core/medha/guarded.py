@@ -200,7 +200,7 @@ class _View:
     def alone(self, place: int) -> float:
         """When the given up until there would be done without the kept."""
         before = slice(None, place + 1)
-        return max(float((self.load[before] * self.late[before]).sum()), float(self.remaining[place]))
+        return max(float(np.cumsum(self.load[before] * self.late[before])[-1]), float(self.remaining[place]))
 
     def moved(self, places: Ints, dues: Floats) -> _View:
         """The view after the requests at these places have got other dues."""
