@@ -63,7 +63,7 @@ class Request:
     lane_tokens: dict[int, int] = field(default_factory=dict)  # dispatched KV by lane, if it has several
     dispatched: int = 0
     computed: int = 0
-    cached_tokens: int = 0  # of its prompt, whose KV was there before it came
+    cached_tokens: int = 0  # of its prompt, whose KV was there before it came; expected ones while it waits
     emitted: int = 0  # tokens drawn here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; KV waits in quarantine for those in flight

@@ -29,7 +29,7 @@ class Roster:
         self._predictor = predictor
         self._admission = admission
         self._candidates = candidates
-        self._alike = Alike()
+        self._alike = Alike(config.block_size_tokens)
         self._arrivals = 0
 
     def find(self, request_id: str) -> Request | None:
@@ -90,6 +90,7 @@ class Roster:
             limit_tokens=intake.limit_tokens(config, submit),
             reservation_tokens=intake.reservation_tokens(config, submit),
             may_spread=may_spread,
+            cached_tokens=cached_tokens,
         )
         self.waiting[request.id] = request
         prompt.waiting[request.id] = request
@@ -166,7 +167,8 @@ class Roster:
         """More of a waiting request's prompt is cached than when it came: it needs less KV and less time."""
         if request.prompt.sharing is None:
             tokens, hashes = request.submit.tokens, request.submit.block_hashes
-            cached_tokens, _ = self._admission.pools.expected(tokens, hashes, is_long=request.may_spread)
-            seconds = self._predictor.uncorrected_prefill_seconds(cached_tokens, tokens)
+            there, _ = self._admission.pools.expected(tokens, hashes, is_long=request.may_spread)
+            request.cached_tokens = there
+            seconds = self._predictor.uncorrected_prefill_seconds(there, tokens)
             wanted = self._admission.wanted_blocks(request)
             self._candidates.wants(request, wanted, seconds, held=request.prompt.prefilling)
