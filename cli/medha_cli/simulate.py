@@ -21,7 +21,7 @@ from medha.topology import Topology
 from medha_cli.manifest import read_manifest
 
 if TYPE_CHECKING:
-    from medha_sim.report import Runs
+    from medha_sim.plots import Runs
     from medha_sim.scenario import Deployment
     from medha_sim.study import Observer, RunKey, StudyResult, WorkloadSpec
 

@@ -10,20 +10,24 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
-import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from medha_sim.metrics import CURVE_POINTS, Summary, interval_95
-from medha_sim.study import RunKey, StudyResult
+from medha_sim.metrics import Summary, interval_95
+from medha_sim.plots import (
+    Runs,
+    at,
+    attainment,
+    chunks,
+    convoy,
+    curves,
+    latency,
+    over_load,
+    over_time,
+    plot,
+)
+from medha_sim.study import StudyResult
 
-Runs = Sequence[tuple[RunKey, Summary]]
-Figure = Any  # plotly has no types
-
-_COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
-_HEIGHT = 380
 _MOST_WARNINGS = 12
 _LEAST_SEEDS = 3  # below, an interval says nothing: Student's factor for two is 12.7
 _MANY_UNDECIDED = 0.05  # share of requests
@@ -94,7 +98,7 @@ def page(report: Report) -> str:
         parts += _sections(at_load)
     if len({key.load for key, _ in central}) > 1:
         parts.append("<h2>Over the offered load</h2>")
-        parts.append(_plot(_over_load(central)))
+        parts += map(plot, over_load(central))
     parts.append("</body></html>")
     return "\n".join(part for part in parts if part)
 
@@ -244,31 +248,38 @@ def _sections(runs: Runs) -> Iterable[str]:
         yield _table(head, rows)
     kinds = list(dict.fromkeys(kind for _, summary in central for kind in summary["kinds"]))
     yield "<h2>Deadlines met</h2>"
-    yield _plot(_attainment(runs, "kinds", "by kind of request"))
-    yield _plot(_attainment(runs, "lengths", "by prompt length, tokens"))
-    if any(len(summary["classes"]) > 1 for _, summary in central):
-        yield _plot(_attainment(runs, "classes", "by service class"))
+    yield plot(attainment(runs, "kinds", "by kind of request"))
+    yield plot(attainment(runs, "lengths", "by prompt length, tokens"))
+    classes = any(len(summary["classes"]) > 1 for _, summary in central)
+    if classes:
+        yield plot(attainment(runs, "classes", "by service class"))
     yield "<h2>Time to first token</h2>"
     yield "<p class='note'>Distributions are means of the seeds' quantiles.</p>"
     for kind in kinds:
-        yield _plot(_curves(central, ("kinds", kind, "ttft_seconds"), f"{kind}: TTFT, seconds"))
-        yield _plot(
-            _curves(central, ("kinds", kind, "ttft_over_target"), f"{kind}: TTFT / its target", mark=1.0)
+        yield plot(curves(central, ("kinds", kind, "ttft_seconds"), f"{kind}: TTFT, seconds"))
+        yield plot(
+            curves(central, ("kinds", kind, "ttft_over_target"), f"{kind}: TTFT / its target", mark=1.0)
         )
+    yield plot(latency(central, "lengths", "ttft_seconds", "TTFT by prompt length, tokens"))
+    if classes:
+        yield plot(latency(central, "classes", "ttft_seconds", "TTFT by service class"))
     yield "<h2>Time per output token</h2>"
-    yield _plot(_curves(central, ("all", "tpot_seconds"), "mean TPOT of a request, seconds"))
+    yield plot(curves(central, ("all", "tpot_seconds"), "mean TPOT of a request, seconds"))
+    yield plot(latency(central, "lengths", "tpot_seconds", "TPOT by prompt length, tokens"))
+    if classes:
+        yield plot(latency(central, "classes", "tpot_seconds", "TPOT by service class"))
     yield "<h2>Convoys</h2>"
     yield "<p>TTFT of short requests that arrive while a long prompt is not yet answered, and of the others.</p>"
-    yield _plot(_convoy(central))
+    yield plot(convoy(central))
     yield "<h2>Inside the replicas</h2>"
     yield f"<p class='note'>Seed {central[0][0].seed}.</p>" if central else ""
     first = [(key, summary) for key, summary in central if key.seed == central[0][0].seed]
-    yield _plot(_over_time(first, "running", "requests that hold KV"))
-    yield _plot(_over_time(first, "waiting", "requests that wait"))
-    yield _plot(_over_time(first, "kv_share", "share of KV held"))
-    yield _plot(_chunks(central))
-    yield _plot(
-        _curves(central, ("steps", "observed_over_predicted"), "step time, observed / predicted", mark=1.0)
+    yield plot(over_time(first, "running", "requests that hold KV"))
+    yield plot(over_time(first, "waiting", "requests that wait"))
+    yield plot(over_time(first, "kv_share", "share of KV held"))
+    yield plot(chunks(central))
+    yield plot(
+        curves(central, ("steps", "observed_over_predicted"), "step time, observed / predicted", mark=1.0)
     )
 
 
@@ -278,169 +289,11 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return f"<div class='scroll'><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
 
 
-def _attainment(runs: Runs, grouping: str, title: str) -> Figure:
-    """Bars: share of decided requests in time; whiskers: the capacity band."""
-    groups = _group_names(runs, grouping)
-    figure = _figure(f"TTFT in time, {title}")
-    for system, colour in _systems(runs):
-        means, below, above = [], [], []
-        for group in groups:
-            values = {
-                capacity: [
-                    found
-                    for key, run in runs
-                    if key.system == system
-                    and (key.capacity == 1) == capacity
-                    and (found := _at(run, grouping, group, "ttft_attainment")) is not None
-                ]
-                for capacity in (True, False)
-            }
-            mean = fmean(values[True]) if values[True] else None
-            means.append(mean)
-            below.append(0.0 if mean is None else mean - min([mean, *values[False]]))
-            above.append(0.0 if mean is None else max([mean, *values[False]]) - mean)
-        whiskers = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
-        figure.add_bar(x=groups, y=means, name=system, marker_color=colour, error_y=whiskers)
-    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
-    return figure
-
-
-def _curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = None) -> Figure:
-    """Cumulative distributions."""
-    figure = _figure(title)
-    shares = [index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)]
-    for system, colour in _systems(runs):
-        curves = [
-            found["curve"]
-            for key, run in runs
-            if key.system == system and (found := _at(run, *path)) is not None and found["count"]
-        ]
-        if curves:
-            x = [fmean(points) for points in zip(*curves, strict=True)]
-            figure.add_scatter(x=x, y=shares, name=system, mode="lines", line_color=colour)
-    if mark is not None:
-        figure.add_vline(x=mark, line_dash="dot", line_color="#59636e")
-    figure.update_xaxes(type="log")
-    figure.update_yaxes(
-        tickformat=".0%", title="share of requests" if path[0] != "steps" else "share of steps"
-    )
-    return figure
-
-
-def _convoy(runs: Runs) -> Figure:
-    figure = _figure("TTFT of short requests, seconds: median (bar) and p90 (whisker)")
-    for place, name in (("otherwise", "no long prompt"), ("while_long_prefills", "behind a long prompt")):
-        systems, medians, highs = [], [], []
-        for system, _ in _systems(runs):
-            found = [_at(run, "convoy", place) for key, run in runs if key.system == system]
-            known = [one for one in found if one and one["count"]]
-            if known:
-                systems.append(system)
-                medians.append(fmean(one["p50"] for one in known))
-                highs.append(fmean(one["p90"] for one in known))
-        rise = [high - median for high, median in zip(highs, medians, strict=True)]
-        whiskers = {"type": "data", "symmetric": False, "array": rise, "arrayminus": [0.0] * len(rise)}
-        figure.add_bar(x=systems, y=medians, name=name, error_y=whiskers)
-    figure.update_yaxes(type="log")
-    return figure
-
-
-def _over_time(runs: Runs, column: str, title: str) -> Figure:
-    figure = _figure(f"{title}, over time (seconds)")
-    for (system, colour), (_, summary) in zip(_systems(runs), runs, strict=False):
-        found = summary["series"]
-        figure.add_scatter(x=found["at"], y=found[column], name=system, mode="lines", line_color=colour)
-    if column == "kv_share":
-        figure.update_yaxes(tickformat=".0%")
-    return figure
-
-
-def _chunks(runs: Runs) -> Figure:
-    figure = _figure("prefill chunks by context (tokens): median (bar) and p90 (whisker)")
-    for system, colour in _systems(runs):
-        buckets: dict[str, list[Summary]] = {}
-        for key, run in runs:
-            if key.system == system:
-                for bucket, found in run["steps"]["chunk_tokens_by_context"].items():
-                    buckets.setdefault(bucket, []).append(found)
-        medians = [fmean(one["p50"] for one in found) for found in buckets.values()]
-        rise = [fmean(one["p90"] - one["p50"] for one in found) for found in buckets.values()]
-        whiskers = {"type": "data", "symmetric": False, "array": rise, "arrayminus": [0.0] * len(rise)}
-        figure.add_bar(x=list(buckets), y=medians, name=system, marker_color=colour, error_y=whiskers)
-    figure.update_xaxes(categoryorder="array", categoryarray=_group_names(runs, "lengths"))
-    return figure
-
-
-def _over_load(runs: Runs) -> Figure:
-    figure = _figure("TTFT in time, over the offered load")
-    kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
-    for system, colour in _systems(runs):
-        for index, kind in enumerate(kinds):
-            points: dict[float, list[float]] = {}
-            for key, run in runs:
-                found = _at(run, "kinds", kind, "ttft_attainment")
-                if key.system == system and key.load is not None and found is not None:
-                    points.setdefault(key.load, []).append(found)
-            loads = sorted(points)
-            figure.add_scatter(
-                x=loads,
-                y=[fmean(points[load]) for load in loads],
-                name=f"{system}, {kind}",
-                mode="lines+markers",
-                line={"color": colour, "dash": ("solid", "dash", "dot")[index % 3]},
-            )
-    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
-    return figure
-
-
 # --- small things ------------------------------------------------------------------------------------
 
 
-def _figure(title: str) -> Figure:
-    figure = go.Figure()
-    figure.update_layout(
-        title={"text": title, "font": {"size": 15}},
-        template="plotly_white",
-        height=_HEIGHT,
-        margin={"l": 60, "r": 20, "t": 50, "b": 50},
-        legend={"orientation": "h", "y": -0.15},
-        barmode="group",
-    )
-    return figure
-
-
-def _plot(figure: Figure) -> str:
-    text: str = figure.to_html(
-        full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
-    )
-    return text
-
-
-def _systems(runs: Runs) -> list[tuple[str, str]]:
-    """Each system with its colour."""
-    names = list(dict.fromkeys(key.system for key, _ in runs))
-    return [(name, _COLOURS[index % len(_COLOURS)]) for index, name in enumerate(names)]
-
-
-def _group_names(runs: Runs, grouping: str) -> list[str]:
-    """Names of groups in the order of their size: the run that has the most of them knows it."""
-    most: Summary = max((summary[grouping] for _, summary in runs), key=len, default={})
-    missing = [name for _, summary in runs for name in summary[grouping] if name not in most]
-    return [*most, *dict.fromkeys(missing)]
-
-
 def _figure_at(*path: str) -> Callable[[Summary], float | None]:
-    return lambda summary: _at(summary, *path)
-
-
-def _at(summary: Summary, *path: str) -> Any:
-    """What lies at a path of keys, or None."""
-    found: Any = summary
-    for name in path:
-        if not isinstance(found, dict) or name not in found:
-            return None
-        found = found[name]
-    return found
+    return lambda summary: at(summary, *path)
 
 
 def _percent(share: float) -> str:

@@ -221,6 +221,29 @@ def test_the_page_fetches_nothing_and_the_json_beside_it_has_every_run(
     assert read_study(found) == list(result.runs)
 
 
+def test_several_loads_have_a_section_each_and_lines_over_the_load(result: StudyResult) -> None:
+    loads = tuple(
+        (replace(key, load=load), run)
+        for load in (0.5, 0.9)
+        for key, run in result.runs
+        if key.capacity == 1 and key.seed == 1
+    )
+    text = page(of_study(replace(result, runs=loads)))
+    assert [words in text for words in ("Offered load 0.5", "Offered load 0.9", "Over the offered load")] == [
+        True
+    ] * 3
+    assert "good requests a second, over the offered load" in text
+
+
+def test_service_classes_are_told_apart_where_there_are_several(result: StudyResult) -> None:
+    key, summary = result.runs[0]
+    classes = {"strict": summary["all"], "batch": summary["all"]}
+    assert "by service class" not in page(of_study(result))
+    text = page(of_study(replace(result, runs=((key, summary | {"classes": classes}),))))
+    assert "TTFT in time, by service class" in text
+    assert "TPOT by service class" in text
+
+
 def test_the_table_shows_mean_interval_and_band(result: StudyResult) -> None:
     head, rows = table_rows(result.runs)
     assert head[0] == "system"

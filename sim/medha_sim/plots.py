@@ -1,0 +1,211 @@
+"""The plots of a report, as plotly figures: what is compared, in the systems' colours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+import plotly.graph_objects as go
+
+from medha_sim.metrics import CURVE_POINTS, Summary
+from medha_sim.study import RunKey
+
+Runs = Sequence[tuple[RunKey, Summary]]
+Figure = Any  # plotly has no types
+
+_COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
+_HEIGHT = 380
+
+
+def attainment(runs: Runs, grouping: str, title: str) -> Figure:
+    """Bars: share of decided requests in time; whiskers: the capacity band."""
+    groups = _group_names(runs, grouping)
+    figure = _figure(f"TTFT in time, {title}")
+    for system, colour in _systems(runs):
+        means, below, above = [], [], []
+        for group in groups:
+            values = {
+                capacity: [
+                    found
+                    for key, run in runs
+                    if key.system == system
+                    and (key.capacity == 1) == capacity
+                    and (found := at(run, grouping, group, "ttft_attainment")) is not None
+                ]
+                for capacity in (True, False)
+            }
+            mean = fmean(values[True]) if values[True] else None
+            means.append(mean)
+            below.append(0.0 if mean is None else mean - min([mean, *values[False]]))
+            above.append(0.0 if mean is None else max([mean, *values[False]]) - mean)
+        whiskers = {"type": "data", "symmetric": False, "array": above, "arrayminus": below, "thickness": 1}
+        figure.add_bar(x=groups, y=means, name=system, marker_color=colour, error_y=whiskers)
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    return figure
+
+
+def curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = None) -> Figure:
+    """Cumulative distributions."""
+    figure = _figure(title)
+    shares = [index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)]
+    for system, colour in _systems(runs):
+        curves = [
+            found["curve"]
+            for key, run in runs
+            if key.system == system and (found := at(run, *path)) is not None and found["count"]
+        ]
+        if curves:
+            x = [fmean(points) for points in zip(*curves, strict=True)]
+            figure.add_scatter(x=x, y=shares, name=system, mode="lines", line_color=colour)
+    if mark is not None:
+        figure.add_vline(x=mark, line_dash="dot", line_color="#59636e")
+    figure.update_xaxes(type="log")
+    figure.update_yaxes(
+        tickformat=".0%", title="share of requests" if path[0] != "steps" else "share of steps"
+    )
+    return figure
+
+
+def latency(runs: Runs, grouping: str, figure_name: str, title: str) -> Figure:
+    """Bars: medians of a time; whiskers: up to its 99th percentile; means over seeds."""
+    groups = _group_names(runs, grouping)
+    figure = _figure(f"{title}: median (bar) and p99 (whisker), seconds")
+    for system, colour in _systems(runs):
+        medians, rise = [], []
+        for group in groups:
+            found = [at(run, grouping, group, figure_name) for key, run in runs if key.system == system]
+            known = [one for one in found if one and one["count"]]
+            medians.append(fmean(one["p50"] for one in known) if known else None)
+            rise.append(fmean(one["p99"] - one["p50"] for one in known) if known else 0.0)
+        figure.add_bar(x=groups, y=medians, name=system, marker_color=colour, error_y=_up(rise))
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def convoy(runs: Runs) -> Figure:
+    """Shorts that arrive while a long prompt is unanswered, beside the others."""
+    figure = _figure("TTFT of short requests, seconds: median (bar) and p90 (whisker)")
+    for place, name in (("otherwise", "no long prompt"), ("while_long_prefills", "behind a long prompt")):
+        systems, medians, highs = [], [], []
+        for system, _ in _systems(runs):
+            found = [at(run, "convoy", place) for key, run in runs if key.system == system]
+            known = [one for one in found if one and one["count"]]
+            if known:
+                systems.append(system)
+                medians.append(fmean(one["p50"] for one in known))
+                highs.append(fmean(one["p90"] for one in known))
+        rise = [high - median for high, median in zip(highs, medians, strict=True)]
+        figure.add_bar(x=systems, y=medians, name=name, error_y=_up(rise))
+    figure.update_yaxes(type="log")
+    return figure
+
+
+def over_time(runs: Runs, column: str, title: str) -> Figure:
+    """A column of the series of each system's one run."""
+    figure = _figure(f"{title}, over time (seconds)")
+    for (system, colour), (_, summary) in zip(_systems(runs), runs, strict=False):
+        found = summary["series"]
+        figure.add_scatter(x=found["at"], y=found[column], name=system, mode="lines", line_color=colour)
+    if column == "kv_share":
+        figure.update_yaxes(tickformat=".0%")
+    return figure
+
+
+def chunks(runs: Runs) -> Figure:
+    """Sizes of prefill chunks, by what stands before them."""
+    figure = _figure("prefill chunks by context (tokens): median (bar) and p90 (whisker)")
+    for system, colour in _systems(runs):
+        buckets: dict[str, list[Summary]] = {}
+        for key, run in runs:
+            if key.system == system:
+                for bucket, found in run["steps"]["chunk_tokens_by_context"].items():
+                    buckets.setdefault(bucket, []).append(found)
+        medians = [fmean(one["p50"] for one in found) for found in buckets.values()]
+        rise = [fmean(one["p90"] - one["p50"] for one in found) for found in buckets.values()]
+        figure.add_bar(x=list(buckets), y=medians, name=system, marker_color=colour, error_y=_up(rise))
+    figure.update_xaxes(categoryorder="array", categoryarray=_group_names(runs, "lengths"))
+    return figure
+
+
+def over_load(runs: Runs) -> list[Figure]:
+    """Attainment of each kind, and goodput, over the offered load."""
+    kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
+    figures = []
+    for kind in kinds:
+        figure = _line_per_system(runs, ("kinds", kind, "ttft_attainment"), f"{kind}: TTFT in time")
+        figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+        figures.append(figure)
+    return [*figures, _line_per_system(runs, ("all", "goodput_per_second"), "good requests a second")]
+
+
+def _line_per_system(runs: Runs, path: tuple[str, ...], title: str) -> Figure:
+    figure = _figure(f"{title}, over the offered load")
+    for system, colour in _systems(runs):
+        points: dict[float, list[float]] = {}
+        for key, run in runs:
+            found = at(run, *path)
+            if key.system == system and key.load is not None and found is not None:
+                points.setdefault(key.load, []).append(found)
+        loads = sorted(points)
+        means = [fmean(points[load]) for load in loads]
+        figure.add_scatter(x=loads, y=means, name=system, mode="lines+markers", line_color=colour)
+    return figure
+
+
+# --- small things ---
+
+
+def at(summary: Summary, *path: str) -> Any:
+    """What lies at a path of keys, or None."""
+    found: Any = summary
+    for name in path:
+        if not isinstance(found, dict) or name not in found:
+            return None
+        found = found[name]
+    return found
+
+
+def _figure(title: str) -> Figure:
+    figure = go.Figure()
+    figure.update_layout(
+        title={"text": title, "font": {"size": 15}},
+        template="plotly_white",
+        height=_HEIGHT,
+        margin={"l": 60, "r": 20, "t": 50, "b": 50},
+        legend={"orientation": "h", "y": -0.15},
+        barmode="group",
+    )
+    return figure
+
+
+def plot(figure: Figure) -> str:
+    """A figure as a piece of a page that has plotly's script already."""
+    text: str = figure.to_html(
+        full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
+    )
+    return text
+
+
+def _systems(runs: Runs) -> list[tuple[str, str]]:
+    """Each system with its colour."""
+    names = list(dict.fromkeys(key.system for key, _ in runs))
+    return [(name, _COLOURS[index % len(_COLOURS)]) for index, name in enumerate(names)]
+
+
+def _group_names(runs: Runs, grouping: str) -> list[str]:
+    """Names of groups in the order of their size: the run that has the most of them knows it."""
+    most: Summary = max((summary[grouping] for _, summary in runs), key=len, default={})
+    missing = [name for _, summary in runs for name in summary[grouping] if name not in most]
+    return [*most, *dict.fromkeys(missing)]
+
+
+def _up(rise: Sequence[float]) -> dict[str, Any]:
+    """Whiskers that only go up."""
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": rise,
+        "arrayminus": [0.0] * len(rise),
+        "thickness": 1,
+    }
