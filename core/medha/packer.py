@@ -134,11 +134,25 @@ class Batch:
         """The largest chunk of `least` to `most` tokens with which the whole step ends within the budget, or 0."""
         if most < least:
             return 0
-        if self.seconds_with(prefill, most) <= budget_seconds:
+        above = self.seconds_with(prefill, most)
+        if above <= budget_seconds:
             return most
-        if self.seconds_with(prefill, least) > budget_seconds:
+        below = self.seconds_with(prefill, least)
+        if below > budget_seconds:
             return 0
-        return _first(lambda count: self.seconds_with(prefill, count) > budget_seconds, most) - 1
+        low, high = least, most  # fits at low, not at high
+        tries = 0
+        while high - low > 1:
+            # Seconds are nearly linear in the count; halving at times bounds the search where they are not.
+            guess = low + int((high - low) * (budget_seconds - below) / (above - below))
+            tries += 1
+            middle = min(max(guess, low + 1), high - 1) if tries % 3 else (low + high) // 2
+            seconds = self.seconds_with(prefill, middle)
+            if seconds <= budget_seconds:
+                low, below = middle, seconds
+            else:
+                high, above = middle, seconds
+        return low
 
     def efficient_seconds(
         self, prefill: PrefillCandidate, limits: Limits, budget_seconds: float, share: float
