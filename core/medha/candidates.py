@@ -210,6 +210,8 @@ class Candidates:
     def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
         """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV."""
         rows = len(self.requests)
+        if rows == 0 or int(self._wanted[:rows].max()) <= room.of_one_lane:
+            return None
         blocked = self._without(room) & (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
         if room.of_longs is not None:
             blocked &= ~(self._long[:rows] & (self._wanted[:rows] > room.of_longs))
