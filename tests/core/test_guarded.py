@@ -393,6 +393,43 @@ def shifted(rows: set[int], removed: int) -> set[int]:
     return {row - (row > removed) for row in rows if row != removed}
 
 
+@given(st.integers(0, 2**32), st.integers(1, 3))
+@settings(max_examples=25)
+def test_whatever_comes_and_goes_the_plan_stays_sorted_and_promises_do_not_come_forward(
+    seed: int, lanes: int
+) -> None:
+    """Floods, cancels, no work, hopeless deadlines, slow steps: the arrays that the engine relies on agree."""
+    generator = np.random.default_rng(seed)
+    rows: list[dict[str, float]] = []  # arrival, deadline, work, remaining, due, promise
+    now = 1e6
+    for number in range(80):
+        for _ in range(40 if number % 30 == 29 else generator.poisson(0.6)):
+            work = float(generator.choice([0.0, 0.001, 0.2, 1.0, generator.uniform(0, 20)]))
+            deadline = now + float(generator.choice([-5, work / 2, 2, 3 * work]))
+            rows.append({"a": now, "d": deadline, "w": work, "r": work, "due": deadline, "p": np.inf})
+        if rows and generator.random() < 0.1:
+            rows.pop(int(generator.integers(len(rows))))
+        if rows:
+            column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
+            columns = Columns(column["a"], column["d"], column["w"], column["r"], np.arange(len(rows)))
+            by_due = np.argsort(column["due"], kind="stable")
+            table = Table(columns, Plan(column["due"], column["p"].copy(), by_due))
+            order = table.order(now, lanes=lanes)
+            assert sorted(order) == list(range(len(rows)))
+            due, promise = table.plan.due, table.plan.promise
+            given_up = due > columns.deadline
+            assert (np.diff(due[table.plan.by_due]) >= 0).all()
+            assert (due == np.where(given_up, promise, columns.deadline)).all()
+            promised = np.isfinite(column["p"])
+            assert (promise[promised] >= column["p"][promised]).all()
+            for row, due_then, promise_then in zip(rows, due.tolist(), promise.tolist(), strict=True):
+                row["due"], row["p"] = due_then, promise_then
+            for served in order[:lanes]:
+                rows[served]["r"] -= min(0.5, rows[served]["r"])
+            rows = [row for row in rows if row["r"] > 1e-9]
+        now += float(generator.choice([0.3, 0.5, 0.8]))
+
+
 def test_a_lone_long_prefill_is_served_as_under_fcfs() -> None:
     lone = jobs((0, 30, 1))
     assert serve(lone, "guarded", quantum_seconds=0.5, record=True).quanta == [
