@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 QUICK_SECONDS = 120.0
 DEFAULT_TOPOLOGY = "8x2x1"
 MOST_LOAD = 10.0
+MOST_WARNINGS = 5  # the page has more
 INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
 
 
@@ -176,7 +177,7 @@ def command(
     )
     by_load = rate is None and workload.shape == "mix"
     spec = StudySpec(
-        deployment=_deployment(manifest, model, hardware, topology, replicas),
+        deployment=_deployment(manifest, model, hardware, topology, replicas, long_scale),
         workload=workload,
         systems=policy_names(policies, baselines=True),
         seeds=(1,) if quick else tuple(range(1, seeds + 1)),
@@ -198,10 +199,12 @@ def command(
         console.print("interrupted before anything was done")
         sys.exit(INTERRUPTED_STATUS)
     print_tables(console, result.runs)
-    beside = write_report(of_study(result), out)
+    report = of_study(result)
+    for warning in report.warnings[:MOST_WARNINGS]:
+        console.print(f"note: {warning}", markup=False, soft_wrap=True)
+    beside = write_report(report, out)
     console.print(f"page: {out}   figures: {beside}", soft_wrap=True)
     if result.interrupted:
-        console.print(f"interrupted: {len(result.runs)} of {result.planned} runs are in it")
         sys.exit(INTERRUPTED_STATUS)
 
 
@@ -209,14 +212,28 @@ def command(
 
 
 def _deployment(
-    manifest: Path | None, model: str, hardware: str, topology: str | None, replicas: int
+    manifest: Path | None,
+    model: str,
+    hardware: str,
+    topology: str | None,
+    replicas: int,
+    long_scale: float,
 ) -> Deployment:
-    from medha_sim.scenario import Deployment, deployment_of, named_hardware, named_model
+    from medha_sim.scenario import (
+        MAX_MODEL_LEN_TOKENS,
+        Deployment,
+        deployment_of,
+        named_hardware,
+        named_model,
+    )
 
     shape, machine = named_model(model), named_hardware(hardware)
     if manifest is None:
         grid = _topology(topology or DEFAULT_TOPOLOGY)
-        return Deployment(model=shape, hardware=machine, topology=grid, replicas=replicas)
+        longest = int(MAX_MODEL_LEN_TOKENS * max(1.0, long_scale))
+        return Deployment(
+            model=shape, hardware=machine, topology=grid, max_model_len=longest, replicas=replicas
+        )
     if topology is not None:
         raise ConfigInvalid(f"--topology is {topology}, but {manifest} has its own; leave one of them out")
     return deployment_of(read_manifest(manifest).spec, machine, shape, replicas)

@@ -33,6 +33,9 @@ MAX_CHUNK_TOKENS = 8192
 """Largest chunk where nothing else is said: an A100 pod needs it to be at full efficiency beside decodes."""
 
 
+MAX_MODEL_LEN_TOKENS = 1_100_000
+"""Holds the longest Medha-SWE request and its answer."""
+
 _POINTS = tuple(64 * 4**power for power in range(10))
 """Prompt lengths whose prefill times a replica announces to routers."""
 
@@ -58,7 +61,7 @@ class Deployment:
     topology: Topology = field(default_factory=lambda: Topology(tensor=8, stream=2))
     scheduling: SchedulingSpec = field(default_factory=default_scheduling)
     service_classes: tuple[ServiceClass, ...] = (ServiceClass(name="default"),)
-    max_model_len: int = 1_100_000  # tokens; the longest Medha-SWE request and its answer
+    max_model_len: int = MAX_MODEL_LEN_TOKENS
     memory_fraction: float = 0.9  # of a device, for weights and KV
     kv_bytes: int | None = None  # of KV on each rank, instead of what the weights leave
     measured: Profile | None = None  # by `medha profile`, instead of what follows from the hardware
@@ -181,7 +184,7 @@ def deployment_of(
         topology=Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv),
         scheduling=spec.scheduling,
         service_classes=spec.service_classes,
-        max_model_len=spec.model.max_model_len or Deployment().max_model_len,
+        max_model_len=spec.model.max_model_len or MAX_MODEL_LEN_TOKENS,
         memory_fraction=spec.kv_cache.memory_fraction,
         kv_bytes=None if size is None else quantity_bytes(size),
         measured=None if profile is None else _read_profile(Path(profile)),

@@ -36,6 +36,22 @@ def test_policies_are_compared_in_a_table_on_a_page_and_in_json(tmp_path: Path) 
     assert found["runs"][0]["result"]["all"]["arrived"] > 0
 
 
+def test_longer_prompts_are_not_refused_and_what_is_refused_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    longs = ("--long", "1", "--long-scale", "3", "-p", "lars", "-o", str(out))
+    done = medha("simulate", *QUICK, *longs)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["runs"]
+    assert run["result"]["all"]["refused"] == 0
+    manifest = tmp_path / "short.yaml"
+    manifest.write_text(
+        "apiVersion: medha.dev/v1alpha1\nkind: MedhaReplica\nmetadata: {name: a}\n"
+        "spec: {model: {name: a, source: {path: a}, maxModelLen: 9000}, parallelism: {tensor: 8}}"
+    )
+    done = medha("simulate", str(manifest), *QUICK, *longs)
+    assert "refused, 0 failed" in done.stdout
+
+
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
     arguments = ["simulate", "-p", "fcfs,lars", "--rate", "1", "--duration", "20000", "--seeds", "1"]
@@ -52,7 +68,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "interrupted: 1 of 6 runs" in output
+    assert "Interrupted: 1 of 6 runs are here" in output
     found = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
     assert found["interrupted"] is True
     (run,) = found["runs"]
