@@ -30,6 +30,7 @@ from medha.hardware import A100, LLAMA3_8B, profile_for
 from medha.messages import Done, Sample, Sampling, StageFree, Step, Submit
 from medha.predictor import Predictor
 from medha.topology import Topology
+from medha_worker.process import collect_garbage_rarely
 
 POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
 QUEUES = (1, 100, 1_000, 10_000)
@@ -169,6 +170,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
     arguments = parser.parse_args()
+    collect_garbage_rarely()  # as the controller's process does
     launches = 200 if arguments.quick else 1000
     policies = tuple(arguments.policy or (("fcfs", "lars", "guarded") if arguments.quick else POLICIES))
 

@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 _SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
-_FIRST_ROWS = 16  # a step rarely reads more
+_FIRST_ROWS = 64  # a step rarely reads more
 _GROWTH = 8
 
 
