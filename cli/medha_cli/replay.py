@@ -97,16 +97,15 @@ def _compare(
         title=f"Replay of {log.path.name}",
         paragraphs=(
             f"“recorded” is what the replica of {log.spec.model.name} did; the others are simulations of the same "
-            f"{len(reading.submits)} requests, whose ranks take {reading.disturbance.bias:.3f} times what the "
-            f"profile says, with a scatter of {reading.disturbance.noise:.0%}, and whose messages take "
-            f"{1e3 * reading.message_seconds:.2f} ms. Requests come when they came live, whatever the answers.",
+            f"{len(reading.submits)} requests, whose steps take what live steps of about the same size took "
+            f"(median {reading.ranks.factor:.2f} of what the profile says). Requests come when they came live, "
+            "whatever the answers.",
         ),
         runs=runs,
         document={
             "record": str(log.path),
-            "bias": reading.disturbance.bias,
-            "noise": reading.disturbance.noise,
-            "message_seconds": reading.message_seconds,
+            "observed_over_predicted": reading.ranks.factor,
+            "message_seconds": reading.ranks.message_seconds,
             "runs": [{"system": key.system, "result": summary} for key, summary in runs],
         },
     )

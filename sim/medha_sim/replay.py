@@ -6,8 +6,8 @@ were derived from, and then every event of the controller with its time and a di
 * `verify` feeds the events to a fresh controller and compares the commands. A difference means that the code has
   changed since, or that the controller is not deterministic, which would be a bug.
 * `read` makes of the log what a simulation writes down, so that both are judged by the same figures.
-* `what_if` simulates the same requests again, under any scheduling. Its ranks take what the profile says times the
-  factor that the live ones needed, with their scatter; its messages take what the live ones took.
+* `what_if` simulates the same requests again, under any scheduling. Each of its steps takes what some live step of
+  about the same predicted time took: slow moments of the machine included.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec, SchedulingSpec
@@ -44,10 +45,14 @@ from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.wire import decode, digest
 from medha_sim.driver import Arrival, Progress, Simulation, Workload
-from medha_sim.executor import PredictorCost
+from medha_sim.executor import PredictorCost, StepCost, StepTiming
 from medha_sim.metrics import SERIES_POINTS
 from medha_sim.records import RequestRecord, RunLog
-from medha_sim.scenario import Disturbance, disturbed, medha_replica
+from medha_sim.scenario import medha_replica
+
+_NEIGHBOURS = 32
+"""Live steps of about the same predicted time, among which one is drawn."""
+_FASTEST = 0.1  # of its prediction: no step takes less
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +159,54 @@ def verify(record: Record) -> Verification:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRanks:
+    """What live steps took of a stage, against the profile: seconds, float64 [steps], by ascending prediction."""
+
+    predicted: npt.NDArray[np.float64]
+    observed: npt.NDArray[np.float64]
+    message_seconds: float  # of a message between controller and ranks
+
+    @classmethod
+    def of(cls, steps: list[tuple[float, float]], message_seconds: float) -> LiveRanks:
+        """From (predicted, observed) of each step, in any order."""
+        table = np.array(sorted(steps)).reshape(len(steps), 2)
+        return cls(table[:, 0], table[:, 1], message_seconds)
+
+    @property
+    def factor(self) -> float:
+        """Median of observed over predicted; 1 if no step was seen."""
+        return float(np.median(self.observed / self.predicted)) if len(self.observed) else 1.0
+
+
+class Resampled:
+    """Steps that take what some live step of about the same predicted time took.
+
+    The rest, by which their predictions differ, counts with the live median of observed over predicted.
+    """
+
+    def __init__(self, cost: StepCost, ranks: LiveRanks, generator: np.random.Generator) -> None:
+        """`generator`, which picks among `_NEIGHBOURS` live steps, is this object's alone."""
+        self._cost = cost
+        self._ranks = ranks
+        self._factor = ranks.factor
+        self._generator = generator
+
+    def __call__(self, step: Step) -> StepTiming:
+        timing = self._cost(step)
+        live = self._ranks
+        seen = min(_NEIGHBOURS, len(live.predicted))
+        if not seen or not step.entries:
+            return timing
+        predicted = max(timing.stage_seconds)
+        nearest = int(np.searchsorted(live.predicted, predicted)) - seen // 2
+        first = min(max(nearest, 0), len(live.predicted) - seen)
+        drawn = first + int(self._generator.integers(seen))
+        seconds = float(live.observed[drawn] + self._factor * (predicted - live.predicted[drawn]))
+        scale = max(seconds, _FASTEST * predicted) / predicted
+        return StepTiming(tuple(stage * scale for stage in timing.stage_seconds), timing.transit_seconds)
+
+
 @dataclass(slots=True)
 class Reading:
     """What the live replica did, as a simulation would have written it down; time starts with the first event."""
@@ -161,8 +214,7 @@ class Reading:
     record: Record
     log: RunLog = field(default_factory=RunLog)
     submits: dict[str, Submit] = field(default_factory=dict)
-    disturbance: Disturbance = field(default_factory=Disturbance)  # of the live ranks, against the profile
-    message_seconds: float = 0.0  # that a message between controller and ranks took
+    ranks: LiveRanks = field(default_factory=lambda: LiveRanks.of([], 0.0))
 
     def workload(self) -> Workload:
         """The requests: each wants as many tokens as it got, until its client went away if it did."""
@@ -204,8 +256,8 @@ def what_if(
         config,
         record.profile,
         requests.ends_at(),
-        cost=disturbed(PredictorCost(truth), reading.disturbance, np.random.default_rng(seed)),
-        message_seconds=reading.message_seconds,
+        cost=Resampled(PredictorCost(truth), reading.ranks, np.random.default_rng(seed)),
+        message_seconds=reading.ranks.message_seconds,
     )
     sample_seconds = reading.log.window_seconds / SERIES_POINTS or 1.0
     simulation = Simulation([replica], requests, sample_seconds=sample_seconds)
@@ -272,7 +324,7 @@ class _Reader:
         self._reading = Reading(record)
         self._log = self._reading.log
         self._launched: dict[int, tuple[Step, float, int]] = {}  # with the time, and the row in the log
-        self._factors: list[float] = []  # observed over predicted, of each step
+        self._steps: list[tuple[float, float]] = []  # predicted and observed seconds of a stage
         self._overheads: list[float] = []  # from launch to Done, beyond computing
 
     def read(self) -> Reading:
@@ -289,10 +341,8 @@ class _Reader:
             if isinstance(recorded.event, Submit):
                 self._note_targets(recorded.event)
             self._sample(now, span / SERIES_POINTS)
-        if self._factors:
-            self._reading.disturbance = _disturbance(self._factors)
-            each_way = float(np.median(self._overheads)) / 2
-            self._reading.message_seconds = max(0.0, each_way)
+        if self._steps:
+            self._reading.ranks = LiveRanks.of(self._steps, max(0.0, float(np.median(self._overheads)) / 2))
         return self._reading
 
     def _before(self, event: ControllerEvent, now: float) -> None:
@@ -335,8 +385,13 @@ class _Reader:
         if not step.entries or done.compute_seconds <= 0:
             return
         self._log.steps.busy_seconds[row] = done.compute_seconds
-        self._factors.append(done.compute_seconds / max(timing.stage_seconds))
-        self._overheads.append(now - launched_at - len(timing.stage_seconds) * done.compute_seconds)
+        predicted, stages = max(timing.stage_seconds), len(timing.stage_seconds)
+        if stages == 1:  # from launch to answer, so that waits of the processes for a core are in it, too
+            self._steps.append((predicted, now - launched_at))
+            self._overheads.append(0.0)
+        else:  # that time has waits behind other steps in it, which the simulated pipeline has of its own
+            self._steps.append((predicted, done.compute_seconds))
+            self._overheads.append(now - launched_at - stages * done.compute_seconds)
 
     def _take(self, command: ControllerCommand, now: float) -> None:
         match command:
@@ -366,14 +421,6 @@ class _Reader:
         series.waiting.append(load.waiting)
         all_tokens = self._config.pool_tokens
         series.kv_share.append(1 - load.kv_tokens_free / all_tokens if all_tokens else 0.0)
-
-
-def _disturbance(factors: list[float]) -> Disturbance:
-    """Median and scatter of observed over predicted; both robust against the few very slow steps."""
-    array = np.array(factors)
-    bias = float(np.median(array))
-    scatter = 1.4826 * float(np.median(np.abs(array / bias - 1)))  # the median deviation of a normal
-    return Disturbance(bias=bias, noise=scatter)
 
 
 # --- lines -------------------------------------------------------------------------------------------
