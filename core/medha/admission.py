@@ -93,7 +93,11 @@ class Admission:
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
         """Which of `lanes` should take a waiting request now; None: none of them, or there is no room."""
-        wanted = self.wanted_blocks(request)
+        return self._lane_with(self.wanted_blocks(request), request, lanes, pending_seconds)
+
+    def _lane_with(
+        self, wanted: int, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
+    ) -> int | None:
         sibling = request.prompt.sharing
         if sibling is not None:
             lane = sibling.lane
@@ -177,7 +181,7 @@ class Admission:
         """
         submit, sibling = request.submit, request.prompt.sharing
         wanted = self.wanted_blocks(request)
-        if not self._may_enter(request, wanted, self._lanes):
+        if self._lane_with(wanted, request, self._lanes, pending_seconds) is None:
             return None
         shared_tokens = 0
         placed: Placed | None
