@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from medha_cli.main import main
 
 ROOT = Path(__file__).parents[2]
-WORKING_SECONDS = 3.0  # of processor time
+WORKING_SECONDS = 5.0  # of processor time
 QUICK = ("--quick", "--duration", "3", "--rate", "2", "--hardware", "H100", "--jobs", "1")
 
 
@@ -54,7 +54,7 @@ def test_longer_prompts_are_not_refused_and_what_is_refused_is_told(tmp_path: Pa
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    arguments = ["simulate", "-p", "fcfs,lars", "--rate", "1", "--duration", "20000", "--seeds", "1"]
+    arguments = ["simulate", "-p", "fcfs,lars", "--rate", "1", "--duration", "10000", "--seeds", "1"]
     command = [sys.executable, "-m", "medha_cli.main", *arguments, "-o", str(out), "-j", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
@@ -73,7 +73,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert found["interrupted"] is True
     (run,) = found["runs"]
     assert run["result"]["interrupted"] is True
-    assert 0 < run["result"]["window_seconds"] < 20_000
+    assert 0 < run["result"]["window_seconds"] < 10_000
     assert run["result"]["all"]["arrived"] > 0
 
 
