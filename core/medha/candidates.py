@@ -204,8 +204,10 @@ class Candidates:
     def admissible(self, room: Room) -> Bools:
         """Waiting rows that find room, and share no prefill that still runs."""
         rows = len(self.requests)
-        found: Bools = (self._lane[:rows] == NOWHERE) & ~self._held[:rows] & ~self._without(room)
-        return found
+        refused = self._without(room)
+        refused |= self._held[:rows]
+        refused |= self._lane[:rows] != NOWHERE
+        return np.logical_not(refused, out=refused)
 
     def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
         """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV."""
