@@ -353,8 +353,7 @@ class ReplicaController:
     def _prefill_done(self, request: Request) -> None:
         """A chunk is computed: its whole blocks may be shared, and its whole prompt forked."""
         self._pools.computed(request.id, request.computed)
-        if request.computed >= request.prompt.tokens:
-            self._roster.prefilled(request)
+        self._roster.computed(request)
 
     def _take_sample(self, sample: Sample) -> list[ControllerCommand]:
         request = self._roster.running[sample.id]

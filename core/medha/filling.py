@@ -155,7 +155,7 @@ class Filler:
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Which of `lanes` has KV for a waiting request now."""
-        if self._roster.is_full or request.prompt.prefilling:
+        if self._roster.is_full or request.is_held:
             return None
         return self._admission.lane_for(request, lanes, self._pending_seconds())
 

@@ -64,6 +64,7 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # of its prompt, whose KV was there before it came; expected ones while it waits
+    leader: Request | None = None  # a running prefill that computes the beginning of its prompt, too
     emitted: int = 0  # tokens drawn here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; KV waits in quarantine for those in flight
@@ -81,6 +82,11 @@ class Request:
     def is_decoding(self) -> bool:
         """Its prefill is over: every further step computes one token."""
         return self.emitted > 0
+
+    @property
+    def is_held(self) -> bool:
+        """It had better wait: its prompt, or the beginning of it, is being computed."""
+        return self.prompt.prefilling or (self.leader is not None and self.prompt.sharing is None)
 
     @property
     def waits(self) -> bool:

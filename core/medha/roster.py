@@ -94,21 +94,24 @@ class Roster:
         )
         self.waiting[request.id] = request
         prompt.waiting[request.id] = request
-        self._alike.add(request)
+        self._alike.wait(request)
         self._candidates.add(request, seconds, self._admission.wanted_blocks(request))
+        if request.is_held:
+            self._look_again(request)
         if prompt.users > 1:
             self._share(prompt, newcomer=request)
 
     def enter(self, request: Request) -> None:
         """A waiting request has got KV."""
         del self.waiting[request.id]
-        self._alike.remove(request)
         self.running[request.id] = request
         self._candidates.admitted(request)
         prompt = request.prompt
         del prompt.waiting[request.id]
         prompt.holders[request.id] = request
         self._share(prompt)
+        for other in self._alike.enter(request):
+            self._look_again(other)
         if request.cached_tokens:
             self.progressed([request])
 
@@ -118,16 +121,21 @@ class Roster:
             seconds = self._predictor.uncorrected_prefill_seconds(request.dispatched, request.submit.tokens)
             self._candidates.progressed(request, seconds)
 
-    def prefilled(self, request: Request) -> None:
-        """The KV of a whole prompt is computed: others may fork it, or find it cached."""
-        self._share(request.prompt)
-        for other in self._alike.told_by(request):
+    def computed(self, request: Request) -> None:
+        """A chunk of a prompt is computed: others may find it cached, and fork the prompt if it is whole."""
+        ready = self._alike.computed(request)
+        if request.computed >= request.prompt.tokens:
+            self._share(request.prompt)
+            ready += self._alike.ended(request)
+        for other in ready:
             self._look_again(other)
 
     def stop(self, request: Request) -> None:
         """No more steps for a running request."""
         self._candidates.remove([request])
         self._share(request.prompt)
+        for other in self._alike.ended(request):
+            self._look_again(other)
 
     def leave(self, request: Request) -> None:
         """Nothing is left of a request here."""
@@ -161,14 +169,16 @@ class Roster:
             there = prompt.tokens - 1 if sharing is not None else 0
             seconds = self._predictor.uncorrected_prefill_seconds(there, prompt.tokens)
             wanted = self._admission.wanted_blocks(request)
-            self._candidates.wants(request, wanted, seconds, held=prefilling)
+            self._candidates.wants(request, wanted, seconds, held=request.is_held)
 
     def _look_again(self, request: Request) -> None:
-        """More of a waiting request's prompt is cached than when it came: it needs less KV and less time."""
-        if request.prompt.sharing is None:
-            tokens, hashes = request.submit.tokens, request.submit.block_hashes
-            there, _ = self._admission.pools.expected(tokens, hashes, is_long=request.may_spread)
-            request.cached_tokens = there
-            seconds = self._predictor.uncorrected_prefill_seconds(there, tokens)
-            wanted = self._admission.wanted_blocks(request)
-            self._candidates.wants(request, wanted, seconds, held=request.prompt.prefilling)
+        """More or less of a waiting request's prompt is cached, or about to be: it needs other KV, and other time."""
+        prompt, hashes = request.prompt, request.submit.block_hashes
+        there = prompt.tokens - 1
+        if prompt.sharing is None:
+            cached, _ = self._admission.pools.expected(prompt.tokens, hashes, is_long=request.may_spread)
+            request.cached_tokens = cached
+            there = min(max(cached, self._alike.awaited_tokens(request)), there)
+        seconds = self._predictor.uncorrected_prefill_seconds(there, prompt.tokens)
+        wanted = self._admission.wanted_blocks(request)
+        self._candidates.wants(request, wanted, seconds, held=request.is_held)

@@ -290,3 +290,64 @@ def test_the_promise_of_a_cached_prompt_is_that_of_the_whole(replica_of: Any, su
         replica.run()
     assert promised == pytest.approx(expected, rel=0.2)
     assert promised > 2.0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lars", "guarded"])
+@pytest.mark.parametrize("long_threshold_tokens", [1_000_000, 100])
+def test_questions_that_arrive_together_compute_their_document_once(
+    replica_of: Any, submit_of: Any, policy: str, long_threshold_tokens: int
+) -> None:
+    replica = replica_of(
+        kv_blocks=1000, max_chunk_tokens=64, policy=policy, long_threshold_tokens=long_threshold_tokens
+    )
+    document = tuple(range(600))
+    for index in range(4):
+        submit_ids(replica, submit_of(f"q{index}", 604, 2), (*document, 1000 + index, 2, 3, 4))
+    pending = replica.controller.load().pending_prefill_seconds
+    assert pending < 1.5 * replica.controller.predictor.prefill_seconds(0, 604), "it counts once, too"
+    replica.run().check_empty()
+    computed = sum(entry.token_count for step in replica.steps for entry in step.entries)
+    assert computed == 600 + 4 * (4 + 1), "and each question, and its first output token"
+    assert sorted(admits(replica).values()) == [0, 600, 600, 600]
+
+
+def test_who_shares_only_the_beginning_waits_no_longer_than_for_that(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=1000, max_chunk_tokens=64, policy="srpt")
+    submit_ids(replica, submit_of("book", 900, 2), tuple(range(900)))
+    submit_ids(replica, submit_of("excerpt", 404, 2), (*range(400), 1, 2, 3, 4))
+    while not replica.emitted.get("excerpt"):
+        replica.advance()
+    assert admits(replica)["excerpt"] == 400
+    assert not replica.emitted.get("book")
+    replica.run().check_empty()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+def test_who_waits_for_a_prefill_that_ends_early_goes_on_without_it(
+    replica_of: Any, submit_of: Any, how: str
+) -> None:
+    replica = replica_of(kv_blocks=1000, max_chunk_tokens=64)
+    for name in ("first", "second", "third"):
+        submit_ids(replica, submit_of(name, 604, 2), (*range(600), *name.encode()[:4]))
+    replica.advance()
+    assert running(replica) == {"first"}
+    if how == "cancelled":
+        replica.cancel("first")
+    else:
+        step = last_step(replica)
+        replica._pipeline.clear()
+        replica.handle(Done(step.step_id, failures=(EntryFailed("first", "out_of_memory"),)))
+    replica.run().check_empty()
+    assert len(replica.emitted["second"]) == len(replica.emitted["third"]) == 2
+    assert admits(replica)["third"] == 600, "the second has led the third"
+
+
+def test_a_more_urgent_question_does_not_wait_for_a_patient_one(replica_of: Any, submit_of: Any) -> None:
+    replica = replica_of(kv_blocks=1000, max_chunk_tokens=64)
+    document = tuple(range(600))
+    submit_ids(replica, submit_of("patient", 604, 2, deadline_after_seconds=900.0), (*document, 1, 2, 3, 4))
+    submit_ids(replica, submit_of("urgent", 604, 2, deadline_after_seconds=0.1), (*document, 5, 6, 7, 8))
+    while not replica.emitted.get("urgent"):
+        replica.advance()
+    assert admits(replica)["urgent"] < 600
+    replica.run().check_empty()
