@@ -121,7 +121,8 @@ class SchedulingSpec(Model):
     lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=_live())
     """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
     given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=_live())
-    """Part of the time of prefills that `guarded` guarantees to requests that can no longer be on time."""
+    """What `guarded` guarantees to requests that can no longer all be on time, as a part of the time of prefills: one that
+    is given up ends within (the work given up before it + its own) / share. More means sooner, and more such requests."""
     profile: str | None = Field(default=None, min_length=1, json_schema_extra=_restart())
     """File that `medha profile` wrote; relative paths start at the manifest's folder. Default: a few steps that each
     rank measures when it starts."""
