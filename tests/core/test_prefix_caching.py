@@ -41,16 +41,18 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
 ) -> None:
     """Arrivals, cancels, failures, a full pool, chunks, several stages: the fake ranks compare every position."""
     random = Random(seed)
-    replica = replica_of(
-        random=Random(seed),
-        stages=random.randint(1, 3),
-        kv_blocks=random.choice([12, 25, 60]),
-        max_chunk_tokens=random.choice([6, 32]),
-        min_chunk_tokens=4,
-        stop_chance=0.05,
-        failure_chance=random.choice([0.0, 0.05]),
-        hasher=random.choice([None, HASHER]),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("medha.alike.WORTH_TELLING_TOKENS", random.choice([4, 12]))  # or nobody would wait
+        replica = replica_of(
+            random=Random(seed),
+            stages=random.randint(1, 3),
+            kv_blocks=random.choice([12, 25, 60]),
+            max_chunk_tokens=random.choice([6, 32]),
+            min_chunk_tokens=4,
+            stop_chance=0.05,
+            failure_chance=random.choice([0.0, 0.05]),
+            hasher=random.choice([None, HASHER]),
+        )
     for index in range(30):
         choice = random.random()
         ended = [name for name in replica.emitted if name in replica.endings]
@@ -72,6 +74,10 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
         replica.controller.ledger.check()
     replica.run().check_empty()
     assert replica.ledger.state_hash() == replica.controller.ledger.state_hash()
+    alike = replica.controller._roster._alike
+    assert not alike._waiting
+    assert not alike._prefilling
+    assert not alike._followers
 
 
 def test_a_prompt_that_was_computed_before_computes_its_last_block_alone(
