@@ -129,6 +129,7 @@ def columns(runs: Runs) -> list[Column]:
         ]
     return [
         *found,
+        Column("TPOT in time", _figure_at("all", "tpot_attainment"), _percent),
         Column("TPOT p50", _figure_at("all", "tpot_seconds", "p50"), _duration),
         Column("TPOT p99", _figure_at("all", "tpot_seconds", "p99"), _duration),
         Column("good requests/s", _figure_at("all", "goodput_per_second"), _rate),
