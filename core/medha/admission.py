@@ -62,7 +62,7 @@ class Admission:
         return -(-tokens // self._config.block_size_tokens)
 
     def wanted_blocks(self, request: Request) -> int:
-        """Free blocks that a waiting request needs."""
+        """Free blocks that a waiting request needs, by what is held and shared now."""
         wanted = self.blocks_for(request.reservation_tokens)
         if request.prompt.sharing is not None:
             return wanted - (request.submit.tokens - 1) // self._config.block_size_tokens
@@ -93,12 +93,7 @@ class Admission:
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
         """Which of `lanes` should take a waiting request now; None: none of them, or there is no room."""
-        return self._lane_with(self.wanted_blocks(request), request, lanes, pending_seconds)
-
-    def _lane_with(
-        self, wanted: int, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
-    ) -> int | None:
-        sibling = request.prompt.sharing
+        wanted, sibling = request.wanted_blocks, request.prompt.sharing
         if sibling is not None:
             lane = sibling.lane
         elif len(self._lanes) == 1:
@@ -152,7 +147,7 @@ class Admission:
         lanes = self._lanes
         if not request.may_spread:
             lanes = (max(lanes, key=lambda lane: (self._free_blocks(lane), -lane)),)
-        self._claim = _Claim(request, lanes, self.wanted_blocks(request))
+        self._claim = _Claim(request, lanes, request.wanted_blocks)
 
     def withdraw(self, request: Request) -> None:
         """A waiting request is gone."""
@@ -180,8 +175,7 @@ class Admission:
         own behind `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
-        wanted = self.wanted_blocks(request)
-        if self._lane_with(wanted, request, self._lanes, pending_seconds) is None:
+        if self.lane_for(request, self._lanes, pending_seconds) is None:
             return None
         shared_tokens = 0
         placed: Placed | None
@@ -206,7 +200,7 @@ class Admission:
         if request.is_long:
             self._longs += 1
             self._long_blocks += self.blocks_for(request.reservation_tokens)
-        self._note_beside_claim(request, wanted)
+        self._note_beside_claim(request, request.wanted_blocks)
         return Admit(
             id=submit.id,
             prompt=submit.prompt,

@@ -101,7 +101,7 @@ class Candidates:
         self._work[row] = request.work_seconds
         self._remaining[row] = remaining_seconds
         self._tie[row] = request.tie
-        self._wanted[row] = wanted_blocks
+        self._wanted[row] = request.wanted_blocks = wanted_blocks
         self._lane[row] = request.lane
         self._long[row] = request.is_long
         self._spread[row] = request.may_spread
@@ -151,7 +151,7 @@ class Candidates:
 
     def wants(self, request: Request, blocks: int, remaining_seconds: float, *, held: bool) -> None:
         """What a waiting request needs to be admitted, and whether it must wait for a prefill that it shares."""
-        self._wanted[request.row] = blocks
+        self._wanted[request.row] = request.wanted_blocks = blocks
         self._remaining[request.row] = remaining_seconds
         self._held[request.row] = held
 

@@ -131,9 +131,11 @@ class Filler:
         running = table.running(lanes)
         elsewhere = 0
         for turn in range(MOST_ORDERS):
-            eligible = running & ~seen
+            eligible = running
             if turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE and not self._roster.is_full:
-                eligible |= table.admissible(self._admission.room(lanes)) & ~seen
+                eligible = running | table.admissible(self._admission.room(lanes))
+            if turn:
+                eligible = eligible & ~seen
             if not eligible.any():
                 return
             for row in ordered(eligible):

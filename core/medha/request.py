@@ -53,6 +53,7 @@ class Request:
     limit_tokens: int  # prompt plus output may not pass it
     reservation_tokens: int  # of KV that it is promised at admission
     may_spread: bool = False  # its KV may be cut over several lanes
+    wanted_blocks: int = 0  # free blocks of KV that it needs to be admitted
     row: int = NOWHERE  # in the table of candidates
     lane: int = NOWHERE  # that computes it
     reserved_tokens: int = 0  # that its blocks can hold
