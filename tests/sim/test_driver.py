@@ -7,17 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medha.api import SchedulingSpec, ServiceClass
 from medha.config import ReplicaConfig
 from medha.errors import ConfigInvalid
 from medha.hardware import H100, LLAMA3_8B
 from medha.messages import Step, StepProfile
+from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.routing import RouterCore
 from medha.topology import Topology
 from medha_sim.driver import Arrival, FollowUp, Latencies, SimulatedReplica, Simulation, Workload
-from medha_sim.executor import Launched
+from medha_sim.executor import Launched, Perturbed, PredictorCost
 from medha_sim.records import RunLog
 from medha_sim.scenario import Deployment, medha_replica
 from medha_sim.workloads import conversations
@@ -165,7 +168,9 @@ def test_a_later_turn_computes_only_what_is_new_where_prefixes_are_cached() -> N
 
 def test_replicas_share_the_work_and_turns_go_where_their_prefix_is() -> None:
     deployment = Deployment(model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8), replicas=2)
-    made = conversations(deployment.targets(), rate=1.0, duration_seconds=20.0, seed=1)
+    made = conversations(
+        deployment.targets(), rate=1.0, duration_seconds=10.0, seed=1, mean_think_seconds=2.0
+    )
     simulation = deployment.simulation(made)
     log = simulation.run(2000)
     assert finished_with_all_tokens(log)
@@ -206,3 +211,43 @@ def test_the_state_is_sampled_over_time() -> None:
     assert max(series.running) > 0
     assert 0 < max(series.kv_share) <= 1
     assert series.running[-1] == series.kv_share[-1] == 0
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, database=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.floats(0, 2), st.integers(1, 3000), st.integers(1, 12)), min_size=1, max_size=12
+    ),
+    stages=st.integers(1, 3),
+    count=st.integers(1, 3),
+    policy=st.sampled_from(("fcfs", "lars", "srpt", "guarded")),
+    noise=st.sampled_from((0.0, 0.5)),
+    seed=st.integers(0, 1000),
+)
+def test_whatever_comes_every_token_comes_once_and_again_the_same(
+    requests: list[tuple[float, int, int]], stages: int, count: int, policy: str, noise: float, seed: int
+) -> None:
+    workload = Workload(
+        [
+            arrival(index, at, prompt_tokens, output_tokens)
+            for index, (at, prompt_tokens, output_tokens) in enumerate(sorted(requests))
+        ]
+    )
+
+    def run() -> RunLog:
+        parts = []
+        for index in range(count):
+            settings_ = config(stages=stages, policy=policy, max_chunk_tokens=512)
+            generator = np.random.default_rng((seed, index))
+            truth = PredictorCost(Predictor(PROFILE, settings_.topology))
+            cost = Perturbed(truth, bias=1.1, noise=noise, generator=generator)
+            ends_at = workload.ends_at()
+            parts.append(medha_replica(f"replica-{index}", settings_, PROFILE, ends_at, cost=cost))
+        return Simulation(parts, workload, router=RouterCore()).run(10_000)
+
+    log = run()
+    assert finished_with_all_tokens(log)
+    # A chunk of one token that ends its prompt looks like a decode, so the sums are bounds.
+    asked = sum(record.prompt_tokens for record in log.requests.values())
+    assert asked - len(requests) <= sum(log.chunks.tokens) <= asked
+    assert log == run()
