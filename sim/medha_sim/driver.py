@@ -383,9 +383,11 @@ class _Router:
         self._simulation = simulation
 
     def start(self, cards: Sequence[Announce]) -> None:
+        """Know all replicas before the first request comes."""
         self.model, self.digest = cards[0].model, cards[0].digest
         for card in cards:
             self.take(BundleKnown(card.digest), 0.0)
+            self.take(Received(card.replica, card), 0.0)
         self._tick(None, 0.0)
 
     def take(self, event: RouterEvent, now: float) -> None:

@@ -96,6 +96,13 @@ def test_a_router_and_several_replicas_lose_and_repeat_nothing() -> None:
     assert finished_with_all_tokens(log)
 
 
+def test_a_request_at_the_very_start_finds_the_replicas() -> None:
+    workload = Workload([arrival(0, 0.0)])
+    latencies = Latencies(replica_seconds=0.001)
+    log = Simulation(replicas(workload, 2), workload, router=RouterCore(), latencies=latencies).run(100)
+    assert finished_with_all_tokens(log)
+
+
 def test_requests_that_are_open_when_the_clock_stops_are_censored() -> None:
     workload = Workload([arrival(0, 0.0), arrival(1, 0.1, prompt_tokens=5000), arrival(2, 5.0)])
     log = Simulation(replicas(workload), workload).run(0.11)
