@@ -5,7 +5,7 @@ What may happen, and what follows::
     STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
         |                  |                   |
         |                  |                   +-- a part fails, or does not stop in time --> STOPPING (exit 1)
-        |                  +-- any part exits ----------------------------------------------> STOPPING (exit 1)
+        |                  +-- a part exits: it is started again; the third time in a minute -> STOPPING (exit 1)
         +-- a part exits, or ready takes too long ------------------------------------------> STOPPING (exit 1)
         +-- Ctrl-C -------------------------------------------------------------------------> STOPPING (exit 0)
 
@@ -27,6 +27,8 @@ from enum import Enum
 
 GRACE_SECONDS = 10.0  # to leave after a SIGTERM, for a part that has nothing left to finish
 FAILED_GRACE_SECONDS = 3.0  # the same once something has failed: enough to send clients an error
+MOST_DEATHS = 3  # of one part within DEATHS_SECONDS: then it is not the world that kills it
+DEATHS_SECONDS = 60.0
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -77,6 +79,13 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Start a part again."""
+
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
 class Present:
     """Show the start table."""
 
@@ -87,7 +96,7 @@ class Say:
 
 
 Event = Ready | Exited | Interrupt | TimePassed
-Command = Terminate | Kill | Present | Say
+Command = Terminate | Kill | Start | Present | Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +110,7 @@ class Lifecycle:
     ready_seconds: float
     phase: Phase = Phase.STARTING
     asked: frozenset[str] = frozenset()
+    deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while serving, and when
     exit_status: int = 0
     failure: str = ""  # why exit_status is 1
 
@@ -160,7 +170,7 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
         case Phase.STARTING:
             state, commands = _fail(state, now, f"before the replica was ready, {_how(event)}")
         case Phase.SERVING:
-            state, commands = _fail(state, now, _how(event))
+            state, commands = _start_again(state, event, now)
         case Phase.DRAINING:
             clean = (0, -signal.SIGTERM) if event.part in state.asked else (0,)
             if event.status in clean:
@@ -172,6 +182,17 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
     if not state.running:
         state = replace(state, phase=Phase.ENDED, deadline=math.inf)
     return state, commands
+
+
+def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
+    """Start a part again that has ended while serving, unless it keeps ending."""
+    recent = tuple((part, at) for part, at in state.deaths if now - at < DEATHS_SECONDS)
+    deaths = sum(part == event.part for part, _ in recent) + 1
+    if deaths >= MOST_DEATHS:
+        times = f"{deaths} times in {DEATHS_SECONDS:g} s"
+        return _fail(state, now, f"{_how(event)}; it ended {times}, and is not started again")
+    state = replace(state, running=state.running | {event.part}, deaths=(*recent, (event.part, now)))
+    return state, [Say(f"{_how(event)}; starting it again"), Start(event.part)]
 
 
 def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:

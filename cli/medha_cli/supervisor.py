@@ -29,6 +29,7 @@ from medha_cli.lifecycle import (
     Present,
     Ready,
     Say,
+    Start,
     Terminate,
     TimePassed,
     begin,
@@ -88,6 +89,7 @@ def supervise(
     not block for long.
     """
     parts = [part for group in groups for part in group]
+    by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
     events: SimpleQueue[Event | Printed] = SimpleQueue()
     inbox = _Inbox(events, is_ready)
@@ -112,6 +114,8 @@ def supervise(
                             running[name].terminate(drain=drain)
                         case Kill(name):
                             running[name].kill()
+                        case Start(name):
+                            running[name] = _Process(by_name[name], events)
                         case Present():
                             display.ready({name: process.pid for name, process in running.items()})
                         case Say(text):

@@ -171,13 +171,13 @@ def write_parts(
             "rank_control": rank_control,
             "rank_tokens": rank_tokens,
             "ready_file": str(files.ranks_ready),
+            "epoch_file": str(files.directory / "epoch"),
             "record_file": str(record.absolute()) if record else None,
             "log_level": log_level,
         },
     )
     shape = spec.parallelism
     ranks = shape.tensor * shape.stream * shape.kv
-    rendezvous = f"tcp://127.0.0.1:{_free_port()}" if ranks > 1 else None
     rank_parts = []
     for rank in range(ranks):
         settings = files.write(
@@ -188,7 +188,6 @@ def write_parts(
                 "model_directory": str(directory),
                 "control": rank_control,
                 "tokens": rank_tokens,
-                "rendezvous": rendezvous,
                 "log_level": log_level,
             },
         )
@@ -201,7 +200,7 @@ def write_parts(
 
 
 def _free_port() -> int:
-    """A port of the loopback that nobody uses now."""
+    """A port that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -214,8 +213,11 @@ def _part(
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
-    if port is None:
-        return replica
+    """The replica with the port that was asked for; a free one is chosen here, so that a router that is started again
+    comes back under the same URL."""
+    port = replica.spec.router.port if port is None else port
+    if port == 0:
+        port = _free_port()
     router = replica.spec.router.model_copy(update={"port": port})
     return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
 

@@ -22,6 +22,7 @@ from medha_cli.lifecycle import (
     Present,
     Ready,
     Say,
+    Start,
     Terminate,
     TimePassed,
     begin,
@@ -44,6 +45,11 @@ def run(*events: tuple[float, Event]) -> tuple[Lifecycle, list[Command]]:
 
 SERVING = [(1.0, Ready())]
 DRAINING = [*SERVING, (2.0, Interrupt())]
+
+
+def dead(part: str) -> list[tuple[float, Event]]:
+    """A part that ends as often as it may not, the last time at 2.0."""
+    return [(1.6 + 0.2 * turn, Exited(part, -9, "the last line")) for turn in range(3)]
 
 
 def test_ready_is_presented_once_and_waits_without_a_deadline() -> None:
@@ -82,27 +88,42 @@ def test_dying_of_the_sigterm_that_it_was_sent_is_a_clean_end() -> None:
 
 @pytest.mark.parametrize("part", ALL)
 @pytest.mark.parametrize("status", [0, 1, -9])
-def test_any_end_while_serving_is_a_failure_and_stops_the_others(part: str, status: int) -> None:
-    state, commands = run(*SERVING, (2.0, Exited(part, status, "the last line")))
+def test_a_part_that_ends_while_serving_is_started_again(part: str, status: int) -> None:
+    state, commands = run(*SERVING, (2.0, Exited(part, status)))
+    assert (state.phase, state.exit_status) == (Phase.SERVING, 0)
+    assert state.running == frozenset(ALL)
+    assert commands == [Start(part)]
+
+
+@pytest.mark.parametrize("part", ALL)
+def test_the_third_end_of_a_part_within_a_minute_is_a_failure_and_stops_the_others(part: str) -> None:
+    state, commands = run(*SERVING, *dead(part))
     assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
-    assert part in state.failure
-    assert "the last line" in state.failure
+    assert state.failure.startswith(f"{part} was killed by SIGKILL; its last line: the last line")
+    assert "3 times in 60 s" in state.failure
     assert commands == [Terminate(other, drain=False) for other in ALL if other != part]
 
 
+def test_ends_of_different_parts_or_long_ago_do_not_add_up() -> None:
+    ends = [(2.0, Exited("rank 0", -9)), (3.0, Exited("rank 1", -9)), (4.0, Exited("rank 0", -9))]
+    assert run(*SERVING, *ends)[0].phase is Phase.SERVING
+    assert run(*SERVING, *ends, (61.9, Exited("rank 0", -9)))[0].phase is Phase.STOPPING
+    assert run(*SERVING, *ends, (62.0, Exited("rank 0", -9)))[0].phase is Phase.SERVING
+
+
 def test_the_first_failure_is_the_one_that_is_told() -> None:
-    state, _ = run(*SERVING, (2.0, Exited("rank 0", -9)), (2.1, Exited("router", 1)))
-    assert state.failure == "rank 0 was killed by SIGKILL"
+    state, _ = run(*SERVING, *dead("rank 0"), (2.1, Exited("router", 1)))
+    assert state.failure.startswith("rank 0 was killed by SIGKILL")
 
 
 def test_an_illegal_instruction_comes_with_its_mend() -> None:
-    state, _ = run(*SERVING, (2.0, Exited("rank 0", -signal.SIGILL)))
+    state, _ = run((2.0, Exited("rank 0", -signal.SIGILL)))
     assert "rank 0 was killed by SIGILL" in state.failure
     assert "ONEDNN_MAX_CPU_ISA" in state.failure
 
 
 def test_parts_that_ignore_a_failure_are_killed_after_the_grace() -> None:
-    failed = [*SERVING, (2.0, Exited("rank 0", -9))]
+    failed = [*SERVING, *dead("rank 0")]
     assert run(*failed, (2.0 + FAILED_GRACE_SECONDS - 0.01, TimePassed()))[1] == []
     state, commands = run(*failed, (2.0 + FAILED_GRACE_SECONDS, TimePassed()))
     assert (state.phase, state.exit_status) == (Phase.KILLING, 1)
@@ -134,7 +155,7 @@ def test_a_second_interrupt_kills_what_is_left_with_status_130() -> None:
 
 
 def test_a_failure_keeps_its_status_when_the_user_loses_patience() -> None:
-    assert run(*SERVING, (2.0, Exited("rank 0", -9)), (2.1, Interrupt()))[0].exit_status == 1
+    assert run(*SERVING, *dead("rank 0"), (2.1, Interrupt()))[0].exit_status == 1
 
 
 def test_a_part_that_fails_or_hangs_while_draining_is_a_failure() -> None:

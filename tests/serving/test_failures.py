@@ -1,34 +1,112 @@
-"""What clients see when a part of `medha up` fails."""
+"""What clients see when a part of `medha up` is killed."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from .conftest import MODEL, free_port, start, stop, write_manifest
+from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+
+BODY = {"model": MODEL, "prompt": "go on", "temperature": 1, "seed": 5, "ignore_eos": True, "stream": True}
 
 
-@pytest.mark.parametrize("module", ["medha_worker.rank", "medha_worker.controller"])
-def test_a_killed_part_ends_open_streams_with_an_error_and_the_whole_with_status_1(
-    module: str, checkpoint: Path, tmp_path: Path
+@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 2, 2)], ids=["one rank", "four ranks"])
+def replica(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    tensor, stream, kv = request.param
+    port = free_port()
+    manifest = write_manifest(
+        tmp_path_factory.mktemp("failures") / "tiny.yaml",
+        checkpoint,
+        port,
+        model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096},
+        parallelism={"tensor": tensor, "stream": stream, "kv": kv},
+        kvCache={"size": "16Mi"},
+    )
+    running = start(manifest, port, checkpoint)
+    yield running
+    stop(running)
+
+
+def processes(served: Served, module: str) -> list[psutil.Process]:
+    """The replica's processes that run a module, in the order of their start."""
+    found = [part for part in served.parts() if module in part.cmdline()]
+    return sorted(found, key=lambda part: part.create_time())
+
+
+def streamed(served: Served, tokens: int, kill: psutil.Process | None = None, after: int = 0) -> str:
+    """The text of one stream; `kill` dies once `after` pieces have come."""
+    pieces = []
+    with httpx.stream(
+        "POST", served.url + "/v1/completions", json=BODY | {"max_tokens": tokens}, timeout=60
+    ) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                pieces.append(event["choices"][0]["text"])
+                if kill is not None and len(pieces) == after:
+                    os.kill(kill.pid, signal.SIGKILL)
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize(("module", "which"), [("medha_worker.rank", -1), ("medha_worker.controller", 0)])
+def test_a_stream_goes_on_with_the_same_text_when_a_part_dies(
+    replica: Served, module: str, which: int
 ) -> None:
+    """The router resubmits it to the next epoch with its seed and what was drawn; sampling is keyed by position."""
+    undisturbed = streamed(replica, 400)
+    victim = processes(replica, module)[which]
+    assert streamed(replica, 400, kill=victim, after=40) == undisturbed
+    assert not victim.is_running()
+    replica.wait_idle()
+
+
+def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(replica: Served) -> None:
+    (router,) = processes(replica, "medha_router")
+    with pytest.raises(httpx.HTTPError):
+        streamed(replica, 3000, kill=router, after=3)
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            if replica.get("/ready")[0] == 200:
+                break
+        except httpx.TransportError:
+            pass
+        time.sleep(0.1)
+    assert len(streamed(replica, 20)) > 0
+    replica.wait_idle()
+
+
+def test_a_part_that_keeps_dying_ends_the_whole_with_an_error(checkpoint: Path, tmp_path: Path) -> None:
     port = free_port()
     model = {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096}
     manifest = write_manifest(tmp_path / "tiny.yaml", checkpoint, port, model=model, kvCache={"size": "16Mi"})
     served = start(manifest, port, checkpoint)
     try:
-        parts = served.parts()
-        (victim,) = [part for part in parts if module in part.cmdline()]
-        body = {"model": MODEL, "prompt": "go on", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", served.url + "/v1/completions", json=body, timeout=60) as response:
+        parts: set[psutil.Process] = set()
+        with httpx.stream(
+            "POST", served.url + "/v1/completions", json=BODY | {"max_tokens": 4000}, timeout=60
+        ) as response:
             lines = (line for line in response.iter_lines() if line)
             next(lines)
-            os.kill(victim.pid, signal.SIGKILL)
+            for _ in range(3):
+                parts.update(served.parts())
+                (victim,) = processes(served, "medha_worker.rank")
+                os.kill(victim.pid, signal.SIGKILL)
+                while victim.is_running() and served.process.poll() is None:
+                    time.sleep(0.05)
+                while served.process.poll() is None and not processes(served, "medha_worker.rank"):
+                    time.sleep(0.05)
             rest = list(lines)
         assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "service_unavailable"
         assert rest[-1] == "data: [DONE]"

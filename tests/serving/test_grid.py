@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -86,23 +84,3 @@ def test_clients_that_go_away_leave_nothing_on_any_rank(grid: Served) -> None:
 
     asyncio.run(run())
     grid.wait_idle()
-
-
-def test_a_killed_rank_ends_the_whole(checkpoint: Path, tmp_path: Path) -> None:
-    """Until ranks are restarted; the others wait for it within a bound."""
-    port = free_port()
-    model = {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 4096}
-    shape = {"tensor": 1, "stream": 2}
-    manifest = write_manifest(
-        tmp_path / "grid.yaml", checkpoint, port, model=model, parallelism=shape, kvCache={"size": "16Mi"}
-    )
-    served = start(manifest, port, checkpoint)
-    try:
-        parts = served.parts()
-        ranks = [part for part in parts if "medha_worker.rank" in part.cmdline()]
-        assert len(ranks) == 2
-        os.kill(ranks[1].pid, signal.SIGKILL)
-        assert served.process.wait(timeout=30) == 1
-        assert not [part for part in parts if part.is_running()]
-    finally:
-        stop(served)

@@ -22,8 +22,10 @@ from medha.messages import (
     Admit,
     Done,
     Extent,
+    Meet,
     Message,
     RankFault,
+    RankHello,
     RankReady,
     Sampling,
     Shutdown,
@@ -76,14 +78,29 @@ class Stage:
         received = self.control.receive(timeout_seconds)
         assert received is not None, "the rank is silent"
         assert received.peer == rank_identity(0)
+        if isinstance(received.message, RankHello):  # every second
+            return self.receive(timeout_seconds)
         return received.message
 
-    def ready(self) -> RankReady:
+    def ready(self, epoch: int = 0) -> RankReady:
+        """Wait until the rank is here, and begin an epoch."""
+        self.meet(epoch)
         message = self.receive(START_SECONDS)
         assert isinstance(message, RankReady), message
-        also = self.tokens.receive(ANSWER_SECONDS)
-        assert also is not None, "the token link's peer is not known"
+        assert message.epoch == epoch
         return message
+
+    def meet(self, epoch: int = 0) -> None:
+        """Wait until the rank is here, and call it."""
+        for link in (self.control, self.tokens):
+            received = link.receive(START_SECONDS)
+            assert received is not None
+            match received.message:
+                case RankHello(rank=0):
+                    pass
+                case other:
+                    raise AssertionError(other)
+        self.send(Meet(epoch))
 
     def send(self, message: Message) -> None:
         self.control.send(message, peer=rank_identity(0))
@@ -309,7 +326,9 @@ def test_a_pool_that_cannot_hold_the_longest_request_is_a_fault_that_names_the_m
     start: Callable[..., Stage],
 ) -> None:
     spec = SPEC.model_copy(update={"kv_cache": KvCacheSpec(size="100Ki")})
-    detail = fault_of(start(spec))
+    stage = start(spec)
+    stage.meet()
+    detail = fault_of(stage)
     assert "maxModelLen 512" in detail
     assert "raise kvCache.size" in detail
 

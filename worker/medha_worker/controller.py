@@ -13,9 +13,11 @@ import json
 import logging
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -44,6 +46,7 @@ from medha.messages import (
     FetchBundle,
     Message,
     RankFault,
+    RankHello,
     RankReady,
     Readiness,
     Refused,
@@ -61,9 +64,10 @@ from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, toke
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.link import Link, rank_identity
 from medha_worker.lock_step import LockStep
+from medha_worker.muster import LinkName, Muster
 from medha_worker.observe import Observer, serve_metrics
 from medha_worker.outputs import OutputHasher
-from medha_worker.process import configure_logging, end_with_parent
+from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
@@ -92,6 +96,10 @@ class ControllerSettings(BaseModel):
     rank_tokens: str
     ready_file: Path | None = None
     """Written once, when all ranks are ready: a JSON `Readiness`."""
+    rendezvous_host: str = "127.0.0.1"
+    """Address of rank 0's machine, which is this one: where ranks meet for their data plane."""
+    epoch_file: Path | None = None
+    """Remembers the last epoch, so that a controller that was replaced begins a later one."""
     record_file: Path | None = None
     """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
     log_level: str = "info"
@@ -110,12 +118,20 @@ class Controller:
         self._router_control = Link.connect(context, settings.router_control, identity)
         self._router_tokens = Link.connect(context, settings.router_tokens, identity)
         self._poller = zmq.Poller()
-        for link in (self._router_control, self._router_tokens, self._rank_control):
+        for link in (self._router_control, self._router_tokens, self._rank_control, self._rank_tokens):
             self._poller.register(link.socket, zmq.POLLIN)
         self._context = context
-        self._lock_step = LockStep()
+        shape = settings.spec.parallelism
+        self._muster = Muster(shape.tensor * shape.stream * shape.kv, _next_epoch(settings.epoch_file))
+        self._core: ReplicaController | None = None  # of the epoch that runs
+        self._config: ReplicaConfig | None = None  # of this epoch or the last one
         self._stopping = False
         self._record: TextIO | None = None
+        self._registry = CollectorRegistry()
+        self._observer = Observer(self._registry, malformed=self._malformed)
+        self._announced: Load | None = None
+        self._card: Announce | None = None
+        self._announced_at = float("-inf")  # the first turn of the loop that can announce does
 
     # --- the main loop ------------------------------------------------------------------------------
 
@@ -125,21 +141,22 @@ class Controller:
         Raises:
             PartFailed: a rank could not start, or failed.
         """
-        ranks = self._await_ranks()
-        slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
-        self._start(derive(self._settings.spec, slowest), slowest)
-        self._report_ready(ranks)
         drain_until: float | None = None
-        while drain_until is None or (not self._core.idle and time.monotonic() < drain_until):
+        while drain_until is None or not self._drained(drain_until):
             self._poller.poll(POLL_MILLISECONDS)
+            self._hear_ranks()
             for event in self._events():
                 self._step(event)
             if self._stopping and drain_until is None:
                 drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
-                self._step(Drain())
+                if self._core is not None:
+                    self._step(Drain())
             self._announce()
         self._announce(force=True)
-        self._to_ranks(self._rank_control, Shutdown(reason="drained"))
+        self._shut_ranks_down()
+
+    def _drained(self, until: float) -> bool:
+        return self._core is None or self._core.idle or time.monotonic() >= until
 
     def stop(self) -> None:
         """Ask the loop to drain and end; safe in a signal handler."""
@@ -154,66 +171,104 @@ class Controller:
             self._record.close()
 
     def _step(self, event: ControllerEvent) -> None:
+        core = self._core
+        if core is None:
+            return  # the epoch was lost by an event before this one
         now = time.monotonic()
-        commands = self._core.handle(event, now)
+        commands = core.handle(event, now)
         handle_seconds = time.monotonic() - now
         self._record_event(event, now, commands)
         for command in commands:
             self._carry_out(command)
-        if isinstance(event, Submit) and not self._core.knows_prompt(event.prompt):
+        if isinstance(event, Submit) and not core.knows_prompt(event.prompt):
             self._prompts.forgotten(event.prompt)
-        self._observer.observe(event, commands, self._core, now, handle_seconds)
+        self._observer.observe(event, commands, core, now, handle_seconds)
 
-    # --- start --------------------------------------------------------------------------------------
+    # --- epochs -------------------------------------------------------------------------------------
 
-    def _await_ranks(self) -> list[RankReady]:
-        """Until every rank has said on *both* links that it is ready: a ROUTER cannot send to who never spoke."""
+    def _hear_ranks(self) -> None:
+        """Take what ranks say of themselves on the token link, and call them together once all are here."""
+        while (received := self._rank_tokens.receive()) is not None:
+            if isinstance(received.message, RankHello):
+                self._hello("tokens", received.message)
+        if self._muster.complete and self._muster.epoch is None:
+            self._call_together()
+
+    def _hello(self, link: LinkName, hello: RankHello) -> None:
+        if self._muster.replaces(hello):
+            self._lost(f"rank {hello.rank} was replaced")
+        self._muster.hello(link, hello)
+
+    def _fault(self, fault: RankFault) -> None:
+        """A rank says that it cannot go on.
+
+        Raises:
+            PartFailed: nothing was ever served, so that the manifest or the machine is to blame.
+        """
+        if fault.lost_epoch is None and self._config is None:
+            raise PartFailed(f"rank {fault.rank}: {fault.detail}")
+        if fault.lost_epoch in (None, self._muster.epoch):
+            self._lost(f"rank {fault.rank}: {fault.detail}")
+
+    def _lost(self, reason: str) -> None:
+        """The epoch is over. The router keeps the open requests, and submits them to the next one."""
+        if self._muster.epoch is not None:
+            _log.warning("epoch %d is lost: %s; waiting for all ranks", self._muster.epoch, reason)
+        self._muster.lose()
+        if self._core is not None:
+            self._core = None
+            self._announce(force=True)
+
+    def _call_together(self) -> None:
+        shape = self._settings.spec.parallelism
+        is_alone = shape.tensor * shape.stream * shape.kv == 1
+        rendezvous = "" if is_alone else f"tcp://{self._settings.rendezvous_host}:{_free_port()}"
+        meet = self._muster.meet(rendezvous)
+        if self._settings.epoch_file is not None:
+            self._settings.epoch_file.write_text(str(meet.epoch), encoding="utf-8")
+        _log.info("epoch %d begins", meet.epoch)
+        self._to_ranks(self._rank_control, meet)
+
+    def _begin(self, ranks: list[RankReady]) -> None:
+        """All ranks are ready: serve."""
         spec = self._settings.spec
-        expected = spec.parallelism.tensor * spec.parallelism.stream * spec.parallelism.kv
-        ready: dict[int, RankReady] = {}
-        for link in (self._rank_control, self._rank_tokens):
-            introduced: set[int] = set()
-            while len(introduced) < expected:
-                if self._stopping:
-                    raise PartFailed("asked to stop before the ranks were ready")
-                received = link.receive(timeout_seconds=POLL_MILLISECONDS / 1000)
-                match received and received.message:
-                    case RankReady() as message:
-                        introduced.add(message.rank)
-                        ready[message.rank] = message
-                    case RankFault() as fault:
-                        raise PartFailed(f"rank {fault.rank}: {fault.detail}")
-        return [ready[rank] for rank in sorted(ready)]
-
-    def _start(self, config: ReplicaConfig, ready: RankReady) -> None:
-        self._config = config
-        self._vocab_size = ready.vocab_size
-        profile = _profile(self._settings.spec)
-        self._core = ReplicaController(config, profile or ready.profile)
+        slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
+        config = derive(spec, slowest)
+        profile = _profile(spec)
+        is_first, self._config = self._config is None, config
+        self._vocab_size = slowest.vocab_size
+        self._core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
+        self._lock_step = LockStep()
         hasher = None
-        if self._settings.spec.kv_cache.prefix_caching:
+        if spec.kv_cache.prefix_caching:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
         self._prompts = PromptStore(config.max_model_len, hasher)
         self._outputs = OutputHasher()
-        registry = CollectorRegistry()
-        self._observer = Observer(registry, malformed=self._malformed)
-        metrics = self._settings.spec.metrics
-        self._metrics_url = serve_metrics(registry, metrics.host, metrics.port)
-        if self._settings.record_file is not None:
-            self._record = self._settings.record_file.open("w", encoding="utf-8", buffering=1)
-            header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
-            if profile is not None:  # its file may be gone when the log is replayed
-                header["profile"] = json.loads(profile.to_json())
-            self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
-        self._announced: Load | None = None
-        self._announced_at = float("-inf")  # the first turn of the loop announces
+        self._open_record(profile, slowest)
+        if is_first:
+            self._metrics_url = serve_metrics(self._registry, spec.metrics.host, spec.metrics.port)
+            self._report_ready(config, ranks)
+        self._announce(force=True)
 
-    def _report_ready(self, ranks: list[RankReady]) -> None:
+    def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
+        """Each epoch has a log of its own, for each begins with a fresh state."""
+        if self._record is not None:
+            self._record.close()
+        path = self._settings.record_file
+        if path is None:
+            return
+        if self._record is not None:
+            path = path.with_name(f"{path.name}.epoch{ready.epoch}")
+        self._record = path.open("w", encoding="utf-8", buffering=1)
+        header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
+        if profile is not None:  # its file may be gone when the log is replayed
+            header["profile"] = json.loads(profile.to_json())
+        self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
+
+    def _report_ready(self, config: ReplicaConfig, ranks: list[RankReady]) -> None:
         _log.info(
-            "serving: %d KV tokens, long from %d tokens",
-            self._config.kv_tokens,
-            self._config.long_threshold_tokens,
+            "serving: %d KV tokens, long from %d tokens", config.pool_tokens, config.long_threshold_tokens
         )
         if self._settings.ready_file is not None:
             partial = self._settings.ready_file.with_suffix(".partial")
@@ -226,22 +281,36 @@ class Controller:
         """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
         while (received := self._rank_control.receive()) is not None:
             match received.message:
+                case StageFree() | Done() as part if self._core is None or part.epoch != self._core.epoch:
+                    pass  # of an epoch that was lost
                 case StageFree() | Done() as part:
                     event = self._lock_step.join(part)
                     if event is not None:
                         yield self._with_hashes(event) if isinstance(event, Done) else event
+                case RankHello() as hello:
+                    self._hello("control", hello)
+                case RankReady() as ready:
+                    everyone = self._muster.ready(ready)
+                    if everyone is not None:
+                        self._begin(everyone)
                 case RankFault() as fault:
-                    raise PartFailed(f"rank {fault.rank}: {fault.detail}")
+                    self._fault(fault)
                 case other:
                     _log.warning("unexpected %s from %r", type(other).__name__, received.peer)
         while (received := self._router_tokens.receive()) is not None:
             match received.message, received.payload:
+                case Tokens(), _ if self._core is None:
+                    pass  # they come again with the next attempt
                 case Tokens() as tokens, memoryview() as frame:
                     yield from self._prompts.receive(tokens, tokens_from_frame(frame))
                 case other, _:
                     _log.warning("unexpected %s on the token link", type(other).__name__)
         while (received := self._router_control.receive()) is not None:
             match received.message:
+                case Submit() as submit if self._core is None:
+                    self._router_control.send(Refused(submit.id, "not_ready", "the ranks are gathering"))
+                case Cancel() if self._core is None:
+                    pass
                 case Submit() as submit:
                     if not self._prompts.hold(submit):
                         yield self._prompts.hashed(submit)
@@ -259,7 +328,7 @@ class Controller:
         hashes = []
         for sample in done.samples:
             if sample.id not in self._outputs:
-                request = self._core.find(sample.id)
+                request = self._core.find(sample.id) if self._core is not None else None
                 if request is None or request.ended or request.emitted:
                     continue  # its output was not followed from its first token on
                 prompt = self._prompts.hash_of(request.submit.prompt)
@@ -298,20 +367,22 @@ class Controller:
                 continue
             for offset in range(0, len(ids), TOKENS_PER_FRAME):
                 frame = tokens_to_frame(ids[offset : offset + TOKENS_PER_FRAME])
-                piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids))
+                piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids), epoch=step.epoch)
                 self._to_ranks(self._rank_tokens, piece, frame)
 
     def _to_ranks(self, link: Link, message: Message, payload: bytes | None = None) -> None:
-        """Send one message to every rank.
-
-        Raises:
-            PartFailed: a rank is not connected any more.
-        """
-        for rank in range(self._config.topology.ranks):
+        """Send one message to every rank; one that is not connected any more ends the epoch."""
+        for rank in range(self._muster.expected):
             try:
                 link.send(message, payload, peer=rank_identity(rank))
             except zmq.ZMQError as error:
-                raise PartFailed(f"rank {rank} is gone ({error}); its own log says why") from error
+                self._lost(f"rank {rank} is gone ({error}); its own log says why")
+                return
+
+    def _shut_ranks_down(self) -> None:
+        for rank in range(self._muster.expected):
+            with suppress(zmq.ZMQError):  # it has gone already
+                self._rank_control.send(Shutdown(reason="drained"), peer=rank_identity(rank))
 
     def _send_bundle(self, fetch: FetchBundle) -> None:
         if fetch.digest != self._bundle.digest:
@@ -328,21 +399,33 @@ class Controller:
         silent_seconds = now - self._announced_at
         if not force and silent_seconds < LOAD_SECONDS:
             return
-        load = self._core.load()
-        if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
+        card = self._card
+        if self._core is not None and self._config is not None:
+            load = self._core.load()
+            if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
+                return
+            self._announced = load
+            self._observer.state(self._core)
+            card = self._card = self._new_card(self._core, self._config, load)
+        elif card is None or (not force and silent_seconds < HEARTBEAT_SECONDS):
             return
-        self._announced, self._announced_at = load, now
-        self._observer.state(self._core)
-        config = self._config
+        else:
+            card = replace(card, ready=False)  # between two epochs
+        self._announced_at = now
+        # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
+        self._router_control.send(card)
+        self._router_tokens.send(card)
+
+    def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
         lengths = np.array([tokens for tokens in PREFILL_POINTS if tokens <= config.max_model_len], np.int64)
-        seconds = self._core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
-        announce = Announce(
+        seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
+        return Announce(
             replica=self._settings.replica,
             model=self._settings.spec.model.name,
             digest=self._bundle.digest,
-            epoch=self._core.epoch,
+            epoch=core.epoch,
             ready=True,
-            draining=self._core.draining,
+            draining=core.draining,
             max_model_len=config.max_model_len,
             vocab_size=self._vocab_size,
             kv_tokens_total=config.pool_tokens,
@@ -355,9 +438,6 @@ class Controller:
             service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
             prefill_points=tuple(zip(lengths.tolist(), seconds.tolist(), strict=True)),
         )
-        # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
-        self._router_control.send(announce)
-        self._router_tokens.send(announce)
 
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
         if self._record is not None:
@@ -378,6 +458,21 @@ def _profile(spec: MedhaReplicaSpec) -> Profile | None:
         return Profile.from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
+
+
+def _next_epoch(path: Path | None) -> int:
+    """One after the epoch that a controller before us has begun last."""
+    try:
+        return 1 + int(path.read_text(encoding="utf-8")) if path is not None else 0
+    except (FileNotFoundError, ValueError):
+        return 0
+
+
+def _free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def chunk_seconds(profile: StepProfile) -> float:
@@ -405,6 +500,7 @@ def main(settings_file: Path) -> None:
     settings = ControllerSettings.model_validate_json(settings_file.read_bytes())
     configure_logging(settings.log_level)
     end_with_parent()
+    collect_garbage_rarely()
     try:
         controller = Controller(settings, read_bundle(settings.model_directory))
     except MedhaError as error:

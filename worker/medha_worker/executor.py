@@ -265,6 +265,7 @@ class Executor:
             failures=tuple(failures),
             compute_seconds=self._clock() - started,
             lanes=(lane,),
+            epoch=self.epoch,
         )
 
     def _apply(self, step: Step) -> None:

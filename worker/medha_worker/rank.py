@@ -1,7 +1,9 @@
 """`python -m medha_worker.rank`: one rank's process.
 
-It loads its weights, sizes its KV pool, runs its warm-up, says on both links that it is ready, and then does one
-thing: receive a step, run it, answer. Whatever is decided is decided by the controller.
+It loads its weights, says that it is here, and meets the other ranks when the controller calls: that begins an epoch.
+In it, it does one thing: receive a step, run it, answer. Whatever is decided is decided by the controller. An epoch
+that is lost (another rank has gone) costs requests a moment and this process nothing: it keeps its weights, and waits
+for the next call.
 """
 
 from __future__ import annotations
@@ -9,10 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
@@ -22,7 +26,7 @@ from pydantic import BaseModel, ConfigDict
 
 from medha.api import MedhaReplicaSpec, quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
-from medha.messages import RankFault, RankReady, Shutdown, StageFree, Step, Tokens
+from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens
 from medha.topology import Topology, stage_layers
 from medha.wire import tokens_from_frame
 from medha_worker.cpu.choose import choose_kernels
@@ -39,6 +43,8 @@ from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.warmup import WarmUp, warm_up
 
 POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
+HELLO_SECONDS = 1.0  # how often a rank says that it is here
+MEET_SECONDS = 30.0  # for ranks that have their weights to find each other
 PROGRESS_SECONDS = 2.0
 TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
 
@@ -57,9 +63,12 @@ class RankSettings(BaseModel):
     """ZeroMQ endpoint of the controller's control link for ranks."""
     tokens: str
     """ZeroMQ endpoint of its token link."""
-    rendezvous: str | None = None
-    """Where ranks meet for the data plane, `tcp://host:port` of rank 0; none where there is one rank."""
     log_level: str = "info"
+
+    @property
+    def topology(self) -> Topology:
+        shape = self.spec.parallelism
+        return Topology(shape.tensor, shape.stream, shape.kv)
 
 
 class Rank:
@@ -71,25 +80,28 @@ class Rank:
         identity = rank_identity(settings.rank)
         self._control = Link.connect(self._context, settings.control, identity)
         self._tokens = Link.connect(self._context, settings.tokens, identity)
-        self._grid: Grid | None = None
+        self._hello = RankHello(settings.rank, secrets.token_hex(8))
+        self._hello_at = float("-inf")
+        self._engine: Engine | None = None
         self._stopping = False
         self._loading = True
 
     def run(self) -> None:
-        """Load, report, and run steps until told to stop.
+        """Load, and run steps of one epoch after the other until told to stop.
 
         Raises:
-            MedhaError: the model cannot be served as the manifest asks, or the state has parted from the controller's.
+            MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
         """
-        executor, ready = self._load()
+        loaded = load(self._settings)
         self._loading = False
-        for link in (self._control, self._tokens):
-            link.send(ready)
         while not self._stopping:
+            self._say_hello()
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
             match received and received.message:
-                case Step() as step:
-                    self._run_step(executor, step)
+                case Meet() as meet:
+                    self._guarded(meet.epoch, lambda meet=meet: self._meet(loaded, meet))  # type: ignore[misc]
+                case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
+                    self._guarded(step.epoch, lambda step=step: self._run_step(self._engine, step))  # type: ignore[misc]
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
@@ -106,22 +118,49 @@ class Rank:
 
     def close(self) -> None:
         """Close the links; a last message gets a moment to leave."""
+        self._leave()
         self._control.close()
         self._tokens.close()
         self._context.term()
-        if self._grid is not None:
-            self._grid.close()
 
-    def _run_step(self, executor: Executor, step: Step) -> None:
+    def _say_hello(self) -> None:
+        now = time.monotonic()
+        if now - self._hello_at >= HELLO_SECONDS:
+            self._hello_at = now
+            for link in (self._control, self._tokens):
+                link.send(self._hello)
+
+    def _guarded(self, epoch: int, work: Callable[[], None]) -> None:
+        """Do what needs the other ranks; if that fails, the epoch is lost and not this process."""
+        try:
+            work()
+        except (RuntimeError, PartFailed) as error:
+            if self._settings.topology.ranks == 1:
+                raise
+            _log.warning("epoch %d is lost: %s", epoch, error)
+            self._leave()
+            fault = RankFault(self._settings.rank, f"{type(error).__name__}: {error}", lost_epoch=epoch)
+            self._control.send(fault)
+
+    def _leave(self) -> None:
+        if self._engine is not None and self._engine.grid is not None:
+            self._engine.grid.close()
+        self._engine = None
+
+    def _meet(self, loaded: Loaded, meet: Meet) -> None:
+        self._leave()
+        self._engine = loaded.meet(meet)
+        self._control.send(self._engine.ready)
+
+    def _run_step(self, engine: Engine, step: Step) -> None:
+        executor, grid = engine.executor, engine.grid
         executor.prepare(step)
         self._take_tokens(executor, step)
-
-        grid = self._grid
 
         def stage_is_free() -> None:
             if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
                 lane = grid.here.kv if grid is not None else 0
-                self._control.send(StageFree(step.step_id, stage=0, lanes=(lane,)))
+                self._control.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
 
         done = executor.execute(step, stage_is_free)
         if done is not None and (grid is None or grid.rank == grid.drawing_rank):
@@ -135,100 +174,157 @@ class Rank:
                 missing = ", ".join(executor.missing_prompts(step))
                 raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
             match received.message, received.payload:
-                case Tokens() as tokens, memoryview() as frame:
+                case Tokens() as tokens, memoryview() as frame if tokens.epoch == executor.epoch:
                     executor.add_tokens(tokens, tokens_from_frame(frame))
 
-    def _load(self) -> tuple[Executor, RankReady]:
-        settings, spec = self._settings, self._settings.spec
-        started = time.monotonic()
-        keep_freed_memory()
-        topology = Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv)
-        torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // topology.ranks))
-        config = ModelConfig.from_directory(
-            settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
-        )
-        dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
-        _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
-        shard = _shard(config, topology, settings.rank)
-        grid = self._grid = self._meet(topology, config, dtype)
-        model = Transformer.load(
-            settings.model_directory,
-            config,
-            shard,
-            dtype=dtype,
-            kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
-            group=grid.tensor_group if grid is not None else None,
-            lanes=grid,
-            progress=_log_progress(time.monotonic),
-        )
-        scheduling = spec.scheduling
-        warm = warm_up(
-            model,
-            max_chunk_tokens=scheduling.max_chunk_tokens,
-            max_running=scheduling.max_running,
+
+@dataclass(frozen=True)
+class Engine:
+    """What lasts for one epoch."""
+
+    executor: Executor
+    grid: Grid | None
+    ready: RankReady
+
+
+class Loaded:
+    """What outlives epochs: weights, what the warm-up has measured, and the memory of the KV pool."""
+
+    def __init__(
+        self, settings: RankSettings, config: ModelConfig, model: Transformer, load_seconds: float
+    ) -> None:
+        self._settings, self._config, self._model = settings, config, model
+        self._load_seconds = load_seconds
+        self._warm: WarmUp | None = None
+        self._kv_cache: KVCache | None = None
+
+    def meet(self, meet: Meet) -> Engine:
+        """Meet the other ranks, and begin an epoch with an empty ledger.
+
+        Raises:
+            PartFailed: they did not all come.
+        """
+        settings, config = self._settings, self._config
+        topology = settings.topology
+        grid = None
+        if topology.ranks > 1:
+            grid = Grid(
+                topology,
+                settings.rank,
+                meet.rendezvous,
+                hidden_size=config.hidden_size,
+                dtype=self._model.dtype,
+                meet_seconds=MEET_SECONDS,
+            )
+            self._model = self._model.in_grid(grid.tensor_group, grid)
+        try:
+            return self._begin(meet.epoch, grid)
+        except BaseException:
+            if grid is not None:
+                grid.close()
+            raise
+
+    def _begin(self, epoch: int, grid: Grid | None) -> Engine:
+        settings, config, model = self._settings, self._config, self._model
+        is_warm = self._warm is not None
+        if grid is not None:
+            is_warm = (
+                grid.smallest(int(is_warm)) == 1
+            )  # in lock-step: all ranks warm up if one of them has not
+        if self._warm is None or not is_warm:
+            self._warm = self._warm_up()
+        kv_cache = self._pool(self._warm, grid)
+        ready = RankReady(
+            rank=settings.rank,
+            block_size_tokens=kv_cache.block_tokens,
+            kv_blocks=kv_cache.num_blocks,
+            weights_bytes=model.weights_bytes,
+            activation_bytes=self._warm.activation_bytes,
+            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
+            profile=self._warm.profile,
+            device=str(model.device),
             max_model_len=config.max_model_len,
-            clock=time.perf_counter,
+            vocab_size=config.vocab_size,
+            linear_flops_per_token=config.linear_flops_per_token,
+            attention_flops_per_pair=config.attention_flops_per_pair,
+            load_seconds=self._load_seconds,
+            epoch=epoch,
         )
-        _log.info("warmed up: %s", warm.profile)
-        kv_cache = self._new_pool(config, model, warm, topology.ranks)
         executor = Executor(
             model,
             kv_cache,
             vocab_size=config.vocab_size,
             eos_token_ids=eos_token_ids(settings.model_directory),
             clock=time.perf_counter,
+            epoch=epoch,
             device=model.device,
-            lane=topology.coordinates(settings.rank).kv,
+            lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=grid,
         )
-        ready = RankReady(
-            rank=settings.rank,
-            block_size_tokens=kv_cache.block_tokens,
-            kv_blocks=kv_cache.num_blocks,
-            weights_bytes=model.weights_bytes,
-            activation_bytes=warm.activation_bytes,
-            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
-            profile=warm.profile,
-            device=str(model.device),
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            linear_flops_per_token=config.linear_flops_per_token,
-            attention_flops_per_pair=config.attention_flops_per_pair,
-            load_seconds=time.monotonic() - started,
-        )
-        return executor, ready
+        return Engine(executor, grid, ready)
 
-    def _new_pool(self, config: ModelConfig, model: Transformer, warm: WarmUp, ranks_here: int) -> KVCache:
-        cache = self._settings.spec.kv_cache
-        request = PoolRequest(
-            block_bytes=_block_bytes(config, model, cache.block_size_tokens),
-            block_size_tokens=cache.block_size_tokens,
-            max_model_len=-(-config.max_model_len // self._settings.spec.parallelism.kv),  # lanes share it
-            max_running=self._settings.spec.scheduling.max_running,
-            size_bytes=None if cache.size is None else quantity_bytes(cache.size),
-            memory_fraction=cache.memory_fraction,
-            weights_bytes=model.weights_bytes,
-            activation_bytes=warm.activation_bytes,
+    def _warm_up(self) -> WarmUp:
+        scheduling = self._settings.spec.scheduling
+        warm = warm_up(
+            self._model,
+            max_chunk_tokens=scheduling.max_chunk_tokens,
+            max_running=scheduling.max_running,
+            max_model_len=self._config.max_model_len,
+            clock=time.perf_counter,
         )
-        blocks = pool_blocks(request, host_free_bytes(ranks_here))
-        if self._grid is not None:
-            blocks = self._grid.smallest(blocks)  # all ranks replay one ledger
-        return model.new_kv_cache(blocks, cache.block_size_tokens)
+        _log.info("warmed up: %s", warm.profile)
+        return warm
 
-    def _meet(self, topology: Topology, config: ModelConfig, dtype: torch.dtype) -> Grid | None:
-        """The other ranks, if there are any."""
-        if topology.ranks == 1:
-            return None
-        settings = self._settings
-        assert settings.rendezvous is not None, "who starts several ranks says where they meet"
-        return Grid(
-            topology,
-            settings.rank,
-            settings.rendezvous,
-            hidden_size=config.hidden_size,
-            dtype=dtype,
-            meet_seconds=settings.spec.lifecycle.ready_seconds,
-        )
+    def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
+        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it."""
+        settings, config, model = self._settings, self._config, self._model
+        cache = settings.spec.kv_cache
+        if self._kv_cache is not None:
+            blocks = self._kv_cache.num_blocks
+        else:
+            request = PoolRequest(
+                block_bytes=_block_bytes(config, model, cache.block_size_tokens),
+                block_size_tokens=cache.block_size_tokens,
+                max_model_len=-(-config.max_model_len // settings.spec.parallelism.kv),  # lanes share it
+                max_running=settings.spec.scheduling.max_running,
+                size_bytes=None if cache.size is None else quantity_bytes(cache.size),
+                memory_fraction=cache.memory_fraction,
+                weights_bytes=model.weights_bytes,
+                activation_bytes=warm.activation_bytes,
+            )
+            blocks = pool_blocks(request, host_free_bytes(settings.topology.ranks))
+        if grid is not None:
+            blocks = grid.smallest(blocks)
+        if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
+            self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
+        return self._kv_cache
+
+
+def load(settings: RankSettings) -> Loaded:
+    """Read this rank's weights.
+
+    Raises:
+        MedhaError: the model cannot be served as the manifest asks.
+    """
+    spec, topology = settings.spec, settings.topology
+    started = time.monotonic()
+    keep_freed_memory()
+    torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // topology.ranks))
+    config = ModelConfig.from_directory(
+        settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
+    )
+    dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
+    _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
+    shard = _shard(config, topology, settings.rank)
+    model = Transformer.load(
+        settings.model_directory,
+        config,
+        shard,
+        dtype=dtype,
+        kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
+        progress=_log_progress(time.monotonic),
+    )
+    return Loaded(settings, config, model, time.monotonic() - started)
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

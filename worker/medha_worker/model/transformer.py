@@ -38,7 +38,6 @@ class Transformer:
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
     ) -> None:
-        assert shard.tensor_size == 1 or group is not None, "slices of layers add up to nothing alone"
         self._group = group or Alone()
         self._lanes = lanes
         self.config = config
@@ -75,6 +74,12 @@ class Transformer:
         """The same weights, computed by other kernels."""
         return Transformer(
             self.config, self.shard, self._weights, kernels=kernels, group=self._group, lanes=self._lanes
+        )
+
+    def in_grid(self, group: TensorGroup, lanes: LaneLinks) -> "Transformer":
+        """The same weights among other ranks. A model whose shard is a slice of its layers runs only like this."""
+        return Transformer(
+            self.config, self.shard, self._weights, kernels=self.kernels, group=group, lanes=lanes
         )
 
     @property

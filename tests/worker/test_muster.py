@@ -1,0 +1,74 @@
+"""When ranks begin an epoch together, and when it is lost."""
+
+from dataclasses import replace
+
+import pytest
+
+from medha.messages import Meet, RankHello, RankReady, StepProfile
+from medha_worker.muster import Muster
+
+READY = RankReady(
+    rank=0, block_size_tokens=16, kv_blocks=4, weights_bytes=1, activation_bytes=1, kv_bytes=1,
+    profile=StepProfile(1e-3, 1e-6, 1e-9, 1e-5), device="cpu", max_model_len=64, vocab_size=9,
+    linear_flops_per_token=1.0, attention_flops_per_pair=1.0,
+)  # fmt: skip
+
+
+def say(muster: Muster, rank: int, incarnation: str = "a") -> None:
+    for link in ("control", "tokens"):
+        hello = RankHello(rank, incarnation)
+        if muster.replaces(hello):
+            muster.lose()
+        muster.hello(link, hello)  # type: ignore[arg-type]
+
+
+def test_an_epoch_begins_when_every_rank_is_heard_on_both_links() -> None:
+    muster = Muster(2)
+    say(muster, 0)
+    muster.hello("control", RankHello(1, "b"))
+    assert not muster.complete
+    muster.hello("tokens", RankHello(1, "b"))
+    assert muster.complete
+    assert muster.meet("tcp://h:1") == Meet(0, "tcp://h:1")
+
+
+def test_it_is_ready_when_the_last_rank_is_and_counts_no_answer_to_an_earlier_call() -> None:
+    muster = Muster(2, first_epoch=4)
+    say(muster, 0)
+    say(muster, 1)
+    muster.meet("")
+    assert muster.missing == [0, 1]
+    second = replace(READY, rank=1, epoch=4)
+    assert muster.ready(second) is None
+    assert muster.ready(replace(READY, epoch=3)) is None
+    assert muster.missing == [0]
+    assert muster.ready(replace(READY, epoch=4)) == [replace(READY, epoch=4), second]
+
+
+def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> None:
+    muster = Muster(2)
+    say(muster, 0)
+    say(muster, 1)
+    muster.meet("")
+    say(muster, 0)  # a heartbeat is nothing
+    assert muster.epoch == 0
+    say(muster, 1, "b")
+    assert muster.epoch is None
+    assert not muster.complete
+    say(muster, 0)
+    assert muster.complete
+    assert muster.meet("").epoch == 1
+
+
+def test_a_rank_that_is_replaced_before_the_call_just_takes_the_place() -> None:
+    muster = Muster(1)
+    muster.hello("control", RankHello(0, "a"))
+    muster.hello("tokens", RankHello(0, "b"))
+    assert not muster.complete
+    muster.hello("control", RankHello(0, "b"))
+    assert muster.complete
+
+
+def test_nobody_is_called_before_all_are_here() -> None:
+    with pytest.raises(AssertionError):
+        Muster(1).meet("")

@@ -1,0 +1,82 @@
+"""Which ranks are here, and when they begin an epoch together: decisions only.
+
+An epoch begins when every rank has been heard on both links. It is lost when a rank says so, or when one was replaced
+by another process; then the next one begins as soon as all are here again. Ranks that survive keep their weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from medha.messages import Meet, RankHello, RankReady
+
+LinkName = Literal["control", "tokens"]
+
+
+@dataclass(slots=True)
+class _Rank:
+    incarnation: str
+    heard_on: set[LinkName] = field(default_factory=set)
+    ready: RankReady | None = None  # for the current epoch
+
+
+class Muster:
+    """The ranks of one replica, as its controller knows them."""
+
+    def __init__(self, ranks: int, first_epoch: int = 0) -> None:
+        self.expected = ranks
+        self._ranks: dict[int, _Rank] = {}
+        self._next_epoch = first_epoch
+        self.epoch: int | None = None
+        """The epoch in which the ranks meet or have met; None while they gather."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has been heard on both links: a ROUTER cannot send to who never spoke."""
+        heard = [rank for rank in self._ranks.values() if rank.heard_on == {"control", "tokens"}]
+        return len(heard) == self.expected
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not been heard, or are not ready yet."""
+        return [
+            rank for rank in range(self.expected) if rank not in self._ranks or not self._ranks[rank].ready
+        ]
+
+    def replaces(self, hello: RankHello) -> bool:
+        """Whether the epoch is lost by who says hello, because it is not the process that was here before."""
+        known = self._ranks.get(hello.rank)
+        return self.epoch is not None and known is not None and known.incarnation != hello.incarnation
+
+    def hello(self, link: LinkName, hello: RankHello) -> None:
+        """A rank was heard."""
+        assert not self.replaces(hello), "the epoch goes first"
+        known = self._ranks.get(hello.rank)
+        if known is None or known.incarnation != hello.incarnation:
+            known = self._ranks[hello.rank] = _Rank(hello.incarnation)
+        known.heard_on.add(link)
+
+    def lose(self) -> None:
+        """The epoch is over: nobody is ready any more, and everybody has to be heard again, for one may have gone."""
+        self.epoch = None
+        for rank in self._ranks.values():
+            rank.ready = None
+            rank.heard_on.clear()
+
+    def meet(self, rendezvous: str) -> Meet:
+        """Begin the next epoch; all are here."""
+        assert self.complete
+        assert self.epoch is None
+        self.epoch = self._next_epoch
+        self._next_epoch += 1
+        return Meet(self.epoch, rendezvous)
+
+    def ready(self, ready: RankReady) -> list[RankReady] | None:
+        """A rank is ready for an epoch; all of them in order once the last one is, for the current one."""
+        if ready.epoch != self.epoch or ready.rank not in self._ranks:
+            return None
+        self._ranks[ready.rank].ready = ready
+        found = [self._ranks[rank].ready for rank in sorted(self._ranks)]
+        everyone = [one for one in found if one is not None]
+        return everyone if len(everyone) == self.expected else None
