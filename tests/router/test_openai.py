@@ -128,7 +128,7 @@ def test_a_stop_string_ends_the_text_cancels_and_hides_the_overshoot(
     )
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == count
-    replica.wait(lambda: replica.cancels == [replica.submits[0].id])
+    replica.wait(lambda: set(replica.cancels) == {replica.submits[0].id})  # again for each late token
 
 
 def test_samples_share_one_prompt_and_come_in_order(client: openai.OpenAI, replica: ScriptedReplica) -> None:
@@ -281,8 +281,8 @@ def test_a_client_that_goes_away_cancels_its_sequences(
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/chat/completions", json=body)
-    replica.wait(lambda: len(replica.cancels) == 2)
-    assert sorted(replica.cancels) == sorted(submit.id for submit in replica.submits)
+    replica.wait(lambda: len(set(replica.cancels)) == 2)  # again for each late token
+    assert set(replica.cancels) == {submit.id for submit in replica.submits}
 
 
 @pytest.mark.parametrize(
