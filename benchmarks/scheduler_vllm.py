@@ -105,7 +105,7 @@ class Bench:
             timed.append(self.advance()[0] * 1e3)
         times = np.array(timed[WARM_UP:])
         return {
-            "version": vllm.__version__,
+            "scheduler": f"vLLM {vllm.__version__}",
             "queued": queue,
             "decodes": decodes,
             "p50_ms": float(np.percentile(times, 50)),

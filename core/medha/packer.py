@@ -19,7 +19,7 @@ from itertools import chain, islice
 
 from medha.predictor import Predictor, Work
 
-MOST_PREFILLS = 64
+MOST_PREFILLS = 32
 """Chunks of one step: more would each be too small to matter, and each costs the controller time."""
 MOST_MISSES = 10
 """Prefills in a row that find no space, until the step counts as full (paper B bounds its skips, too)."""
