@@ -131,8 +131,9 @@ class Observer:
         self._count_up("medha_malformed_messages", self._malformed())
 
     def _count_up(self, name: str, total: int) -> None:
-        """Bring a counter to a total that is counted elsewhere."""
-        self._counters[name].inc(total - self._totals[name])
+        """Bring a counter to a total that is counted elsewhere, and there begins anew with each epoch."""
+        before = self._totals[name]
+        self._counters[name].inc(total - before if total >= before else total)
         self._totals[name] = total
 
 
