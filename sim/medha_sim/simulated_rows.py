@@ -406,7 +406,7 @@ class Rows:
                     "x",
                     SIMILAR,
                     ratio("ttft_seconds", rate, "p50"),
-                    _any,
+                    _never,
                 )
                 for rate in (0.25, 0.75)
             ),
@@ -441,8 +441,8 @@ def _positive(value: float) -> bool:
     return value > 0.0
 
 
-def _any(value: float) -> bool:  # noqa: ARG001 - "equal" has no order
-    return True
+def _never(value: float) -> bool:  # noqa: ARG001 - "equal" has no order that could still hold
+    return False
 
 
 def strength(outcomes: dict[str, Outcome], scale: Scale) -> list[tuple[str, str]]:
