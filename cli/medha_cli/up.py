@@ -68,7 +68,8 @@ def command(file: Path, port: int | None, record: Path | None, run_dir: Path | N
 
     Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
     requests are answered. Ctrl-C lets open requests finish and stops everything; a second Ctrl-C kills.
-    If any part fails, all of them are stopped and the exit status is 1.
+    A part that dies is started again; a failed start, or the third death of a part within a minute, stops all of
+    them, and the exit status is 1.
 
     \b
     Examples:

@@ -382,7 +382,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank is here and has its weights; said again every second, whatever it does.
+    """A rank is here and has its weights; said again every second, unless it runs a step or meets the others.
 
     Another `incarnation` under the same number means that the process was replaced.
     """

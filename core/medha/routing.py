@@ -366,6 +366,9 @@ class RouterCore:
         if known is None:
             self._replicas[card.replica] = _Replica(card, now)
         else:
+            if known.card.ready and not card.ready:  # its epoch is lost; others may serve what is open there
+                for sequence in list(known.open.values()):
+                    commands += self._resume(sequence)
             known.card, known.heard_at = card, now
             known.forwarded = known.forwarded_tokens = 0
             known.forwarded_seconds = 0.0
@@ -393,6 +396,8 @@ class RouterCore:
             # An attempt that was given up: its replica was silent, or the router has restarted.
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
         sequence.emitted.extend(emit.tokens)
+        if emit.tokens:
+            sequence.losses = 0  # it gets on: it is not what its replicas die of
         if emit.finish_reason is not None:
             self._forget(sequence)
         return [Deliver(sequence.new.id, emit.tokens, emit.finish_reason, emit.logprobs, emit.cached_tokens)]

@@ -72,6 +72,7 @@ from medha_worker.prompts import PromptStore
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
+TELL_SECONDS = 10.0  # how often it is said that ranks are missing
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
 """Prompts, in tokens, whose predicted time alone is announced."""
@@ -126,6 +127,7 @@ class Controller:
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
         self._stopping = False
+        self._gathering_since = self._told_at = time.monotonic()
         self._record: TextIO | None = None
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry, malformed=self._malformed)
@@ -193,6 +195,24 @@ class Controller:
                 self._hello("tokens", received.message)
         if self._muster.complete and self._muster.epoch is None:
             self._call_together()
+        self._watch_gathering(time.monotonic())
+
+    def _watch_gathering(self, now: float) -> None:
+        """Say who is missing while ranks gather again, and give up after a bound.
+
+        Raises:
+            PartFailed: they did not come back in time; `medha up` then starts this process again, or ends the whole.
+        """
+        if self._core is not None or self._config is None:
+            self._gathering_since = self._told_at = now
+            return
+        missing = ", ".join(map(str, self._muster.missing))
+        limit = self._settings.spec.lifecycle.ready_seconds
+        if now - self._gathering_since > limit:
+            raise PartFailed(f"rank {missing} did not come back in {limit:g} s (lifecycle.readySeconds)")
+        if now - self._told_at > TELL_SECONDS:
+            self._told_at = now
+            _log.warning("waiting for rank %s since %.0f s", missing, now - self._gathering_since)
 
     def _hello(self, link: LinkName, hello: RankHello) -> None:
         if self._muster.replaces(hello):
@@ -225,7 +245,9 @@ class Controller:
         rendezvous = "" if is_alone else f"tcp://{self._settings.rendezvous_host}:{_free_port()}"
         meet = self._muster.meet(rendezvous)
         if self._settings.epoch_file is not None:
-            self._settings.epoch_file.write_text(str(meet.epoch), encoding="utf-8")
+            partial = self._settings.epoch_file.with_suffix(".partial")
+            partial.write_text(str(meet.epoch), encoding="utf-8")
+            partial.rename(self._settings.epoch_file)
         _log.info("epoch %d begins", meet.epoch)
         self._to_ranks(self._rank_control, meet)
 
@@ -258,7 +280,7 @@ class Controller:
         path = self._settings.record_file
         if path is None:
             return
-        if self._record is not None:
+        if ready.epoch > 0:
             path = path.with_name(f"{path.name}.epoch{ready.epoch}")
         self._record = path.open("w", encoding="utf-8", buffering=1)
         header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}

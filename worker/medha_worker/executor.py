@@ -69,6 +69,7 @@ class Pipeline(Protocol):
 
     is_first_stage: bool
     is_last_stage: bool
+    stages: int
 
     def send_hidden(self, hidden: Tensor) -> None: ...
 
@@ -171,6 +172,7 @@ class Executor:
         self._clock = clock
         self._device = torch.device(device)
         self._pipeline = pipeline
+        self._waited_seconds = 0.0  # of the step that runs, for what other ranks send
         self._expected: deque[list[_Sequence]] = deque()  # of each step whose tokens have not come yet
         self._mask_for = mask_for
         self._prompts: dict[str, _Prompt] = {}
@@ -239,7 +241,7 @@ class Executor:
         Raises:
             PartFailed: the state of this rank and the controller's have parted.
         """
-        started = self._clock()
+        started, self._waited_seconds = self._clock(), 0.0
         self._apply(step)
         lane = self._lane.lane
         if lane not in step.lanes:
@@ -263,7 +265,7 @@ class Executor:
             step_id=step.step_id,
             samples=tuple(sample for sample in samples if sample is not None),
             failures=tuple(failures),
-            compute_seconds=self._clock() - started,
+            compute_seconds=self._clock() - started - self._waited_seconds,
             lanes=(lane,),
             epoch=self.epoch,
         )
@@ -381,8 +383,11 @@ class Executor:
             spans.append(SequenceSpan(row, part.stop - part.start, part.start, part.sequence.table))
             row += part.stop - part.start
         positions = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
+        asked = self._clock()
+        batch = self._input(parts, row).to(self._device)
+        self._waited_seconds = self._clock() - asked
         hidden = self._model.forward(
-            self._input(parts, row).to(self._device),
+            batch,
             torch.from_numpy(positions).to(self._device),
             spans,
             self._kv_cache,
@@ -412,7 +417,8 @@ class Executor:
         if self._pipeline is not None:
             if not self._pipeline.is_first_stage:
                 return self._pipeline.receive_hidden(rows)  # none come if there are none
-            while any(part.sequence.unknown for part in parts):
+            # Those of steps that have left the pipeline are here already; they are taken so that none pile up.
+            while len(self._expected) > self._pipeline.stages or any(part.sequence.unknown for part in parts):
                 sequences = self._expected.popleft()
                 for sequence, token in zip(
                     sequences, self._pipeline.receive_tokens(len(sequences)), strict=True

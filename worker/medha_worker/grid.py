@@ -3,6 +3,9 @@
 Ranks meet through the leader's store (rank 0), then form one group per pod for tensor parallelism. Between stages,
 hidden states go from a rank to the one with the same tensor index in the next stage, and drawn tokens go from the
 last stage back to the first. Only tensors travel (object collectives would pickle), and every wait has a bound.
+
+Groups are made here rather than by `init_process_group`, whose state belongs to the process: names that it counts up
+differ between a rank that was replaced and those that have met before, so that they would never find each other.
 """
 
 from __future__ import annotations
@@ -11,9 +14,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any  # of gloo's groups: torch declares none of their methods
 
 import torch
-import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined] # the stores are exported, but not declared so
+    AllreduceOptions,
+    GatherOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    TCPStore,
+    Work,
+)
 
 from medha.errors import PartFailed
 from medha.topology import Coordinates, Topology
@@ -31,13 +43,16 @@ class Grid:
         rank: int,
         endpoint: str,
         *,
+        epoch: int,
         hidden_size: int,
         dtype: torch.dtype,
         meet_seconds: float,
+        warm_up_seconds: float,
     ) -> None:
         """Meet the other ranks at `endpoint` (`tcp://host:port` of rank 0); all of them must call this.
 
-        `hidden_size` and `dtype` are those of the hidden states that travel between stages.
+        `hidden_size` and `dtype` are those of the hidden states that travel between stages; `warm_up_seconds` bounds
+        the wait for ranks that are still warming up.
 
         Raises:
             PartFailed: they did not all come within `meet_seconds`.
@@ -46,39 +61,48 @@ class Grid:
         self._hidden_size, self._dtype = hidden_size, dtype
         self.here = here = topology.coordinates(rank)
         self.is_first_stage = here.stream == 0
+        self.stages = topology.stream
         self.is_last_stage = here.stream == topology.stream - 1
         self.drawing_rank = topology.rank(Coordinates(here.kv, topology.stream - 1, 0))  # of this lane
-        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._sent_hidden = _Sent(2 * topology.stream)
+        self._sent_tokens = _Sent((2 * topology.stream + 2) * topology.tensor)
+        pod = self._pod(here.kv, here.stream)
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         try:
-            dist.init_process_group(
-                "gloo",
-                init_method=endpoint,
-                rank=rank,
-                world_size=topology.ranks,
+            store = TCPStore(
+                host,
+                int(port),
+                is_master=rank == 0,
                 timeout=timedelta(seconds=meet_seconds),
+                wait_for_workers=False,
             )
-            pods = [self._pod(kv, stage) for kv in range(topology.kv) for stage in range(topology.stream)]
-            wait = timedelta(seconds=WAIT_SECONDS)
-            groups = {pod[0]: dist.new_group(pod, timeout=wait, backend="gloo") for pod in pods}
-            # Point to point between stages; a group of its own, so that its bound is the short one.
-            self._everyone = dist.new_group(timeout=wait, backend="gloo")
+
+            def group(name: str, index: int, size: int, wait_seconds: float) -> Any:
+                keys = PrefixStore(f"{epoch}/{name}", store)
+                return ProcessGroupGloo(keys, index, size, timedelta(seconds=wait_seconds))
+
+            self._everyone = group("everyone", rank, topology.ranks, WAIT_SECONDS)
+            self._gathering = group("gathering", rank, topology.ranks, warm_up_seconds)
+            tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor, WAIT_SECONDS)
         except (RuntimeError, ValueError) as error:
             raise PartFailed(
                 f"rank {rank} did not meet the other {topology.ranks - 1} at {endpoint} within {meet_seconds:g} s: "
                 f"{error}; their own logs say why"
             ) from error
-        pod = self._pod(self.here.kv, self.here.stream)
-        self.tensor_group = PodGroup(groups[pod[0]], pod, self.here.tensor)
+        self._store = store  # rank 0's serves the others
+        self.tensor_group = PodGroup(tensor_ranks, here.tensor, topology.tensor)
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values."""
+        """The least of all ranks' values; waits for those that are still warming up."""
         found = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self._everyone)
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
+        self._gathering.allreduce([found], options).wait()
         return int(found)
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send a step's hidden states to the next stage, without waiting for it to take them."""
-        self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1))
+        self._sent_hidden.keep(*self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1)))
 
     def receive_hidden(self, rows: int) -> torch.Tensor:
         """What the previous stage sends next: [rows, hidden_size]."""
@@ -91,7 +115,7 @@ class Grid:
         """From the rank that has drawn: the tokens of a step, to every rank of the lane's first stage but itself."""
         for rank in self._pod(self.here.kv, 0):
             if rank != self.rank:
-                self._send(torch.tensor(ids, dtype=torch.int64), rank)
+                self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank))
 
     def receive_tokens(self, count: int) -> list[int]:
         """On the first stage: the next step's tokens, from the rank that has drawn them."""
@@ -101,15 +125,13 @@ class Grid:
 
     def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Between lanes, at this stage and tensor index: send each lane its tensor, and fill those that come back."""
-        here = self.here
+        ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
         works = [
-            post(tensor, self.topology.rank(replace(here, kv=lane)), group=self._everyone)
-            for post, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
-            for lane, tensor in sorted(tensors.items())
+            *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
+            *(self._everyone.send([outgoing[lane]], ranks[lane], _TAG) for lane in sorted(outgoing)),
         ]
         try:
             for work in works:
-                assert work is not None, "this rank is in the group"
                 work.wait()
         except RuntimeError as error:
             lanes = sorted({*outgoing, *incoming})
@@ -118,8 +140,11 @@ class Grid:
             ) from error
 
     def close(self) -> None:
-        """Leave; the others notice by their next wait."""
-        dist.destroy_process_group()
+        """Leave: connections close, which is how those who wait for this rank notice at once."""
+        self._sent_hidden.forget()
+        self._sent_tokens.forget()
+        self.tensor_group.close()
+        del self._everyone, self._gathering, self._store
 
     def _pod(self, kv: int, stage: int) -> list[int]:
         return [self.topology.rank(Coordinates(kv, stage, tensor)) for tensor in range(self.topology.tensor)]
@@ -127,40 +152,65 @@ class Grid:
     def _at_stage(self, stage: int) -> int:
         return self._pod(self.here.kv, stage)[self.here.tensor]
 
-    def _send(self, tensor: torch.Tensor, rank: int) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
-        work = dist.isend(tensor, rank, group=self._everyone)
-        assert work is not None
-        self._sent.append((work, tensor))  # gloo reads the tensor until it is sent
+    def _send(self, tensor: torch.Tensor, rank: int) -> tuple[Work, torch.Tensor]:
+        return self._everyone.send([tensor], rank, _TAG), tensor
 
     def _receive(self, tensor: torch.Tensor, rank: int, what: str) -> None:
         try:
-            dist.recv(tensor, rank, group=self._everyone)
+            self._everyone.recv([tensor], rank, _TAG).wait()
         except RuntimeError as error:
             raise PartFailed(
                 f"rank {self.rank} waits for {what} of rank {rank}, and lost it: {error}"
             ) from error
 
 
+_TAG = 0  # messages between two ranks keep their order
+
+
+class _Sent:
+    """Tensors on their way: gloo reads them until they are taken, and knows that they are only when it is waited for.
+
+    Beyond `most`, the oldest has been taken: the controller lets no more steps into the pipeline than it has stages.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._works: deque[tuple[Work, torch.Tensor]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._works)
+
+    def keep(self, work: Work, tensor: torch.Tensor) -> None:
+        self._works.append((work, tensor))
+        while len(self._works) > self._most:
+            self._works.popleft()[0].wait()
+
+    def forget(self) -> None:
+        self._works.clear()
+
+
 class PodGroup:
     """The tensor ranks of one pod, as the model's `TensorGroup`."""
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: Sequence[int], index: int) -> None:
-        self._group, self._ranks, self._index = group, list(ranks), index
+    def __init__(self, group: Any, index: int, size: int) -> None:
+        self._group: Any = group
+        self._index, self._size = index, size
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        if len(self._ranks) > 1:
-            dist.all_reduce(x, group=self._group)
+        if self._size > 1:
+            self._group.allreduce([x]).wait()
 
     def gather_last_dim(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        if len(self._ranks) == 1:
+        if self._size == 1:
             return x
         # Equal shapes are all that gather takes: pad to the widest.
         padded = x.new_zeros(x.shape[0], max(widths))
         padded[:, : x.shape[1]] = x
-        parts = [torch.empty_like(padded) for _ in widths] if self._index == 0 else None
-        dist.gather(padded, parts, dst=self._ranks[0], group=self._group)
-        if parts is None:
+        parts = [torch.empty_like(padded) for _ in widths] if self._index == 0 else []
+        self._group.gather([parts] if parts else [], [padded], GatherOptions()).wait()
+        if not parts:
             return None
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+    def close(self) -> None:
+        self._group = None

@@ -134,7 +134,7 @@ class Rank:
         """Do what needs the other ranks; if that fails, the epoch is lost and not this process."""
         try:
             work()
-        except (RuntimeError, PartFailed) as error:
+        except (RuntimeError, MemoryError, PartFailed) as error:
             if self._settings.topology.ranks == 1:
                 raise
             _log.warning("epoch %d is lost: %s", epoch, error)
@@ -149,7 +149,12 @@ class Rank:
 
     def _meet(self, loaded: Loaded, meet: Meet) -> None:
         self._leave()
-        self._engine = loaded.meet(meet)
+        # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            self._engine = loaded.meet(meet)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
         self._control.send(self._engine.ready)
 
     def _run_step(self, engine: Engine, step: Step) -> None:
@@ -212,27 +217,30 @@ class Loaded:
                 topology,
                 settings.rank,
                 meet.rendezvous,
+                epoch=meet.epoch,
                 hidden_size=config.hidden_size,
                 dtype=self._model.dtype,
                 meet_seconds=MEET_SECONDS,
+                warm_up_seconds=settings.spec.lifecycle.ready_seconds,
             )
-            self._model = self._model.in_grid(grid.tensor_group, grid)
         try:
-            return self._begin(meet.epoch, grid)
+            # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
+            model = self._model if grid is None else self._model.in_grid(grid.tensor_group, grid)
+            return self._begin(model, meet.epoch, grid)
         except BaseException:
             if grid is not None:
                 grid.close()
             raise
 
-    def _begin(self, epoch: int, grid: Grid | None) -> Engine:
-        settings, config, model = self._settings, self._config, self._model
+    def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
+        settings, config = self._settings, self._config
         is_warm = self._warm is not None
         if grid is not None:
             is_warm = (
                 grid.smallest(int(is_warm)) == 1
             )  # in lock-step: all ranks warm up if one of them has not
         if self._warm is None or not is_warm:
-            self._warm = self._warm_up()
+            self._warm = self._warm_up(model)
         kv_cache = self._pool(self._warm, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -263,10 +271,10 @@ class Loaded:
         )
         return Engine(executor, grid, ready)
 
-    def _warm_up(self) -> WarmUp:
+    def _warm_up(self, model: Transformer) -> WarmUp:
         scheduling = self._settings.spec.scheduling
         warm = warm_up(
-            self._model,
+            model,
             max_chunk_tokens=scheduling.max_chunk_tokens,
             max_running=scheduling.max_running,
             max_model_len=self._config.max_model_len,
@@ -276,12 +284,17 @@ class Loaded:
         return warm
 
     def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
-        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it."""
+        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it.
+
+        A rank that was replaced takes the size that the others have: what is free now says nothing of its share.
+        """
         settings, config, model = self._settings, self._config, self._model
         cache = settings.spec.kv_cache
-        if self._kv_cache is not None:
-            blocks = self._kv_cache.num_blocks
-        else:
+        blocks = self._kv_cache.num_blocks if self._kv_cache is not None else None
+        if grid is not None:
+            found = grid.smallest(_NO_POOL if blocks is None else blocks)
+            blocks = None if found == _NO_POOL else found
+        if blocks is None:
             request = PoolRequest(
                 block_bytes=_block_bytes(config, model, cache.block_size_tokens),
                 block_size_tokens=cache.block_size_tokens,
@@ -293,8 +306,8 @@ class Loaded:
                 activation_bytes=warm.activation_bytes,
             )
             blocks = pool_blocks(request, host_free_bytes(settings.topology.ranks))
-        if grid is not None:
-            blocks = grid.smallest(blocks)
+            if grid is not None:
+                blocks = grid.smallest(blocks)
         if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
             self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
         return self._kv_cache
@@ -309,7 +322,7 @@ def load(settings: RankSettings) -> Loaded:
     spec, topology = settings.spec, settings.topology
     started = time.monotonic()
     keep_freed_memory()
-    torch.set_num_threads(spec.threads or max(1, (os.cpu_count() or 1) // topology.ranks))
+    torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // topology.ranks))
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
     )
@@ -327,6 +340,7 @@ def load(settings: RankSettings) -> Loaded:
     return Loaded(settings, config, model, time.monotonic() - started)
 
 
+_NO_POOL = 2**62
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

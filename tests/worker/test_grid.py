@@ -1,0 +1,107 @@
+"""The data plane between ranks, which are threads here: gloo's groups need no process of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+
+from medha.errors import PartFailed
+from medha.topology import Topology
+from medha_worker.grid import Grid
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def meet(topology: Topology, rank: int, endpoint: str, epoch: int, seconds: float = 20.0) -> Grid:
+    return Grid(
+        topology, rank, endpoint, epoch=epoch, hidden_size=3, dtype=torch.float32, meet_seconds=seconds,
+        warm_up_seconds=20.0,
+    )  # fmt: skip
+
+
+def together(topology: Topology, epoch: int = 0) -> list[Grid]:
+    endpoint = free_endpoint()
+    with ThreadPoolExecutor(topology.ranks) as pool:
+        return list(pool.map(lambda rank: meet(topology, rank, endpoint, epoch), range(topology.ranks)))
+
+
+Result = TypeVar("Result")
+
+
+def on_all(grids: list[Grid], work: Callable[[Grid], Result]) -> list[Result]:
+    with ThreadPoolExecutor(len(grids)) as pool:
+        return list(pool.map(work, grids))
+
+
+def test_hidden_states_and_tokens_find_their_way_and_nothing_that_was_sent_is_kept() -> None:
+    grids = together(Topology(tensor=2, stream=2))
+
+    def step(grid: Grid, number: int) -> tuple[list[float], list[int]]:
+        hidden, tokens = torch.full((2, 3), float(number)), []
+        if grid.is_first_stage:
+            grid.send_hidden(hidden + grid.here.tensor)
+        else:
+            hidden = grid.receive_hidden(2)
+        if grid.rank == grid.drawing_rank:
+            grid.send_tokens([number, -1])
+        elif grid.is_first_stage:
+            tokens = grid.receive_tokens(2)
+        return hidden[0].tolist(), tokens
+
+    for number in range(40):
+        found = on_all(grids, lambda grid, number=number: step(grid, number))  # type: ignore[misc]
+        assert [tokens for _, tokens in found] == [[number, -1], [number, -1], [], []]
+        assert found[2][0] == [float(number)] * 3
+        assert found[3][0] == [float(number + 1)] * 3
+    assert all(len(grid._sent_hidden) <= 4 for grid in grids)
+    assert all(len(grid._sent_tokens) <= 12 for grid in grids)
+    on_all(grids, Grid.close)
+
+
+def test_tensor_ranks_add_up_and_gather_slices_of_unequal_width() -> None:
+    grids = together(Topology(tensor=3))
+
+    def work(grid: Grid) -> tuple[list[float], torch.Tensor | None]:
+        x = torch.tensor([1.0, 2.0]) * (grid.rank + 1)
+        grid.tensor_group.all_reduce(x)
+        widths = [3, 3, 1]
+        part = torch.full((2, widths[grid.rank]), float(grid.rank))
+        return x.tolist(), grid.tensor_group.gather_last_dim(part, widths)
+
+    found = on_all(grids, work)
+    assert [total for total, _ in found] == [[6.0, 12.0]] * 3
+    assert found[0][1] is not None
+    assert found[0][1].tolist() == [[0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 2.0]] * 2
+    assert (found[1][1], found[2][1]) == (None, None)
+    assert on_all(grids, lambda grid: grid.smallest(7 - grid.rank)) == [5, 5, 5]
+    on_all(grids, Grid.close)
+
+
+def test_ranks_that_have_failed_to_meet_meet_later_also_with_one_that_is_new() -> None:
+    """What a rank has been through must not show in the names under which groups find each other."""
+    topology = Topology(stream=2)
+    for epoch in range(2):
+        with pytest.raises(PartFailed, match="rank 0 did not meet the other 1"):
+            meet(topology, 0, free_endpoint(), epoch, seconds=0.5)
+    grids = together(topology, epoch=2)
+    on_all(grids, Grid.close)
+    grids = together(topology, epoch=3)
+    assert on_all(grids, lambda grid: grid.smallest(grid.rank)) == [0, 0]
+    on_all(grids, Grid.close)
+
+
+def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
+    first, second = together(Topology(stream=2))
+    first.close()
+    with pytest.raises(PartFailed, match="rank 1 waits for hidden states of rank 0, and lost it"):
+        second.receive_hidden(1)
+    second.close()
