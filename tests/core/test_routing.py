@@ -221,6 +221,17 @@ def test_unknown_models_and_outages_are_told_apart() -> None:
     assert outage.kind == "unavailable"
 
 
+def test_what_is_open_at_a_replica_that_lost_its_epoch_goes_on_elsewhere_and_counts_one_loss() -> None:
+    core = serving(None, "r1", "r2")
+    ((first, _),) = submits(core.handle(arrive("a"), 0.0))
+    other = "r2" if first == "r1" else "r1"
+    commands = announce(core, 1.0, replica=first, ready=False)
+    assert [replica for replica, _ in submits(commands)] == [other]
+    assert submits(announce(core, 2.0, replica=first, ready=False)) == []
+    assert submits(announce(core, 3.0, replica=first, epoch=1)) == []
+    assert core.waiting == 0
+
+
 def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> None:
     core = serving(RoutingLimits(unserved_seconds=60.0, silence_seconds=5.0))
     core.handle(arrive("a"), 0.0)
