@@ -93,10 +93,18 @@ def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up,
     assert '"type":"Submit"' in (tmp_path / "events.jsonl").read_text()
 
 
-def test_a_rank_that_is_killed_ends_everything_with_status_1(up: Up) -> None:
-    next(part for part in up.parts if "medha_worker.rank" in part.cmdline()).kill()
-    assert up.end() == 1
-    assert "error: " in up.output
+def test_a_rank_that_is_killed_is_started_again_and_all_ends_well(up: Up) -> None:
+    killed = next(part for part in up.parts if "medha_worker.rank" in part.cmdline())
+    killed.kill()
+    assert up.process.stdout is not None
+    while "epoch 1 begins" not in up.output:
+        line = up.process.stdout.readline()
+        assert line, up.output
+        up.output += line
+    up.parts = psutil.Process(up.process.pid).children(recursive=True)
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    assert "rank 0 was killed by SIGKILL" in up.output
     assert up.left() == []
 
 
