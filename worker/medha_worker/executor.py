@@ -101,12 +101,11 @@ class _Sequence:
     computed: int  # tokens whose KV is in the pool
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
+    unknown: int = 0  # of the last outputs, those that were drawn elsewhere and have not come yet
 
     @property
     def length(self) -> int:
         return len(self.prompt) + self._output_count
-
-    unknown: int = 0  # of the last outputs, those that were drawn elsewhere and have not come yet
 
     def append(self, token: int) -> None:
         if self._output_count == len(self._outputs):

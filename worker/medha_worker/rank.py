@@ -15,7 +15,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,9 +100,11 @@ class Rank:
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
             match received and received.message:
                 case Meet() as meet:
-                    self._guarded(meet.epoch, lambda meet=meet: self._meet(loaded, meet))  # type: ignore[misc]
+                    with self._surviving(meet.epoch):
+                        self._meet(loaded, meet)
                 case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
-                    self._guarded(step.epoch, lambda step=step: self._run_step(self._engine, step))  # type: ignore[misc]
+                    with self._surviving(step.epoch):
+                        self._run_step(self._engine, step)
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
@@ -130,10 +133,11 @@ class Rank:
             for link in (self._control, self._tokens):
                 link.send(self._hello)
 
-    def _guarded(self, epoch: int, work: Callable[[], None]) -> None:
-        """Do what needs the other ranks; if that fails, the epoch is lost and not this process."""
+    @contextmanager
+    def _surviving(self, epoch: int) -> Iterator[None]:
+        """Around what needs the other ranks: if it fails, the epoch is lost and not this process."""
         try:
-            work()
+            yield
         except (RuntimeError, MemoryError, PartFailed) as error:
             if self._settings.topology.ranks == 1:
                 raise
