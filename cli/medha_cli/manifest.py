@@ -64,10 +64,13 @@ def model_directory(replica: MedhaReplica) -> Path:
     Raises:
         ConfigInvalid: there is no checkpoint.
     """
-    assert (
-        replica.spec.model.source.path is not None
-    )  # the model requires a source, and this is the only kind
-    directory = Path(replica.spec.model.source.path)
+    path = replica.spec.model.source.path
+    if path is None:
+        raise ConfigInvalid(
+            "spec.model.source: only a cluster's pods can fetch this kind of source; here, set `path` to the directory of a "
+            "checkpoint on this machine"
+        )
+    directory = Path(path)
     if not (directory / "config.json").is_file():
         raise ConfigInvalid(
             f"spec.model.source.path: {directory} has no config.json, so it is no checkpoint; correct the path, "

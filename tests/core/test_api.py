@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaReplica, parse_replica, quantity_bytes
+from medha.api import MedhaDeployment, MedhaReplica, parse_replica
+from medha.api_fields import quantity_bytes
 from medha.config import derive
 from medha.errors import ConfigInvalid
 from medha.messages import RankReady, StepProfile
@@ -77,6 +78,7 @@ def test_metadata_of_kubernetes_is_ignored_where_it_means_nothing_here() -> None
     assert parse_replica(document).metadata.name == "m"
 
 
+_MODEL: dict[str, Any] = {"name": "m", "source": {"path": "checkpoint"}}
 BAD = [
     # the spec's fields, and everything that the message must name: field, value or limit, mend
     ({"parallelism": {"tensor": 0}}, ["spec.parallelism.tensor", "greater than or equal to 1", "found 0"]),
@@ -93,7 +95,7 @@ BAD = [
     ({"scheduling": {"policy": "lifo"}}, ["spec.scheduling.policy", "'lars'", "found 'lifo'"]),
     ({"scheduling": {"maxStepSeconds": float("nan")}}, ["spec.scheduling.maxStepSeconds", "found nan"]),
     ({"scheduling": {"minChunkTokens": 0}}, ["spec.scheduling.minChunkTokens", "found 0"]),
-    ({"serviceClasses": []}, ["serviceClasses is empty", "name at least one class or leave the field out"]),
+    ({"serviceClasses": []}, ["spec.serviceClasses", "at least 1 item"]),
     (
         {"serviceClasses": [{"name": "a"}, {"name": "a"}]},
         ["serviceClasses names ['a'] twice", "give each class its own name"],
@@ -119,6 +121,27 @@ BAD = [
         ["spec.model.dtype", "'bfloat16'", "found 'int8'"],
     ),
     ({"threads": 0}, ["spec.threads", "greater than or equal to 1", "found 0"]),
+    (
+        {"model": {"name": "m", "source": {"path": "x", "hostPath": {"path": "/y"}}}},
+        ["spec.model.source", "names path and hostPath; keep one of them"],
+    ),
+    (
+        {"model": _MODEL | {"architecture": {"layers": 32, "queryHeads": 32}}, "parallelism": {"tensor": 3}},
+        ["parallelism.tensor 3 must divide model.architecture.queryHeads 32"],
+    ),
+    (
+        {"model": _MODEL | {"architecture": {"layers": 2, "queryHeads": 32}}, "parallelism": {"stream": 4}},
+        ["parallelism.stream 4 is more stages than model.architecture.layers 2"],
+    ),
+    ({"placement": {"gang": "kueue"}}, ["spec.placement", "gang kueue needs placement.queue"]),
+    ({"placement": {"queue": "q"}}, ["spec.placement", "read by gang kueue and volcano only"]),
+    ({"resources": {"accelerator": "gpu"}}, ["spec.resources.accelerator", "pattern", "found 'gpu'"]),
+    ({"resources": {"limits": {"cpu": "two"}}}, ["spec.resources.limits.cpu", "pattern", "found 'two'"]),
+    (
+        {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},
+        ["spec.lifecycle.restart", "backoffLimitSeconds is below backoffSeconds"],
+    ),
+    ({"routerRef": {}}, ["spec.routerRef.name: is missing; add it"]),
 ]
 
 
@@ -179,16 +202,53 @@ def test_quantities_are_kubernetes_own(quantity: str, expected: int) -> None:
     assert quantity_bytes(quantity) == pytest.approx(expected)
 
 
-def _fields_without_apply(schema: dict[str, Any], model: str) -> list[str]:
-    properties = schema["$defs"][model]["properties"]
-    return [name for name, entry in properties.items() if "x-apply" not in entry]
+def _without_apply(schema: dict[str, Any], node: dict[str, Any], path: str) -> list[str]:
+    """Fields that say of themselves, and inherit from no field above, how a change is applied."""
+    if "x-apply" in node:
+        return []
+    for choice in [node, *node.get("anyOf", []), node.get("items", {})]:
+        if "$ref" in choice:
+            node = schema["$defs"][choice["$ref"].rpartition("/")[2]]
+    if "properties" not in node:
+        return [path]
+    return [
+        found
+        for name, field in node["properties"].items()
+        for found in _without_apply(schema, field, f"{path}.{name}")
+    ]
 
 
-@pytest.mark.parametrize(
-    "model", ["ModelSpec", "ParallelismSpec", "KvCacheSpec", "SchedulingSpec", "LifecycleSpec"]
-)
-def test_every_setting_says_whether_a_change_needs_a_restart(model: str) -> None:
-    assert _fields_without_apply(MedhaReplica.model_json_schema(), model) == []
+def test_every_setting_says_whether_a_change_needs_a_restart() -> None:
+    schema = MedhaReplica.model_json_schema()
+    assert _without_apply(schema, schema["properties"]["spec"], "spec") == []
+
+
+def test_numbers_of_resources_may_be_written_bare() -> None:
+    spec = parse_replica(manifest(resources={"requests": {"cpu": 8, "memory": "32Gi"}})).spec
+    assert spec.resources.requests == {"cpu": "8", "memory": "32Gi"}
+
+
+# --- deployments ----------------------------------------------------------------------------------------
+
+
+def deployment(**spec: Any) -> MedhaDeployment:
+    document = manifest()
+    template = {"spec": document["spec"]}
+    return MedhaDeployment.model_validate(
+        document | {"kind": "MedhaDeployment", "spec": {"template": template, **spec}}
+    )
+
+
+def test_a_deployment_replaces_one_replica_at_a_time_beyond_those_that_serve() -> None:
+    rollout = deployment(replicas=3).spec.rollout
+    assert (rollout.max_surge, rollout.max_unavailable, rollout.partition) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("surge", [0, "0%"])
+def test_a_rollout_that_could_never_move_is_refused(surge: object) -> None:
+    with pytest.raises(ValueError, match="both 0, so that no replica could ever be replaced"):
+        deployment(rollout={"maxSurge": surge, "maxUnavailable": 0})
+    assert deployment(rollout={"maxSurge": surge, "maxUnavailable": "25%"}).spec.rollout.max_surge == surge
 
 
 # --- settings of a running replica ----------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""What every model of the manifest is made of: spelling, quantities, and what a field says of itself.
+
+A field's description gives its unit, its default's reason and, in `x-apply`, whether a change is applied `live` or
+by a `restart`. A rule over several fields is written twice, side by side: as a validator, for who reads manifests
+without a cluster, and as CEL in `x-kubernetes-validations`, for the API server.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+_UNITS_BYTES = {
+    "": 1,
+    "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+
+Quantity = Annotated[
+    str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24, examples=["2Gi"])
+]
+"""Bytes as Kubernetes writes them."""
+
+
+def quantity_bytes(quantity: str) -> int:
+    """Bytes of a Kubernetes quantity such as `512Mi`."""
+    number = quantity.rstrip("kKMGTi")
+    return int(float(number) * _UNITS_BYTES[quantity[len(number) :]])
+
+
+def _number_as_text(value: object) -> object:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+ResourceQuantity = Annotated[
+    str,
+    BeforeValidator(_number_as_text),
+    Field(
+        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$",
+        max_length=24,
+        json_schema_extra={"x-kubernetes-int-or-string": True},
+    ),
+]
+"""An amount of a pod's resource as Kubernetes writes it: `500m` cores, `32Gi`, or a bare number."""
+
+Name = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=253,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+    ),
+]
+"""Name of a Kubernetes object: a DNS subdomain."""
+
+Label = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")]
+"""Value of a Kubernetes label."""
+
+
+def live() -> dict[str, Any]:
+    """Mark of a field whose change reaches a running replica."""
+    return {"x-apply": "live"}
+
+
+def restart() -> dict[str, Any]:
+    """Mark of a field whose change replaces the replica's pods."""
+    return {"x-apply": "restart"}
+
+
+def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
+    """CEL rules and the message of each, as the API server checks them on the object that holds them."""
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
+
+
+class Model(BaseModel):
+    """Common settings of every model of the manifest: camelCase outside, frozen, no unknown fields."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        populate_by_name=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+    )
