@@ -22,7 +22,8 @@ import click
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console, RenderableType
 
-from medha.api import MedhaReplica, quantity_bytes
+from medha.api import MedhaReplica
+from medha.api_fields import quantity_bytes
 from medha.errors import ConfigInvalid, PartFailed
 from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass, quantity_bytes
+from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.api_fields import quantity_bytes
 from medha.config import ReplicaConfig
 from medha.engine import ReplicaController
 from medha.errors import ConfigInvalid

@@ -25,7 +25,8 @@ import torch
 import zmq
 from pydantic import BaseModel, ConfigDict
 
-from medha.api import MedhaReplicaSpec, quantity_bytes
+from medha.api import MedhaReplicaSpec
+from medha.api_fields import quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
 from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens
 from medha.topology import Topology, stage_layers
