@@ -182,6 +182,10 @@ class Candidates:
         """What is left of one prefill, before correction."""
         return float(self._remaining[request.row]) if request.row != NOWHERE else 0.0
 
+    def due(self, request: Request) -> float:
+        """When one is due: its deadline, or a later promise."""
+        return float(self._due[request.row]) if request.row != NOWHERE else request.deadline
+
     def total_remaining_seconds(self) -> float:
         """Of all rows, before correction."""
         return float(self._remaining[: len(self.requests)].sum())

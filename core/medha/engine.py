@@ -143,6 +143,23 @@ class ReplicaController:
         """The request of this id, if it is here."""
         return self._roster.find(request_id)
 
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes, to be looked at: only the controller changes them."""
+        return self._lanes
+
+    @property
+    def steps_in_flight(self) -> list[Step]:
+        """Steps that have not left the last stage, oldest first."""
+        return [launched.step for launched in self._in_flight.values()]
+
+    def due(self, request: Request) -> float:
+        """When the first token of a request is due, on the clock of `now`.
+
+        Its deadline; later while it is given up (`medha.guarded`), which is then what it was promised instead.
+        """
+        return self._candidates.due(request)
+
     def load(self) -> Load:
         return Load(
             running=len(self._roster.running) - sum(lane.quarantined for lane in self._lanes),
