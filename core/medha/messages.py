@@ -359,6 +359,13 @@ class Meet:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """For the next `seconds` seconds, say in `TracePart`s what every step took; 0 ends it. Sent anew in each epoch."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Shutdown:
     """Finish the step that runs and exit with status 0."""
 
@@ -465,6 +472,36 @@ class RankFault:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What one rank did in one step: times in seconds since its machine was started."""
+
+    step_id: int
+    started: float
+    ended: float
+    spans: tuple[
+        tuple[str, float, float], ...
+    ] = ()  # (what, from, until), in order: receive, send, forward, ...
+    waits: tuple[tuple[str, float], ...] = ()  # (for what, seconds altogether): too many to name each
+
+
+@dataclass(frozen=True, slots=True)
+class TracePart:
+    """Steps that a rank was asked to trace.
+
+    `clock_seconds` is the time at which it was sent, as those in `steps`: since `machine` was started. For who is on
+    the same machine that is the same clock (Linux: CLOCK_MONOTONIC); others estimate the difference from when parts
+    come.
+    """
+
+    rank: int
+    epoch: int
+    machine: str
+    clock_seconds: float
+    steps: tuple[StepTimes, ...] = ()
+    left_out: int = 0  # steps that were not kept, because there were too many
+
+
+@dataclass(frozen=True, slots=True)
 class Readiness:
     """What a controller writes into its ready file, once all ranks are ready and it serves."""
 
@@ -490,6 +527,6 @@ ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
-    | Meet | Step | Shutdown | RankHello | RankReady | StageFree | Done | RankFault
+    | Meet | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | TracePart
 )  # fmt: skip
 """Everything that crosses a process border."""
