@@ -1,0 +1,236 @@
+"""CustomResourceDefinitions out of the pydantic models: `python -m medha_operator.crds crds` (`make gen`).
+
+A model's JSON schema is turned into a structural schema of `apiextensions.k8s.io/v1`: references are inlined, an
+optional field is one that may be left out (never null), and what Kubernetes spells differently is respelt. How a
+change is applied stands at the end of each field's description, where `kubectl explain` shows it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+
+from medha.api import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha_operator.status import DeploymentStatus, ReplicaStatus
+
+Schema = dict[str, Any]
+
+GROUP = "medha.dev"
+VERSION = "v1alpha1"
+
+_APPLIED = {
+    "live": "A change reaches the running replica.",
+    "restart": "A change replaces the replica's pods.",
+}
+_KEPT = (
+    "type", "enum", "default", "minimum", "maximum", "minLength", "maxLength", "pattern", "minItems", "maxItems",
+    "format", "x-kubernetes-validations", "x-kubernetes-list-type", "x-kubernetes-list-map-keys",
+    "x-kubernetes-int-or-string",
+)  # fmt: skip
+
+
+def structural(model: type[BaseModel]) -> Schema:
+    """The structural schema of `model`."""
+    schema = model.model_json_schema(by_alias=True)
+    return _node(schema, schema.get("$defs", {}))
+
+
+def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    node = _resolved(node, definitions)
+    result: Schema = {}
+    description = " ".join(node.get("description", "").split())
+    applied = _APPLIED.get(node.get("x-apply", ""), "")
+    if description or applied:
+        result["description"] = f"{description} {applied}".strip()
+    for key in _KEPT:
+        if key in node:
+            result[key] = node[key]
+    if node.get("x-kubernetes-int-or-string"):
+        for key in ("type", "minimum", "maximum"):
+            result.pop(key, None)
+        if "anyOf" in node:
+            result["pattern"] = next(choice["pattern"] for choice in node["anyOf"] if "pattern" in choice)
+        if "pattern" in result:  # a bare number is as good
+            result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+        return result
+    if "const" in node:
+        result["enum"] = [node["const"]]
+    for limit, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if limit in node:
+            result[bound], result[limit] = node[limit], True
+    if node.get("type") == "integer":
+        result["format"] = "int64" if node.get("maximum", 0) > 2**31 - 1 else "int32"
+    if node.get("type") == "array":
+        result["items"] = _node(node["items"], definitions)
+    if node.get("type") == "object":
+        if "properties" in node:
+            result["properties"] = {
+                name: _node(entry, definitions) for name, entry in node["properties"].items()
+            }
+            if node.get("required"):
+                result["required"] = node["required"]
+            if isinstance(result.get("default"), dict):
+                result["default"] = {}  # the fields below have their own
+        elif isinstance(node.get("additionalProperties"), dict):
+            result["additionalProperties"] = _node(node["additionalProperties"], definitions)
+            if "maxProperties" in node:
+                result["maxProperties"] = node["maxProperties"]
+        else:
+            result["x-kubernetes-preserve-unknown-fields"] = True
+    return result
+
+
+def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    """`node` with its reference followed and "or null" taken away; what the node says itself comes first."""
+    choices = [choice for choice in node.get("anyOf", []) if choice.get("type") != "null"]
+    if len(choices) == 1:
+        own = {key: value for key, value in node.items() if key not in ("anyOf", "default")}
+        if node.get("default") is not None:
+            own["default"] = node["default"]
+        node = choices[0] | own
+    if "$ref" in node:
+        target = definitions[node["$ref"].rpartition("/")[2]]
+        rules = [*target.get("x-kubernetes-validations", []), *node.get("x-kubernetes-validations", [])]
+        node = target | {key: value for key, value in node.items() if key != "$ref"}
+        if rules:
+            node["x-kubernetes-validations"] = rules
+    return node
+
+
+def _column(name: str, path: str, kind: str = "string", *, wide: bool = False, description: str) -> Schema:
+    column: Schema = {"name": name, "type": kind, "jsonPath": path, "description": description}
+    return column | ({"priority": 1} if wide else {})
+
+
+_READY = _column(
+    "Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether it serves as asked."
+)
+_REASON = _column(
+    "Reason", '.status.conditions[?(@.type=="Ready")].reason', description="Why it is, or is not, ready."
+)
+_AGE = _column("Age", ".metadata.creationTimestamp", "date", description="Time since it was created.")
+
+
+def replica_crd() -> Schema:
+    return _crd(
+        kind="MedhaReplica",
+        plural="medhareplicas",
+        short="mr",
+        description="One model, served by one grid of ranks under one controller.",
+        spec=structural(MedhaReplicaSpec),
+        status=structural(ReplicaStatus),
+        subresources={"status": {}},
+        columns=[
+            _READY,
+            _column("Shape", ".status.shape", description="Tensor x stream x KV ranks."),
+            _column("GPUs", ".status.accelerators", "integer", description="Devices that it asks for."),
+            _column("Pods", ".status.readyText", description="Ready pods of all."),
+            _REASON,
+            _column("Model", ".spec.model.name", wide=True, description="Name that clients ask for."),
+            _column("Revision", ".status.revision", wide=True, description="Hash of what replaces its pods."),
+            _AGE,
+        ],
+    )
+
+
+def deployment_crd() -> Schema:
+    return _crd(
+        kind="MedhaDeployment",
+        plural="medhadeployments",
+        short="md",
+        description="Identical replicas behind one router, changed by whole replicas.",
+        spec=structural(MedhaDeploymentSpec),
+        status=structural(DeploymentStatus),
+        subresources={
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        columns=[
+            _READY,
+            _column("Desired", ".spec.replicas", "integer", description="Replicas that were asked for."),
+            _column("Updated", ".status.updatedReplicas", "integer", description="At the newest revision."),
+            _column("Available", ".status.availableReplicas", "integer", description="Ready long enough."),
+            _REASON,
+            _column("Model", ".spec.template.spec.model.name", wide=True, description="What they serve."),
+            _AGE,
+        ],
+    )
+
+
+def _crd(
+    *,
+    kind: str,
+    plural: str,
+    short: str,
+    description: str,
+    spec: Schema,
+    status: Schema,
+    subresources: Schema,
+    columns: list[Schema],
+) -> Schema:
+    schema = {
+        "type": "object",
+        "description": description,
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": status,
+        },
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": subresources,
+        "additionalPrinterColumns": columns,
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {
+            "name": f"{plural}.{GROUP}",
+            "labels": {"app.kubernetes.io/name": "medha", "app.kubernetes.io/part-of": "medha"},
+        },
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": kind,
+                "listKind": f"{kind}List",
+                "plural": plural,
+                "singular": kind.lower(),
+                "shortNames": [short],
+                "categories": ["all", "medha"],
+            },
+            "versions": [version],
+        },
+    }
+
+
+def files() -> dict[str, str]:
+    """File name in `crds/` -> what it should hold."""
+    head = "# Written by `make gen` from core/medha/api.py; change it there.\n"
+    crds = (replica_crd(), deployment_crd())
+    return {
+        f"{crd['spec']['names']['plural']}.yaml": head + yaml.safe_dump(crd, sort_keys=False, width=118)
+        for crd in crds
+    }
+
+
+if __name__ == "__main__":
+    for file_name, text in files().items():
+        target = Path(sys.argv[1]) / file_name
+        target.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {target}\n")

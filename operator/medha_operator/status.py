@@ -1,0 +1,85 @@
+"""What the operator says of a resource: `status` of MedhaReplica and MedhaDeployment."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from medha.api_fields import Model
+
+
+class Condition(Model):
+    """One aspect of a resource, in the form of every Kubernetes condition."""
+
+    type: str = Field(min_length=1, max_length=316)
+    status: Literal["True", "False", "Unknown"]
+    reason: str = Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+    """One word for programs."""
+    message: str = Field(default="", max_length=32768)
+    """A sentence for people."""
+    last_transition_time: str = Field(json_schema_extra={"format": "date-time"})
+    """When `status` changed last."""
+    observed_generation: int = Field(default=0, ge=0)
+    """Generation of the resource that the condition speaks of."""
+
+
+CONDITIONS = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+
+
+class RoleCount(Model):
+    """Pods of one role of the grid."""
+
+    role: str = Field(max_length=63)
+    """`leader` (runs the replica controller), `stage` (the other stages of lane 0) or `lane` (those of the other lanes)."""
+    desired: int = 0
+    ready: int = 0
+
+
+class ReplicaStatus(Model):
+    """What is known of a replica's pods."""
+
+    observed_generation: int = Field(default=0, ge=0)
+    """Generation of the spec that this status speaks of."""
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=CONDITIONS)
+    """`Ready`; what it is made of: `Accepted`, `Scheduled`, `WeightsLoaded`, `Serving`, `Degraded`; and `Reconciling` and
+    `Stalled`, which kstatus reads."""
+    shape: str = Field(default="", max_length=64)
+    """The grid in words, e.g. `TP8 x SPP4 x KVP2`."""
+    accelerators: int = Field(default=0, ge=0)
+    """Devices that the replica asks for."""
+    pods: int = Field(default=0, ge=0)
+    ready_pods: int = Field(default=0, ge=0)
+    ready_text: str = Field(default="", max_length=32)
+    """`readyPods/pods`, for `kubectl get`."""
+    roles: tuple[RoleCount, ...] = Field(
+        default=(),
+        max_length=8,
+        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["role"]},
+    )
+    revision: str = Field(default="", max_length=63)
+    """Hash of the fields whose change replaces the pods."""
+    endpoint: str = Field(default="", max_length=512)
+    """Where the replica's controller is found inside the cluster."""
+    restarts: int = Field(default=0, ge=0)
+    """How often the operator has replaced all pods since the replica last served for `lifecycle.restart.stableSeconds`."""
+    last_restart_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+
+
+class DeploymentStatus(Model):
+    """What is known of a deployment's replicas."""
+
+    observed_generation: int = Field(default=0, ge=0)
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=CONDITIONS)
+    """`Ready`, `Progressing`, `Available`, and `Reconciling` and `Stalled`, which kstatus reads."""
+    replicas: int = Field(default=0, ge=0)
+    """Replicas that exist."""
+    updated_replicas: int = Field(default=0, ge=0)
+    """Those at the newest revision."""
+    ready_replicas: int = Field(default=0, ge=0)
+    available_replicas: int = Field(default=0, ge=0)
+    """Ready for `minReadySeconds`."""
+    selector: str = Field(default="", max_length=512)
+    """Labels of the replicas' leaders, one pod each, as HPA and KEDA read them."""
+    current_revision: str = Field(default="", max_length=63)
+    update_revision: str = Field(default="", max_length=63)

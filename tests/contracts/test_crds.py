@@ -1,0 +1,49 @@
+"""`crds/` holds what the models say, in the form that Kubernetes calls structural."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from medha_operator.crds import deployment_crd, files, replica_crd
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("name", sorted(files()))
+def test_the_committed_definitions_are_those_of_the_models(name: str) -> None:
+    assert (ROOT / "crds" / name).read_text(encoding="utf-8") == files()[name], "run `make gen`"
+
+
+def test_nothing_else_lies_beside_them() -> None:
+    assert sorted(path.name for path in (ROOT / "crds").iterdir()) == sorted(files())
+
+
+def _nodes(node: dict[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, node
+    for name, below in node.get("properties", {}).items():
+        yield from _nodes(below, f"{path}.{name}")
+    for name in ("items", "additionalProperties"):
+        if isinstance(node.get(name), dict):
+            yield from _nodes(node[name], f"{path}[]")
+
+
+@pytest.mark.parametrize("crd", [replica_crd(), deployment_crd()], ids=["replica", "deployment"])
+def test_every_node_has_a_type_and_nothing_that_a_structural_schema_may_not_hold(crd: dict[str, Any]) -> None:
+    root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for path, node in _nodes(root, "$"):
+        assert "type" in node or node.get("x-kubernetes-int-or-string"), path
+        assert not {"$ref", "$defs", "title", "x-apply", "const", "examples", "nullable"} & node.keys(), path
+        assert not ({"properties", "additionalProperties"} <= node.keys()), path
+        assert isinstance(node.get("exclusiveMinimum", True), bool), path
+
+
+def test_how_a_change_is_applied_is_told_where_kubectl_explain_shows_it() -> None:
+    spec = yaml.safe_load(files()["medhareplicas.yaml"])["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    fields = spec["properties"]["spec"]["properties"]
+    assert "replaces the replica's pods" in fields["parallelism"]["properties"]["tensor"]["description"]
+    assert "reaches the running replica" in fields["scheduling"]["properties"]["policy"]["description"]
