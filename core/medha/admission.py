@@ -47,6 +47,7 @@ class Admission:
             block_size_tokens=config.block_size_tokens,
             tokens_per_lane=config.tokens_per_lane,
             prefix_caching=config.prefix_caching,
+            deals_prompts=config.context_parallel is not None,
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
@@ -194,7 +195,10 @@ class Admission:
         if placed is None:
             return None
         request.enter(
-            placed.shards, self.pools.reserved_tokens(request.id), shared_tokens or placed.cached_tokens
+            placed.shards,
+            self.pools.reserved_tokens(request.id),
+            shared_tokens or placed.cached_tokens,
+            in_ring=self._config.context_parallel is not None and request.may_spread,
         )
         request.cached_tokens = placed.cached_tokens
         if request.is_long:

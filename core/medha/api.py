@@ -144,6 +144,14 @@ class SchedulingSpec(Model):
     """Smallest efficient prefill chunk: below it attention loses efficiency (paper B: 11 % at 32)."""
     max_chunk_tokens: int = Field(default=2048, ge=1, le=1_048_576, json_schema_extra=restart())
     """Largest prefill chunk of a step, all requests together; activations are sized by it."""
+    prefill_strategy: Literal["ownerCompute", "passKv", "passQ", "auto", "striped"] = Field(
+        default="ownerCompute", json_schema_extra=restart()
+    )
+    """How lanes share the prefill of a prompt that is longer than `tokensPerLane`. `ownerCompute`: one lane runs the
+    linear layers, lanes join as the KV reaches them; it leaves the others free for short requests, so it is the default.
+    The others are context parallelism: all lanes compute a part of each chunk, and keys and values (`passKv`), or
+    queries (`passQ`), go around the ring of lanes; `auto` takes per chunk the one whose messages are better hidden, and
+    `striped` is `passKv` with positions dealt out one by one instead of in balanced runs (docs/parallelism.md)."""
     min_prefill_share: float = Field(default=0.1, ge=0, le=0.9, json_schema_extra=live())
     """Share of step time that the most urgent prefill gets even when decodes alone exceed their target."""
     space_sharing_cap: float = Field(default=0.4, ge=0, le=0.9, json_schema_extra=live())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.context_parallel import ContextParallel, RingCosts
 from medha.errors import ConfigInvalid
 from medha.messages import RankReady
 from medha.predictor import TOKENS_PER_LANE
@@ -25,6 +26,7 @@ class ReplicaConfig:
     long_threshold_tokens: int  # KV length from which a request is long
     tokens_per_lane: int = TOKENS_PER_LANE  # of one request's prompt, before the next lane joins
     prefix_caching: bool = True
+    context_parallel: ContextParallel | None = None  # None: owner-compute
 
     @property
     def kv_tokens(self) -> int:
@@ -61,4 +63,26 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
         long_threshold_tokens=spec.scheduling.long_threshold_tokens or max(crossover, 1),
         tokens_per_lane=spec.kv_cache.tokens_per_lane,
         prefix_caching=spec.kv_cache.prefix_caching,
+        context_parallel=_context_parallel(spec, topology, ready),
     )
+
+
+def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankReady) -> ContextParallel | None:
+    """How lanes prefill together, by what a rank has measured."""
+    strategy = spec.scheduling.prefill_strategy
+    if strategy == "ownerCompute" or topology.kv == 1:
+        return None
+    rate = 0.0
+    if (
+        ready.profile.attention_seconds_per_pair > 0
+    ):  # that a rank takes for its share of the layers and heads
+        share = ready.attention_flops_per_pair / (topology.stream * topology.tensor)
+        rate = share / ready.profile.attention_seconds_per_pair
+    costs = RingCosts(
+        query_heads=max(ready.query_heads, 1),
+        kv_heads=max(ready.kv_heads, 1),
+        element_bytes=ready.element_bytes,
+        attention_flops_per_second=rate,
+        link_bytes_per_second=ready.link_bytes_per_second,
+    )
+    return ContextParallel(strategy, costs)

@@ -52,6 +52,7 @@ class Filler:
         self._roster = roster
         self._lanes = lanes
         self._long_threshold_tokens = config.long_threshold_tokens
+        self._context_parallel = config.context_parallel
         self._urgency = Urgency(config.scheduling, config.topology.kv)
         self._limits = _limits(config)
 
@@ -68,13 +69,16 @@ class Filler:
             prefill.lane, prefill.context = request.lane, request.dispatched
             prefill.is_long = request.dispatched >= self._long_threshold_tokens
             prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+            if request.in_ring:
+                prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
             return request.runs_on(lanes)  # else what is cached couples more of them
 
         packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
         entries = _decode_entries(decodes)
-        entries += [_entry(request, count) for request, count in prefills]
+        for request, count in prefills:
+            entries += self._prefill_entries(request, count)
         for request, count in prefills:
             request.dispatch(count)
         self._candidates.remove(request for request, _ in prefills if request.dispatched == request.length)
@@ -98,6 +102,21 @@ class Filler:
         self._roster.enter(request)
         self._lanes.remapped(request)
         return True
+
+    def _prefill_entries(self, request: Request, count: int) -> list[StepEntry]:
+        """The next `count` positions of a prompt: several entries where lanes compute it together."""
+        if not request.in_ring or self._context_parallel is None:
+            return [_entry(request, count)]
+        assert request.shard_map is not None
+        stop = request.dispatched + count
+        return self._context_parallel.entries(
+            request.id,
+            request.lanes,
+            request.dispatched,
+            stop,
+            samples=stop == request.length,
+            shard_map_version=request.shard_map.version,
+        )
 
     def _pending_seconds(self) -> list[float]:
         """Prefill seconds ahead of a new request on each lane, steps in flight included."""
@@ -180,6 +199,7 @@ class Filler:
             lane=lane,
             lane_tokens=request.lane_tokens if len(request.lanes) > 1 else {},
             waits=request.waits,
+            in_ring=request.in_ring,
         )
 
 

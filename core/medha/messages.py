@@ -416,6 +416,10 @@ class RankReady:
     attention_flops_per_pair: float  # of the whole model: 4 * layers * heads * head dim
     load_seconds: float = 0.0
     epoch: int = 0
+    query_heads: int = 0  # of the whole model; 0: not told
+    kv_heads: int = 0
+    element_bytes: int = 4  # of a key or value in memory
+    link_bytes_per_second: float = 0.0  # between this rank and its like in another lane; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ Prefills are read lazily, most urgent first, and only as many as a step can use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 
+from medha.context_parallel import share_tokens, shared_tokens
 from medha.predictor import Predictor, Work
 
 MOST_PREFILLS = 32
@@ -49,6 +50,7 @@ class PrefillCandidate:
     lane: int = 0  # that computes it
     lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
     waits: bool = False  # it holds no KV yet
+    in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,12 @@ class Batch:
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].add(Work(prefill.context, count))
             return
-        for holder, tokens in prefill.lane_tokens.items():
-            self._tallies[holder].add(Work(tokens, count, attention_only=holder != prefill.lane))
+        if prefill.in_ring:
+            for holder, work in _shares(prefill, count):
+                self._tallies[holder].add(work)
+        else:
+            for holder, tokens in prefill.lane_tokens.items():
+                self._tallies[holder].add(Work(tokens, count, attention_only=holder != prefill.lane))
         self._exchanged_queries += count
 
     def remove(self, prefill: PrefillCandidate, count: int) -> None:
@@ -111,8 +117,12 @@ class Batch:
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].remove(Work(prefill.context, count))
             return
-        for holder, tokens in prefill.lane_tokens.items():
-            self._tallies[holder].remove(Work(tokens, count, attention_only=holder != prefill.lane))
+        if prefill.in_ring:
+            for holder, work in _shares(prefill, count):
+                self._tallies[holder].remove(work)
+        else:
+            for holder, tokens in prefill.lane_tokens.items():
+                self._tallies[holder].remove(Work(tokens, count, attention_only=holder != prefill.lane))
         self._exchanged_queries -= count
 
     def seconds(self) -> float:
@@ -194,7 +204,7 @@ def pack(
     for prefill in chain(head, upcoming):
         budget_seconds = packed.budget_seconds
         if prefill.is_long:
-            if prefill.lane in chunks.long_lanes:
+            if chunks.has_long(prefill):
                 continue
             if len(head) > 1:
                 budget_seconds *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
@@ -203,7 +213,7 @@ def pack(
         if chunks.full or misses == MOST_MISSES or len(packed.chunks) == MOST_PREFILLS:
             break
     for prefill in yielding:  # second pass: what the others left
-        if prefill.id in packed.chunks or prefill.lane not in chunks.long_lanes:
+        if prefill.id in packed.chunks or not chunks.has_long(prefill):
             chunks.add(prefill, packed.budget_seconds)
     packed.predicted_seconds = batch.seconds()
     return packed
@@ -243,7 +253,7 @@ class _Chunks:
         limits: Limits,
         admit: Callable[[PrefillCandidate], bool],
     ) -> None:
-        self.long_lanes: set[int] = set()  # have a long prefill in this step
+        self._long_lanes: set[int] = set()  # have a long prefill in this step
         self._batch = batch
         self._packed = packed
         self._limits = limits
@@ -266,7 +276,7 @@ class _Chunks:
             self._batch.remove(prefill, held)
         size = self._size(prefill, held, budget_seconds)
         if prefill.waits and size:
-            before = (prefill.context, prefill.remaining, prefill.lane)
+            before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
             if not self._admit(prefill):
                 return False
             prefill.waits = False
@@ -274,27 +284,52 @@ class _Chunks:
                 prefill.context,
                 prefill.remaining,
                 prefill.lane,
+                prefill.in_ring,
             ) != before:  # cached in part, or cut over lanes
                 size = self._size(prefill, 0, budget_seconds)
-            if prefill.is_long and prefill.lane in self.long_lanes:
+            if prefill.is_long and self.has_long(prefill):
                 return False
         if size == 0:
             return False
         self._batch.add(prefill, size)
         chunks[prefill.id] = size
-        self._tokens_left[prefill.lane] -= size - held
+        if prefill.in_ring:
+            for lane in prefill.lane_tokens:
+                self._tokens_left[lane] -= share_tokens(size, len(prefill.lane_tokens))
+                self._tokens_left[lane] += share_tokens(held, len(prefill.lane_tokens))
+        else:
+            self._tokens_left[prefill.lane] -= size - held
         if prefill.is_long:
-            self.long_lanes.add(prefill.lane)
+            self._long_lanes.update(prefill.lane_tokens if prefill.in_ring else (prefill.lane,))
         return True
+
+    def has_long(self, prefill: PrefillCandidate) -> bool:
+        """Whether a lane that computes `prefill` has a long one already."""
+        if prefill.in_ring:
+            return not self._long_lanes.isdisjoint(prefill.lane_tokens)
+        return prefill.lane in self._long_lanes
 
     def _size(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> int:
         """The largest chunk that fits, no smaller than what it has; 0 if not even the smallest one does."""
-        most = min(prefill.remaining, self._tokens_left.get(prefill.lane, 0) + held)
+        left = self._tokens_left.get(prefill.lane, 0)
+        if prefill.in_ring:
+            lanes = prefill.lane_tokens
+            left = shared_tokens(min(self._tokens_left.get(lane, 0) for lane in lanes), len(lanes))
+        most = min(prefill.remaining, left + held)
         least = min(self._limits.min_chunk_tokens, prefill.remaining)
         size = self._batch.largest(prefill, most, budget_seconds, least)
         if size < least:
             size = 0 if self._packed.chunks else min(least, most)
         return max(size, held)
+
+
+def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]:
+    """What each lane of a ring computes of a chunk: equal parts, whose queries see as many keys on average."""
+    lanes = len(prefill.lane_tokens)
+    for index, lane in enumerate(prefill.lane_tokens):
+        share = (count + index) // lanes
+        if share:
+            yield lane, Work(prefill.context + (count - share) // 2, share)
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from medha.blocks import BlockCopy, BlockLedger, Run
 from medha.messages import Admit, BlockRun, Grow, Publish
 from medha.prefix import Match, PrefixCache, hash_count, hash_range
-from medha.shards import Segment, ShardMap, place, spreads
+from medha.shards import PROMPT_STRIPE_TOKENS, Segment, ShardMap, deal, is_dealt, place, spreads
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,17 @@ class KvPools:
         block_size_tokens: int,
         tokens_per_lane: int,
         prefix_caching: bool = True,
+        deals_prompts: bool = False,
     ) -> None:
+        """`deals_prompts`: long prompts lie in stripes on all lanes, and not on one after the other."""
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
         self._tokens_per_lane = tokens_per_lane
         self._prefix_caching = prefix_caching
+        self._deals_prompts = deals_prompts
+        # One length for all, or what is cached of one prompt would be of no use to another of another length.
+        blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
+        self._stripe_tokens = max(blocks, 1) * block_size_tokens
         self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
         self._held: dict[str, _Held] = {}
         self.queried_tokens = 0
@@ -141,6 +147,10 @@ class KvPools:
         if not self._prefix_caching or not block_hashes:
             return 0, 0
         tokens = held_blocks = 0
+        if is_long and self._deals_prompts:
+            matches = self._dealt_matches(prompt_tokens, block_hashes)[0][1]
+            tokens = sum(match.blocks for match in matches.values()) * self.block_size_tokens
+            return tokens, sum(match.blocks - match.unlocked for match in matches.values())
         for found in self._shards_found(block_hashes, is_long=is_long):
             match = found[_best(found)]
             tokens += match.blocks * self.block_size_tokens
@@ -240,6 +250,15 @@ class KvPools:
         if not held.unpublished:
             return
         size, left = self.block_size_tokens, 0
+        if self._deals_prompts and len(held.chains) > 1:
+            computed = self._whole_blocks(held.shards, min(tokens, held.prompt_tokens))
+            for lane, chain in held.chains.items():
+                stop = min(computed.get(lane, 0), hash_count(chain))
+                left += hash_count(chain) - stop
+                if stop:
+                    self._publish(sequence, lane, chain, stop)
+            held.unpublished = left
+            return
         if len(held.chains) == 1:
             ((lane, chain),) = held.chains.items()
             stop = min(tokens, held.prompt_tokens) // size
@@ -339,6 +358,9 @@ class KvPools:
             tokens_per_lane=self._tokens_per_lane,
             lane_tokens=self._lane_tokens,
         )
+        if is_long and self._deals_prompts:
+            yield from self._dealt_maps(prompt_tokens, reserved_tokens, hashes, free)
+            return
         for rooms, cached, preferred in self._views(prompt_tokens, hashes, free, is_long=is_long):
             if owners is not None and is_long and (not preferred or preferred[0] not in owners):
                 preferred = [max(owners, key=lambda lane: (rooms[lane], -lane))]
@@ -398,6 +420,15 @@ class KvPools:
         if len(shards.lanes) == 1:
             return {shards.owner: hashes}
         size = self.block_size_tokens
+        if self._deals_prompts:
+            lanes, stripe = len(self._lanes), self._stripe_tokens
+            if not is_dealt(shards, prompt_tokens, lanes, stripe):
+                return {}  # a lane's blocks could be those of a regular map again further on, after others
+            parts: dict[int, list[str]] = {}
+            for piece in shards.pieces(0, prompt_tokens):
+                part = hash_range(hashes, piece.start // size, piece.stop // size)
+                parts.setdefault(piece.lane, []).append(part)
+            return {lane: "".join(found) for lane, found in parts.items()}
         return {
             piece.lane: hash_range(hashes, piece.start // size, piece.stop // size)
             for piece in shards.pieces(0, prompt_tokens)
@@ -406,6 +437,8 @@ class KvPools:
     def _matches(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
         """What is cached of the prompt on each of its lanes, without a gap, and never its last token."""
         matches: dict[int, Match] = {}
+        if self._deals_prompts and len(chains) > 1:
+            return self._without_gap(prompt_tokens, chains)
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for lane, chain in chains.items():
             stop = min(usable, hash_count(chain))
@@ -414,6 +447,71 @@ class KvPools:
             if matches[lane].blocks < hash_count(chain):
                 break
         return matches
+
+    # Where prompts are dealt out, the first lane's turn may be any lane's.
+
+    def _dealt_maps(
+        self, prompt_tokens: int, reserved_tokens: int, hashes: str, free: list[int]
+    ) -> Iterator[ShardMap]:
+        """The map that finds most in the caches, then those of other first lanes, which may have room."""
+        size = self.block_size_tokens
+        for lanes, matches in self._dealt_matches(prompt_tokens, hashes):
+            rooms = list(free)
+            for lane, match in matches.items():
+                rooms[lane] += (match.blocks - match.unlocked) * size
+            shards = deal(
+                prompt_tokens,
+                reserved_tokens,
+                rooms,
+                lanes,
+                stripe_tokens=self._stripe_tokens,
+                block_size_tokens=size,
+            )
+            if shards is not None:
+                yield shards
+
+    def _dealt_matches(
+        self, prompt_tokens: int, hashes: str
+    ) -> list[tuple[tuple[int, ...], dict[int, Match]]]:
+        """Lanes in turn, and what is cached so, for each first lane: the longest prefix first, then the most room."""
+        count = len(self._lanes)
+        found = []
+        for first in range(count):
+            lanes = tuple((first + turn) % count for turn in range(count))
+            chains: dict[int, str] = {}
+            step = self._stripe_tokens // self.block_size_tokens
+            if hashes:
+                for turn, lane in enumerate(lanes):
+                    starts = range(turn * step, hash_count(hashes), count * step)
+                    chains[lane] = "".join(hash_range(hashes, start, start + step) for start in starts)
+            matches = self._without_gap(prompt_tokens, chains)
+            blocks = sum(match.blocks for match in matches.values())
+            found.append((-blocks, -self.free_tokens_on(first), lanes, matches))
+        found.sort(key=lambda one: one[:3])
+        return [(lanes, matches) for _, _, lanes, matches in found]
+
+    def _without_gap(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
+        """What is cached of a prompt whose parts, dealt out regularly in the order of `chains`, are these."""
+        lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
+        usable = (prompt_tokens - 1) // self.block_size_tokens
+        for turn, (lane, chain) in enumerate(chains.items()):
+            blocks = self._lanes[lane].cache.match(chain, hash_count(chain)).blocks
+            if blocks < hash_count(chain):  # the first block that is missing here ends the prefix
+                usable = min(usable, (blocks // step * lanes + turn) * step + blocks % step)
+        matches = {}
+        for turn, (lane, chain) in enumerate(chains.items()):
+            whole, rest = divmod(usable, lanes * step)
+            stop = whole * step + min(max(rest - turn * step, 0), step)
+            matches[lane] = self._lanes[lane].cache.match(chain, stop)
+        return matches
+
+    def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
+        """Whole blocks on each lane of the first `tokens` tokens."""
+        blocks: dict[int, int] = {}
+        for piece in shards.pieces(0, tokens):
+            whole = (piece.stop - piece.start) // self.block_size_tokens
+            blocks[piece.lane] = blocks.get(piece.lane, 0) + whole
+        return blocks
 
     def _fits(self, shards: ShardMap, lane: int, match: Match | None) -> bool:
         here = self._lanes[lane]

@@ -59,6 +59,7 @@ class Request:
     reserved_tokens: int = 0  # that its blocks can hold
     shard_map: ShardMap | None = None  # once it holds KV
     is_spread: bool = False  # several lanes hold its KV, or will
+    in_ring: bool = False  # all of its lanes compute its prompt together (context parallelism)
     lanes: tuple[int, ...] = ()  # that a step with it needs, its own first
     joins_at: int = maxsize  # the position at which a further lane joins
     lane_tokens: dict[int, int] = field(default_factory=dict)  # dispatched KV by lane, if it has several
@@ -103,10 +104,13 @@ class Request:
         """Whether a step of `lanes` has all that its next position needs."""
         return all(lane in lanes for lane in self.lanes)
 
-    def enter(self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int) -> None:
+    def enter(
+        self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int, *, in_ring: bool = False
+    ) -> None:
         """It holds KV from now on, of which that of `there_tokens` tokens is there already."""
         self.dispatched = self.computed = there_tokens
         self.lane = shard_map.owner
+        self.in_ring = in_ring and len(shard_map.lanes) > 1
         self.extend(shard_map, reserved_tokens)
 
     def extend(self, shard_map: ShardMap, reserved_tokens: int) -> None:
@@ -116,6 +120,8 @@ class Request:
         self.reserved_tokens = shard_map.tokens if self.is_spread else reserved_tokens
         if self.is_spread:
             self.lane_tokens = shard_map.local_lengths(self.dispatched)
+            if self.in_ring:
+                self.lane_tokens = dict.fromkeys(shard_map.lanes, 0) | self.lane_tokens
         self._join(shard_map)
 
     def dispatch(self, count: int) -> None:
@@ -129,9 +135,12 @@ class Request:
             self._join(self.shard_map)
 
     def _join(self, shard_map: ShardMap) -> None:
-        """Lanes take part progressively: once there is a position of theirs to compute."""
+        """Lanes take part progressively: once there is a position of theirs to compute. Those of a ring begin together."""
         if not self.is_spread:
             self.lanes = (shard_map.owner,)
+            return
+        if self.in_ring:
+            self.lanes, self.joins_at = shard_map.lanes, maxsize
             return
         self.lanes = shard_map.participants(self.dispatched + 1)
         outside = (segment.start for segment in shard_map.segments if segment.lane not in self.lanes)

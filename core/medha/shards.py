@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 
 STRIPE_TOKENS = 256
 """Output tokens that go to one lane before the next one's turn; at least one block."""
+PROMPT_STRIPE_TOKENS = 2048
+"""Where lanes compute a prompt together: tokens that lie on one before the next one's turn."""
 MAX_STRIPES = 128
 """Longer outputs get wider stripes, so that a map stays small enough to ride on a step message."""
 
@@ -226,6 +228,53 @@ def place(
     if not _stripe(segments, reserved_tokens, rooms, (*joined, *order), size):
         return None
     return ShardMap(tuple(segments))
+
+
+def deal(
+    prompt_tokens: int,
+    reserved_tokens: int,
+    free_by_lane: Sequence[int],
+    lanes: Sequence[int],
+    *,
+    stripe_tokens: int,
+    block_size_tokens: int,
+) -> ShardMap | None:
+    """A map whose prompt is dealt out in stripes to `lanes` in turn, as context parallelism wants it; None: no room.
+
+    However far the prompt is computed, each lane holds an equal part of it. `stripe_tokens` are whole blocks. A lane
+    that is full is passed over, and the map is then no longer regular (`is_dealt`).
+    """
+    rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
+    segments: list[Segment] = []
+    position = turn = 0
+    while position < prompt_tokens:
+        if not any(rooms[lane] for lane in lanes):
+            return None
+        lane = lanes[turn % len(lanes)]
+        turn += 1
+        stop = min(position + min(stripe_tokens, rooms[lane]), prompt_tokens)
+        if stop == position:
+            continue
+        rooms[lane] -= _up_to_blocks(stop - position, block_size_tokens)
+        if segments and segments[-1].lane == lane:
+            segments[-1] = Segment(lane, segments[-1].start, stop)
+        else:
+            segments.append(Segment(lane, position, stop))
+        position = stop
+    if not _stripe(segments, reserved_tokens, rooms, lanes, block_size_tokens):
+        return None
+    return ShardMap(tuple(segments))
+
+
+def is_dealt(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> bool:
+    """Whether the first `tokens` positions lie in equal stripes on `lanes` consecutive lanes in turn."""
+    pieces = list(shards.pieces(0, tokens))
+    return all(
+        piece.start == index * stripe_tokens
+        and piece.lane == (pieces[0].lane + index) % lanes
+        and (piece.stop - piece.start == stripe_tokens or piece.stop == tokens)
+        for index, piece in enumerate(pieces)
+    )
 
 
 def _stripe(

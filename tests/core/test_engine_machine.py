@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from medha.api import SchedulingSpec, ServiceClass
 from medha.blocks import BlockLedger
 from medha.config import ReplicaConfig
+from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.engine import ReplicaController
 from medha.messages import (
     Admit,
@@ -115,9 +116,9 @@ class Lanes:
             replica.ledger.check()
         self._check_decodes(step, busy, ended)
         self._check_budget(step)
-        assert len({entry.id for entry in step.entries}) == len(step.entries)
-        for entry in step.entries:
-            self._compute(step, entry, busy)
+        assert len({(entry.id, entry.lane) for entry in step.entries}) == len(step.entries)
+        for id_ in dict.fromkeys(entry.id for entry in step.entries):
+            self._compute(step, [entry for entry in step.entries if entry.id == id_], busy)
         self.moving.append(Moving(step))
 
     def _admit(self, admit: Admit) -> None:
@@ -164,15 +165,26 @@ class Lanes:
         if len(packed.chunks) > 1:
             assert packed.predicted_seconds <= packed.budget_seconds * (1 + 1e-9)
 
-    def _compute(self, step: Step, entry: StepEntry, busy: set[str]) -> None:
-        """Write the KV of an entry's positions, and look at that of all before."""
+    def _compute(self, step: Step, entries: list[StepEntry], busy: set[str]) -> None:
+        """Write the KV of a request's positions, and look at that of all before."""
+        entry = entries[0]
         sequence = self.sequences[entry.id]
         shards = self.replicas[0].shards(entry.id)
-        start, end = entry.extents[0].start, entry.extents[0].start + entry.token_count
+        positions = sorted(
+            extent.start + index * extent.stride
+            for one in entries
+            for extent in one.extents
+            for index in range(extent.count)
+        )
+        start, end = positions[0], positions[-1] + 1
+        assert positions == list(range(start, end)), "each position once"
         assert start == sequence.next_position, f"{entry.id}: position {start} is not the next"
         assert start < end <= sequence.length
         assert entry.samples == (end == sequence.length)
-        assert entry.lane == shards.owner
+        assert entry.lane == shards.owner, "the owner has the last position, and draws"
+        assert not any(one.samples for one in entries[1:])
+        assert len({(one.strategy, one.shard_map_version) for one in entries}) == 1
+        assert all(one.lane in shards.lanes for one in entries)
         if start >= sequence.admit.tokens:
             assert entry.id not in busy, f"{entry.id}: two decode tokens in flight"
         for position in range(end):
@@ -214,7 +226,8 @@ class Lanes:
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             if self.random.random() < self.failure_chance:
-                failures.append(EntryFailed(entry.id, "out_of_memory"))
+                if entry.lane == self.replicas[0].shards(entry.id).owner:
+                    failures.append(EntryFailed(entry.id, "out_of_memory"))
             elif entry.samples:
                 sequence.length += 1
                 stops = self.random.random() < 0.05
@@ -236,6 +249,7 @@ class ControllerMachine(RuleBasedStateMachine):
         max_running=st.sampled_from([3, 100]),
         failure_chance=st.sampled_from([0.0, 0.02]),
         headroom=st.sampled_from([0.0, 0.2]),
+        prefill=st.sampled_from([None, None, "passKv", "passQ", "auto", "striped"]),
         seed=st.integers(0, 1000),
     )
     def start(
@@ -250,6 +264,7 @@ class ControllerMachine(RuleBasedStateMachine):
         max_running: int,
         failure_chance: float,
         headroom: float,
+        prefill: PrefillStrategy | None,
         seed: int,
     ) -> None:
         scheduling = {
@@ -270,6 +285,7 @@ class ControllerMachine(RuleBasedStateMachine):
             kv_blocks=kv_blocks,
             long_threshold_tokens=30,
             tokens_per_lane=tokens_per_lane,
+            context_parallel=ContextParallel(prefill, RingCosts(4, 1)) if prefill and lanes > 1 else None,
         )
         self.now = 0.0
         self.random = Random(seed)

@@ -51,8 +51,9 @@ class PoolsMachine(RuleBasedStateMachine):
         size=st.integers(1, 4),
         cap_blocks=st.integers(1, 12),
         caching=st.sampled_from([True, True, True, False]),
+        deals=st.booleans(),
     )
-    def start(self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool) -> None:
+    def start(self, lanes: int, blocks: int, size: int, cap_blocks: int, caching: bool, deals: bool) -> None:
         self.lanes, self.blocks, self.size = lanes, blocks, size
         self.pools = KvPools(
             lanes=lanes,
@@ -60,6 +61,7 @@ class PoolsMachine(RuleBasedStateMachine):
             block_size_tokens=size,
             tokens_per_lane=cap_blocks * size,
             prefix_caching=caching,
+            deals_prompts=deals,
         )
         self.ranks = [Ranks(LaneReplica(BlockLedger(blocks, size), lane)) for lane in range(lanes)]
         self.hasher = PrefixHasher(size, b"secret")
