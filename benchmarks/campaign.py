@@ -1,8 +1,13 @@
 """`make campaign`: simulate what the papers claim and what `guarded` promises, and write docs/reproduction.md.
 
-After each run `benchmarks/results/campaign-<mode>-<commit>.json` is written; runs that it holds are not simulated again,
-so a campaign that was stopped goes on where it was. The commit is the last one that changed the simulated code; a
-tree with uncommitted changes there is labelled `<commit>-dirty` and always starts anew.
+After each run `benchmarks/results/campaign-<mode>-<sources>.json` is written; runs that it holds are not simulated again,
+so a campaign that was stopped, by Ctrl-C too, goes on where it was. `<sources>` is a digest of the code that a simulation
+loads: results outlive every other change, comments included.
+
+    python benchmarks/campaign.py                 all of it, about 90 minutes on two cores
+    python benchmarks/campaign.py --quick         every kind of run once, two minutes
+    python benchmarks/campaign.py --list          what would be run, in that order, and how long it may take
+    python benchmarks/campaign.py --page-only     write the page anew from the results that there are
 """
 
 from __future__ import annotations
@@ -17,13 +22,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from medha_sim.campaign import SCALES, Outcome, Run, run_all, runs
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from medha_sim.campaign import SCALES, runs
+from medha_sim.campaign_pool import Stopwatch, run_all
+from medha_sim.campaign_run import Outcome, Run
 from medha_sim.reproduction import page, report
+from medha_sim.sources import digest, loaded_files
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "reproduction.md"
-CODE = ("core/medha", "sim/medha_sim", "benchmarks/campaign.py")
 
 
 def main() -> int:
@@ -38,62 +48,142 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=85.0, help="start no run behind this many minutes (default 85)"
     )
-    parser.add_argument("--page-only", action="store_true", help="write the page from the file that is there")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
+    parser.add_argument(
+        "--page-only", action="store_true", help="write the page from the results that there are"
+    )
     arguments = parser.parse_args()
 
     scale = SCALES[arguments.mode]
-    commit, dirty = _commit()
-    target = RESULTS / f"campaign-{scale.name}-{commit}.json"
+    planned = runs(scale)
+    files = loaded_files()
+    sources = digest(files)
+    older = _newest_first(arguments.results, scale.name)
+    target = arguments.results / f"campaign-{scale.name}-{sources}.json"
+    if arguments.page_only and not target.exists():
+        if not older:
+            sys.exit(f"{arguments.results} has no results of mode {scale.name}; run the campaign first")
+        target = older[0]
+        print(f"no results of the present code ({sources}); the page is that of {target.name}")
     campaign: dict[str, Any] = {
         "mode": scale.name,
-        "commit": commit,
-        "file": str(target.relative_to(ROOT)),
+        "commit": _commit(files),
+        "sources": sources,
+        "file": _name(target),
         "python": platform.python_version(),
         "capacities": {},
         "runs": {},
     }
-    if target.exists() and (arguments.page_only or not dirty):
+    if target.exists():
         campaign |= json.loads(target.read_text(encoding="utf-8"))
-    planned = runs(scale)
+    done: dict[str, Outcome] = campaign["runs"]
+    for key in [key for key, outcome in done.items() if "error" in outcome]:
+        if not arguments.page_only:
+            del done[key]  # tried again
     if not arguments.page_only:
-        _simulate(campaign, planned, target, arguments)
-    campaign["report"] = report(campaign["runs"], campaign["capacities"], scale, len(planned))
+        known = [item for file in older[:1] for item in _outcomes(file)]
+        stopwatch = Stopwatch([*known, *done.items()])
+        if arguments.list:
+            return _list([run for run in planned if run.key not in done], stopwatch, arguments.jobs)
+        finished = _simulate(campaign, planned, target, stopwatch, arguments)
+    else:
+        finished = True
+    campaign["report"] = report(done, campaign["capacities"], scale, [run.key for run in planned])
     _write(target, json.dumps(campaign, indent=1) + "\n")
-    _write(PAGE, page(campaign))
+    _write(arguments.page, page(campaign))
     shown = campaign["report"]
-    print(f"{shown['done']} of {shown['planned']} runs; {target.relative_to(ROOT)}; {PAGE.relative_to(ROOT)}")
+    print(f"{shown['done']} of {shown['planned']} runs; {_name(target)}; {_name(arguments.page)}")
+    if not finished:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
     return 1 if shown["errors"] else 0
 
 
 def _simulate(
-    campaign: dict[str, Any], planned: list[Run], target: Path, arguments: argparse.Namespace
-) -> None:
+    campaign: dict[str, Any],
+    planned: list[Run],
+    target: Path,
+    stopwatch: Stopwatch,
+    arguments: argparse.Namespace,
+) -> bool:
+    """Run what is missing; False: it was interrupted."""
     done: dict[str, Outcome] = campaign["runs"]
-    for key in [key for key, outcome in done.items() if "error" in outcome]:
-        del done[key]  # tried again
-    print(f"{len(planned)} runs, {len(done)} done before; results in {campaign['file']}", flush=True)
-    started = time.monotonic()
+    left = {run.key: run for run in planned if run.key not in done}
+    console = Console()
+    console.print(
+        f"{len(planned)} runs, {len(planned) - len(left)} done before; results in {campaign['file']}"
+    )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of the pool as Ctrl-C does
+    started = time.monotonic()
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=len(planned), completed=len(planned) - len(left))
 
-    def keep(run: Run, outcome: Outcome) -> None:
-        done[run.key] = outcome
-        _write(target, json.dumps(campaign, indent=1) + "\n")
-        took = outcome.get("error") or f"{outcome['core_seconds']:.1f} s"
-        print(
-            f"[{len(done)}/{len(planned)}, {time.monotonic() - started:.0f} s] {run.key}: {took}", flush=True
-        )
+        def remaining() -> str:
+            seconds = stopwatch.left_seconds(left.values(), arguments.jobs)
+            if seconds is None:
+                return "time left: not known yet"
+            limit = 60 * arguments.minutes - (time.monotonic() - started)
+            about = f"about {min(seconds, limit) / 60:.0f} min left"
+            return (
+                about if seconds <= limit else f"{about}, too few for all: {seconds / 60:.0f} min are missing"
+            )
 
-    try:
-        run_all(
-            planned,
-            dict(done),
-            campaign["capacities"],
-            jobs=arguments.jobs,
-            deadline_seconds=60 * arguments.minutes,
-            keep=keep,
-        )
-    except KeyboardInterrupt:
-        sys.exit("stopped; the same command goes on from here")
+        def keep(run: Run, outcome: Outcome) -> None:
+            done[run.key] = outcome
+            left.pop(run.key, None)
+            stopwatch.learn(run.key, outcome)
+            _write(target, json.dumps(campaign, indent=1) + "\n")
+            took = outcome.get("error") or f"{outcome['core_seconds']:.1f} s"
+            bar.update(task, advance=1)
+            if bar.disable:
+                at = f"{len(planned) - len(left)}/{len(planned)}, {time.monotonic() - started:.0f} s"
+                print(f"[{at}, {remaining()}] {run.key}: {took}", flush=True)
+            elif "error" in outcome:
+                bar.console.print(f"{run.key}: {took}")
+
+        try:
+            run_all(
+                planned,
+                dict(done),
+                campaign["capacities"],
+                jobs=arguments.jobs,
+                deadline_seconds=60 * arguments.minutes,
+                keep=keep,
+                tick=lambda: bar.update(task, description=remaining()),
+            )
+        except KeyboardInterrupt:
+            return False
+    return True
+
+
+def _list(left: list[Run], stopwatch: Stopwatch, jobs: int) -> int:
+    total = 0.0
+    for run in left:
+        seconds = stopwatch.seconds(run)
+        total += seconds or 0.0
+        print(f"{total / jobs / 60:6.1f} min  {run.key}{'' if seconds is not None else ' (time not known)'}")
+    print(
+        f"{len(left)} runs, about {total / jobs / 60:.0f} minutes on {jobs} processes, as far as times are known"
+    )
+    return 0
+
+
+def _newest_first(folder: Path, mode: str) -> list[Path]:
+    files = folder.glob(f"campaign-{mode}-*.json")
+    return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+
+
+def _outcomes(file: Path) -> list[tuple[str, Outcome]]:
+    return list(json.loads(file.read_text(encoding="utf-8"))["runs"].items())
+
+
+def _name(file: Path) -> str:
+    """Under the repository's root, where it is there."""
+    file = file.resolve()
+    return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
 
 
 def _write(target: Path, text: str) -> None:
@@ -103,13 +193,14 @@ def _write(target: Path, text: str) -> None:
     partial.rename(target)
 
 
-def _commit() -> tuple[str, bool]:
-    """The last commit that changed simulated code, marked where the tree differs from it."""
-    log = ["git", "log", "-1", "--format=%h", "--abbrev=12", "--", *CODE]
+def _commit(files: list[Path]) -> str:
+    """The last commit that changed a simulated source, marked where the tree differs from it."""
+    names = [str(file) for file in files]
+    log = ["git", "log", "-1", "--format=%h", "--abbrev=12", "--", *names]
     commit = subprocess.run(log, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    changes = ["git", "status", "--porcelain", "--", *CODE]
-    dirty = bool(subprocess.run(changes, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    return commit + ("-dirty" if dirty else ""), dirty
+    status = ["git", "status", "--porcelain", "--", *names]
+    changed = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return commit + ("-dirty" if changed else "")
 
 
 if __name__ == "__main__":

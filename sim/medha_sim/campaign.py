@@ -1,67 +1,16 @@
-"""The runs behind docs/reproduction.md: which systems on which loads and seeds, in parallel, resumable.
+"""The runs behind docs/reproduction.md: which systems on which loads and seeds, and in which order.
 
-`Scale` says how much is run; `FULL` is meant for two cores and 90 minutes, `QUICK` for two minutes. A run is a pure
-function of its `Run`, so its outcome can be kept in a file and never needs to be computed again. Runs come in the
-order of seeds, so whatever is done when time is up compares all systems on the first seeds.
+`Scale` says how much is run; `FULL` is meant for two cores and 90 minutes, `QUICK` for two minutes. What a goal is set
+for comes first, in all its seeds; then what the papers claim, and the grid, seed by seed. So a campaign that is stopped
+is a report of fewer seeds, not of fewer questions.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
 
-from medha.hardware import H100, LLAMA3_70B
-from medha.topology import Topology
-from medha_sim.baselines.systems import simulation
-from medha_sim.metrics import group
-from medha_sim.records import RunLog
-from medha_sim.scenario import Deployment
-from medha_sim.study import WorkloadSpec, measured_capacity
-
-Outcome = dict[str, Any]
-
-DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
-    "8B": Deployment,  # Llama-3 8B, TP8 SPP2 on 16 A100 (B §6.2)
-    "70B-2D": lambda: _seventy_b(Topology(tensor=8, stream=8)),
-    "70B-3D": lambda: _seventy_b(Topology(tensor=8, stream=4, kv=2)),
-}
-
-
-def _seventy_b(topology: Topology) -> Deployment:
-    """Llama-3 70B on 64 H100 (B §6.3)."""
-    return Deployment(model=LLAMA3_70B, hardware=H100, topology=topology, max_model_len=2_200_000)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One simulation. `rate` is in requests a second; where `load` is given, it follows from the capacity."""
-
-    system: str
-    long_share: float
-    seed: int
-    window_seconds: float
-    rate: float = 0.0
-    load: float | None = None  # of the deployment's own measured capacity
-    capacity: float = 1.0
-    deployment: str = "8B"
-    loongserve_speed: float = 1.0
-
-    @property
-    def key(self) -> str:
-        """Its name in a file of outcomes."""
-        at = f"rate {self.rate:g}" if self.load is None else f"load {self.load:g}"
-        parts = [self.deployment, self.system, at, f"long {self.long_share:g}", f"seed {self.seed}"]
-        if self.capacity != 1:
-            parts.append(f"capacity {self.capacity:g}")
-        if self.loongserve_speed != 1:
-            parts.append(f"speed {self.loongserve_speed:g}")
-        return ", ".join([*parts, f"{self.window_seconds:g} s"])
+from medha_sim.campaign_run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +20,25 @@ class Scale:
     name: str
     window_seconds: float
     short_window_seconds: float  # of workloads without long requests, which have many more steps a second
+    deep_window_seconds: float  # of 70B on 64 H100, whose many stages take many short steps
     seeds: int  # of each point of the grid
-    goal_seeds: int  # of the points for which a goal is set
+    goal_seeds: int  # of `guarded` and SRPT where a goal is set
     paper_seeds: int
     rates: tuple[float, ...]  # of the papers
     loads: tuple[float, ...]
     shares: tuple[float, ...]  # of long requests
     policies: tuple[str, ...]
-    systems: tuple[str, ...]  # other systems on the grid, where a share has a goal; `paper_seeds` of them
+    systems: tuple[str, ...]  # other systems on the grid, at the share with a goal
     speeds: tuple[float, ...]  # of a stronger LoongServe
-    band: bool  # capacity 10 % lower and higher at the rates that the claims are about
+    band: tuple[float, ...]  # capacities, of what the controllers believe, beside the nominal one
+    deep: tuple[str, ...]  # deployments of T9
 
 
 FULL = Scale(
     name="full",
     window_seconds=3600.0,
     short_window_seconds=900.0,
+    deep_window_seconds=1200.0,
     seeds=5,
     goal_seeds=10,
     paper_seeds=2,
@@ -96,12 +48,14 @@ FULL = Scale(
     policies=("guarded", "srpt", "lars", "edf", "lrs", "fcfs"),
     systems=("vllm-2048", "sarathi-512", "hrrn", "distserve", "loongserve", "loongserve-reserved"),
     speeds=(2.0, 4.0, 8.0, 16.0),
-    band=True,
+    band=(0.9, 1.1),
+    deep=("70B-2D", "70B-3D"),
 )
 QUICK = Scale(
     name="quick",
     window_seconds=240.0,
     short_window_seconds=60.0,
+    deep_window_seconds=30.0,
     seeds=2,
     goal_seeds=2,
     paper_seeds=1,
@@ -111,200 +65,115 @@ QUICK = Scale(
     policies=("guarded", "srpt", "lars"),
     systems=("vllm-2048", "loongserve"),
     speeds=(),
-    band=False,
+    band=(),
+    deep=("70B-2D", "70B-3D"),
 )
 SCALES = {scale.name: scale for scale in (FULL, QUICK)}
 
 GOAL_SHARE = 0.05
 GOAL_LOADS = (0.87, 0.97, 1.07)
-BAND = (0.9, 1.1)
-MIXED_SYSTEMS = (
-    "medha-lars",
-    "loongserve",
-    "single-lars",
-    "single-fcfs",
-    "single-edf",
-    "sarathi-512",
-    "sarathi-2048",
-    "loongserve-reserved",
-)
-SHORT_SYSTEMS = ("medha-lars", "loongserve", "sarathi-512", "sarathi-2048")
-CLAIMED_RATES = (0.75, 1.75)
-"""The rates at which the papers state figures for the mix; only there the band is simulated."""
+GOAL_POLICIES = ("guarded", "srpt")
+"""The goals compare these two."""
+
+DEEP_RATES = (0.25, 0.75, 1.75)
+"""Those of T9."""
+
+CONVOY_RATE = 0.75
+"""At which the papers state most figures."""
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Every run of a scale, the most telling ones first."""
-    chosen = [*_paper_runs(scale), *_grid_runs(scale)]
-    return list(dict.fromkeys(sorted(chosen, key=_order)))
+    """Every run of a scale, what matters most first."""
+    return list(
+        dict.fromkeys(
+            [
+                *_by_seed(_goal_runs(scale)),
+                *_by_seed([*_paper_runs(scale), *_grid_runs(scale)]),
+            ]
+        )
+    )
 
 
-def _order(run: Run) -> tuple[int, int]:
-    """Seed by seed; in each the claims, a stronger LoongServe, the grid where it has a goal, bands, the rest."""
-    if run.load is not None:
-        goal = run.long_share == GOAL_SHARE and run.load in GOAL_LOADS
-        return run.seed, 2 if goal else 4
-    if run.loongserve_speed != 1:
-        return run.seed, 1
-    return run.seed, 0 if run.capacity == 1 else 3
+def _by_seed(chosen: list[Run]) -> list[Run]:
+    """Seed by seed; in each the claims, their bands, a stronger LoongServe, then the grid from the goals outwards."""
+    return sorted(chosen, key=lambda run: (run.seed, _turn(run)))
 
 
-def _paper_runs(scale: Scale) -> Iterator[Run]:
-    """T1 to T9."""
-    for seed in range(scale.paper_seeds):
-        mixed = Run("", 0.05, seed, scale.window_seconds)
-        short = Run("", 0.0, seed, scale.short_window_seconds)
-        for rate in scale.rates:
-            for system in MIXED_SYSTEMS:
-                yield from _with_band(replace(mixed, system=system, rate=rate), scale)
-            for system in SHORT_SYSTEMS:
-                if rate in (min(scale.rates), max(scale.rates)) or (system == "loongserve" and rate != 0.75):
-                    yield replace(short, system=system, rate=rate)
-        for share in (0.0, 0.01):
-            for system in ("medha-lars", "loongserve"):
-                window = scale.short_window_seconds if share == 0 else scale.window_seconds
-                yield replace(mixed, system=system, rate=0.75, long_share=share, window_seconds=window)
-        for speed in scale.speeds:
-            strong = replace(mixed, system="loongserve", loongserve_speed=speed, rate=0.75)
-            if seed == 0:
-                yield strong
-                yield replace(strong, long_share=0.0, rate=1.75, window_seconds=scale.short_window_seconds)
-        if scale.band:
-            for deployment in ("70B-2D", "70B-3D"):
-                for rate in (0.25, 0.75, 1.75):
-                    yield replace(mixed, system="medha-lars", rate=rate, deployment=deployment)
+def _turn(run: Run) -> tuple[int, float]:
+    if run.load is None:
+        if run.loongserve_speed != 1:
+            return 2, 0.0
+        return int(run.capacity != 1), 0.0
+    goal = run.long_share == GOAL_SHARE and run.load in GOAL_LOADS
+    return 3 if goal else 4, abs(run.long_share - GOAL_SHARE)
 
 
-def _with_band(run: Run, scale: Scale) -> Iterator[Run]:
-    yield run
-    if scale.band and run.rate in CLAIMED_RATES:
-        for capacity in BAND:
-            yield replace(run, capacity=capacity)
+def _goal_runs(scale: Scale) -> list[Run]:
+    """`guarded` and SRPT where a goal is set."""
+    return [
+        Run(f"medha-{policy}", GOAL_SHARE, seed, scale.window_seconds, load=load)
+        for load in GOAL_LOADS
+        if load in scale.loads
+        for seed in range(scale.goal_seeds)
+        for policy in GOAL_POLICIES
+    ]
 
 
 def _grid_runs(scale: Scale) -> Iterator[Run]:
     """`guarded` against the other policies and systems, in pairs of equal seeds."""
     for share in scale.shares:
+        names = [f"medha-{policy}" for policy in scale.policies]
+        if share == GOAL_SHARE:
+            names += scale.systems
         for load in scale.loads:
-            goal = share == GOAL_SHARE and load in GOAL_LOADS
-            for seed in range(scale.goal_seeds if goal else scale.seeds):
-                names = [f"medha-{policy}" for policy in scale.policies]
-                if share == GOAL_SHARE and seed < scale.paper_seeds:
-                    names += scale.systems
+            for seed in range(scale.seeds):
                 for name in names:
                     yield Run(name, share, seed, scale.window_seconds, load=load)
 
 
-# --- one run ---------------------------------------------------------------------------------------------
-
-
-def simulate(run: Run) -> Outcome:
-    """Figures of one run: by kind of request, and of all."""
-    started = time.process_time()
-    deployment = _deployment(run.deployment)
-    scale = 2.0 if run.deployment.startswith("70B") else 1.0  # B §6.3 scales the trace to 2M tokens
-    spec = WorkloadSpec(long_share=run.long_share, long_scale=scale, rate=run.rate)
-    workload = spec.make(_targets(run.deployment), run.window_seconds, run.seed)
-    chosen = simulation(
-        run.system,
-        deployment,
-        workload,
-        capacity=run.capacity,
-        loongserve_speed=run.loongserve_speed,
-    )
-    log = chosen.run(run.window_seconds)
-    return figures(log) | {"rate": run.rate, "core_seconds": round(time.process_time() - started, 2)}
-
-
-def figures(log: RunLog) -> Outcome:
-    """What the report needs of a run, and no more."""
-    records = list(log.requests.values())
-    kinds = {"all": records}
-    for record in records:
-        kinds.setdefault(record.kind, []).append(record)
-    return {kind: _of_kind(group(members, log.window_seconds)) for kind, members in kinds.items()}
-
-
-def _of_kind(summary: dict[str, Any]) -> Outcome:
-    kept: Outcome = {
-        name: summary[name]
-        for name in ("arrived", "finished", "refused", "failed", "censored", "ttft_undecided", "good")
-    }
-    for name in ("ttft_attainment", "tpot_attainment", "prompt_tokens"):
-        kept[name] = _rounded(summary[name])
-    for name in ("ttft_seconds", "ttft_over_target", "tpot_seconds"):
-        kept[name] = {
-            quantile: _rounded(summary[name].get(quantile)) for quantile in ("p50", "p90", "p99", "max")
-        }
-    return kept
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
-
-
-@cache
-def _deployment(name: str) -> Deployment:
-    return DEPLOYMENTS[name]()
-
-
-@cache
-def _targets(name: str) -> Any:
-    return _deployment(name).targets()
-
-
-def capacity_rate(long_share: float) -> float:
-    """Requests a second of the mix that the 8B deployment works off while a backlog waits."""
-    return measured_capacity(_deployment("8B"), WorkloadSpec(long_share=long_share, rate=1.0))
-
-
-def _ignore_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-
-
-# --- all of them -----------------------------------------------------------------------------------------
-
-
-def run_all(
-    planned: Sequence[Run],
-    done: dict[str, Outcome],
-    capacities: dict[str, float],
-    *,
-    jobs: int,
-    deadline_seconds: float,
-    keep: Callable[[Run, Outcome], None],
-) -> None:
-    """Simulate what is not in `done` on `jobs` processes; start none behind `deadline_seconds` from now.
-
-    `capacities`, requests a second by share of long requests, are measured first where they are missing. `keep` is
-    called for each run as it ends. A run that fails is kept with its `error`, so that one broken system does not take
-    the others' figures with it.
-    """
-    ends = time.monotonic() + deadline_seconds
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, _ignore_interrupts) as pool:
-        shares = sorted({run.long_share for run in planned if run.load is not None})
-        measured = {
-            share: pool.submit(capacity_rate, share) for share in shares if f"{share:g}" not in capacities
-        }
-        capacities.update({f"{share:g}": future.result() for share, future in measured.items()})
-        queue = iter(
-            run if run.load is None else replace(run, rate=run.load * capacities[f"{run.long_share:g}"])
-            for run in planned
-            if run.key not in done
-        )
-        under_way: dict[Future[Outcome], Run] = {}
-        while True:
-            while len(under_way) < jobs and time.monotonic() < ends:
-                run = next(queue, None)
-                if run is None:
-                    break
-                under_way[pool.submit(simulate, run)] = run
-            if not under_way:
-                return
-            ended, _ = wait(under_way, return_when=FIRST_COMPLETED)
-            for future in ended:
-                run = under_way.pop(future)
-                error = future.exception()
-                outcome = future.result() if error is None else {"error": f"{type(error).__name__}: {error}"}
-                keep(run, outcome)
+def _paper_runs(scale: Scale) -> Iterator[Run]:
+    """T1 to T9: what `medha_sim.simulated_rows` looks up, no more."""
+    low, high = min(scale.rates), max(scale.rates)
+    for seed in range(scale.paper_seeds):
+        mixed = Run("", 0.05, seed, scale.window_seconds)
+        short = Run("", 0.0, seed, scale.short_window_seconds)
+        claimed = [
+            *(
+                replace(mixed, system=system, rate=rate)
+                for rate in scale.rates
+                for system in ("medha-lars", "loongserve")
+            ),
+            *(replace(mixed, system="single-lars", rate=rate) for rate in (low, high)),
+            *(replace(mixed, system="single-edf", rate=rate) for rate in (low, high)),
+            replace(mixed, system="single-fcfs", rate=high),
+            *(replace(mixed, system="sarathi-2048", rate=rate) for rate in (CONVOY_RATE, high)),
+            replace(mixed, system="loongserve-reserved", rate=CONVOY_RATE),
+            replace(mixed, system="loongserve", rate=CONVOY_RATE, long_share=0.01),
+            replace(short, system="loongserve", rate=CONVOY_RATE),
+            *(replace(short, system=system, rate=low) for system in ("medha-lars", "loongserve")),
+            *(replace(short, system=name, rate=high) for name in ("medha-lars", "loongserve", "sarathi-512")),
+        ]
+        deep = [
+            replace(
+                mixed,
+                system="medha-lars",
+                rate=rate,
+                deployment=deployment,
+                window_seconds=scale.deep_window_seconds,
+            )
+            for rate in DEEP_RATES
+            for deployment in scale.deep
+        ]
+        for run in (*claimed, *deep):
+            yield run
+            if seed == 0 or run.deployment == "8B":  # the deep ones cost most: their band is of one seed
+                yield from (replace(run, capacity=capacity) for capacity in scale.band)
+        if seed == 0:
+            for rate in scale.rates:  # the curve to which LoongServe was calibrated
+                yield from (replace(short, system=name, rate=rate) for name in ("medha-lars", "loongserve"))
+            stronger = [
+                run
+                for run in claimed
+                if run.system == "loongserve" and (run.long_share or run.rate in (CONVOY_RATE, high))
+            ]
+            yield from (replace(run, loongserve_speed=speed) for speed in scale.speeds for run in stronger)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from typing import Any
 
-from medha_sim.campaign import GOAL_LOADS, GOAL_SHARE, Outcome, Run, Scale
+from medha_sim.campaign import GOAL_LOADS, GOAL_SHARE, Scale
+from medha_sim.campaign_run import Outcome, Run
 from medha_sim.metrics import interval_95
 
 GOAL_WINDOW_SECONDS = 3600.0
@@ -91,6 +92,49 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
                     )
                 )
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedLoad:
+    """One point of the grid, in isolated prefill work: shares of what the deployment works off while a backlog waits."""
+
+    long_share: float
+    load: float  # asked for
+    rate: float  # requests a second
+    offered: Interval  # of the requests that came
+    done: Interval  # by `guarded`
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "long_share": self.long_share,
+            "load": self.load,
+            "rate": self.rate,
+            "offered": _finite(self.offered),
+            "done": _finite(self.done),
+        }
+
+
+def offered_loads(
+    outcomes: dict[str, Outcome], capacities: dict[str, dict[str, float]], scale: Scale
+) -> list[OfferedLoad]:
+    """What each load was in the runs of `guarded`, where there are any."""
+    found = []
+    for share in scale.shares:
+        capacity = capacities.get(f"{share:g}")
+        for load in scale.loads if capacity else ():
+            assert capacity is not None
+            runs = (
+                outcomes.get(Run("medha-guarded", share, seed, scale.window_seconds, load=load).key, {})
+                for seed in range(max(scale.seeds, scale.goal_seeds))
+            )
+            works = [run["work"] for run in runs if "work" in run]
+            if works:
+                work = capacity["rate"] * capacity["mean_work_seconds"]
+                offered, done = (
+                    interval_95([100 * each[name] / work for each in works]) for name in ("offered", "done")
+                )
+                found.append(OfferedLoad(share, load, load * capacity["rate"], offered, done))
+    return found
 
 
 def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:

@@ -12,14 +12,15 @@ from typing import Any
 
 from medha_sim import closed_form, lone_prefill
 from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS
-from medha_sim.campaign import SCALES, Outcome, Scale
-from medha_sim.comparison import comparisons, goals
-from medha_sim.simulated_rows import Rows, strength
+from medha_sim.campaign import SCALES, Scale
+from medha_sim.campaign_run import Outcome
+from medha_sim.comparison import comparisons, goals, offered_loads
+from medha_sim.simulated_rows import Rows, calibration, strength
 
 _HEAD = """# What of the papers holds here
 
-Written by `{command}` from `{file}`; do not edit. Mode **{mode}**, code of commit `{commit}`: {done} of {planned}
-runs{errors}, {core_hours:.2f} core hours.{warning}
+Written by `{command}` from `{file}`; do not edit. Mode **{mode}**, code of commit `{commit}` (digest of the simulated
+sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours.{warning}
 
 Paper A is "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation", paper B "No Request
 Left Behind", paper C Meta's "Context Parallelism for Scalable Million-Token Inference".
@@ -54,9 +55,12 @@ _SIMPLIFICATIONS = """## What the simulations leave out
 
 
 def report(
-    outcomes: dict[str, Outcome], capacities: dict[str, float], scale: Scale, planned: int
+    outcomes: dict[str, Outcome],
+    capacities: dict[str, dict[str, float]],
+    scale: Scale,
+    planned: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything that the page shows, as plain data."""
+    """Everything that the page shows, as plain data; `planned` are the keys of all runs of the scale."""
     rows = [
         *closed_form.rows(),
         *(row() for row in lone_prefill.ROWS),
@@ -67,10 +71,12 @@ def report(
         "rows": [row.to_json() for row in sorted(rows, key=lambda row: int(row.id[1:]))],
         "comparisons": [row.to_json() for row in compared],
         "goals": [goal.to_json() for goal in goals(compared, scale.window_seconds)],
+        "loads": [load.to_json() for load in offered_loads(outcomes, capacities, scale)],
         "strength": strength(outcomes, scale),
+        "calibration": calibration(outcomes, scale),
         "capacities": capacities,
-        "planned": planned,
-        "done": sum("error" not in outcome for outcome in outcomes.values()),
+        "planned": len(planned),
+        "done": sum(key in outcomes and "error" not in outcomes[key] for key in planned),
         "errors": sorted(key for key, outcome in outcomes.items() if "error" in outcome),
         "core_hours": sum(outcome.get("core_seconds", 0.0) for outcome in outcomes.values()) / 3600,
     }
@@ -97,6 +103,7 @@ def page(campaign: dict[str, Any]) -> str:
             file=campaign["file"],
             mode=mode,
             commit=campaign["commit"],
+            sources=campaign["sources"],
             done=shown["done"],
             planned=shown["planned"],
             errors=errors,
@@ -106,7 +113,8 @@ def page(campaign: dict[str, Any]) -> str:
         _summary(shown["rows"]),
         *(_row(row) for row in shown["rows"]),
         _policies(shown),
-        _loongserve(shown["strength"]),
+        _loads(shown),
+        _loongserve(shown),
         _SIMPLIFICATIONS,
     ]
     if shown["errors"]:
@@ -168,11 +176,6 @@ def _policies(shown: dict[str, Any]) -> str:
         "seeds. Policies (guarded to fcfs) run in Medha's own controller, systems as baselines, on the same requests; load is the arrival rate over the "
         "deployment's capacity, measured with a backlog. Differences are `guarded` minus the other, seed by seed.\n"
     )
-    capacities = ", ".join(
-        f"{_percent(share)} long {rate:.3f}/s" for share, rate in sorted(shown["capacities"].items())
-    )
-    if capacities:
-        text += f"\nCapacity, requests a second: {capacities}.\n"
     if shown["goals"]:
         text += "\n" + _table(
             ("Goal (5 % long)", "Measured", "Met"),
@@ -202,13 +205,53 @@ def _policies(shown: dict[str, Any]) -> str:
     )
 
 
-def _loongserve(answers: Sequence[Sequence[str]]) -> str:
+def _loads(shown: dict[str, Any]) -> str:
+    text = (
+        "## The offered loads\n\nLoad 1 is the rate at which the simulated deployment itself works off this mix while a backlog "
+        "waits: "
+    )
+    if not shown["capacities"]:
+        return "## The offered loads\n\nNo capacity was measured in this campaign.\n"
+    text += "; ".join(
+        f"{_percent(share)} long: {capacity['rate']:.3f} requests/s of {capacity['mean_work_seconds']:.3g} s "
+        "isolated prefill each"
+        for share, capacity in sorted(shown["capacities"].items(), key=lambda item: float(item[0]))
+    )
+    text += (
+        ". Below it are the loads that really came, in prefill work a second over that capacity, and what `guarded` did of "
+        "it inside the window (percent, 95 % intervals over seeds): below load 1 nearly all, above it what the ranks can.\n"
+    )
+    return (
+        text
+        + "\n"
+        + _table(
+            ("Long", "Load", "Requests/s", "Work offered", "Work done"),
+            (
+                (
+                    _percent(row["long_share"]),
+                    f"{row['load']:g}",
+                    f"{row['rate']:.3f}",
+                    _with_width(row["offered"]),
+                    _with_width(row["done"]),
+                )
+                for row in shown["loads"]
+            ),
+        )
+    )
+
+
+def _loongserve(shown: dict[str, Any]) -> str:
+    curve = _table(
+        ("Requests/s, short only", "P90 TTFT, LoongServe (s)", "P90 TTFT, Medha (s)"),
+        ((f"{rate:g}", _number(theirs), _number(ours)) for rate, theirs, ours in shown["calibration"]),
+    )
     return (
         "## LoongServe: calibrated once\n\n"
         "Its published time model has coefficients that are not published. Ours computes as fast as Medha's ranks; the one "
         f"constant is the engine's time in each iteration, {1e3 * LOONGSERVE_ITERATION_SECONDS:.0f} ms, chosen so that its "
-        "curve of short requests bends at 1.75 requests/s (T4), and then frozen for every other row. How many times faster "
-        "all its steps would have to be to undo a claim:\n\n" + _table(("Claim", "Undone at"), answers)
+        f"curve of short requests bends at 1.75 requests/s (T4), and then frozen for every other row:\n\n{curve}\n"
+        "How many times faster all its steps would have to be, that time included, to undo a claim:\n\n"
+        + _table(("Claim", "Undone at"), shown["strength"])
     )
 
 
