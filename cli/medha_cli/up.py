@@ -28,6 +28,7 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.runs import announced
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_cli.supervisor import Part, supervise
 
@@ -53,6 +54,11 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
     "--record", type=click.Path(path_type=Path), help="Write the controller's (time, event) log to this file."
 )
 @click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write what every rank does to this file, for ui.perfetto.dev; up to 256 MiB.",
+)
+@click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
     help="Keep sockets and settings in this directory, and leave it there; by default it is temporary.",
@@ -64,7 +70,14 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
     show_default=True,
     help="What the parts log.",
 )
-def command(file: Path, port: int | None, record: Path | None, run_dir: Path | None, log_level: str) -> None:
+def command(
+    file: Path,
+    port: int | None,
+    record: Path | None,
+    trace: Path | None,
+    run_dir: Path | None,
+    log_level: str,
+) -> None:
     """Serve the MedhaReplica that FILE describes on this machine, until Ctrl-C.
 
     Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
@@ -77,15 +90,18 @@ def command(file: Path, port: int | None, record: Path | None, run_dir: Path | N
       medha up examples/tiny.yaml
       medha up examples/tiny.yaml --port 0
       medha up examples/tiny.yaml --record events.jsonl --log-level debug
+      medha up examples/grid.yaml --trace trace.json
     """
     replica = _with_port(read_manifest(file), port)
     directory = model_directory(replica)
     _require_installed()
     _require_free_port(replica)
     console = Console(highlight=False)
-    with _run_directory(run_dir) as run:
+    with _run_directory(run_dir) as run, announced(run, replica.metadata.name):
         replica_files = RunFiles(run)
-        groups = write_parts(replica, directory, replica_files, record=record, log_level=log_level)
+        groups = write_parts(
+            replica, directory, replica_files, record=record, trace=trace, log_level=log_level
+        )
 
         def ready_summary(process_ids: dict[str, int]) -> list[RenderableType]:
             dtype = checkpoint_dtype(directory, replica.spec.model.dtype)
@@ -141,7 +157,13 @@ class RunFiles:
 
 
 def write_parts(
-    replica: MedhaReplica, directory: Path, files: RunFiles, *, record: Path | None, log_level: str
+    replica: MedhaReplica,
+    directory: Path,
+    files: RunFiles,
+    *,
+    record: Path | None,
+    log_level: str,
+    trace: Path | None = None,
 ) -> tuple[tuple[Part, ...], ...]:
     """Write each part's settings, and name the parts in the order in which they are asked to stop."""
     spec = replica.spec
@@ -175,6 +197,7 @@ def write_parts(
             "ready_file": str(files.ranks_ready),
             "epoch_file": str(files.directory / "epoch"),
             "record_file": str(record.absolute()) if record else None,
+            "trace_file": str(trace.absolute()) if trace else None,
             "log_level": log_level,
         },
     )

@@ -10,7 +10,7 @@ It names requests by their ids, and holds neither token ids nor text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import nsmallest
 from typing import Literal
@@ -210,7 +210,7 @@ def phase(request: Request) -> Phase:
     return "decode" if request.is_decoding else "prefill"
 
 
-def written_blocks(core: ReplicaController, requests: Sequence[Request]) -> Counter[int]:
+def written_blocks(core: ReplicaController, requests: Iterable[Request]) -> Counter[int]:
     """Blocks with KV of these requests, by lane; what several share counts once for each."""
     written = Counter[int]()
     for request in requests:
@@ -352,3 +352,35 @@ def _request(core: ReplicaController, request: Request, seen: Seen, now: float) 
         tpot_target_seconds=request.targets.tpot_seconds,
         tpot_seconds=None if spent is None else spent / (request.emitted - 1),
     )
+
+
+class AttainmentStatus(_Model):
+    """First tokens and whole outputs of one service class inside their targets, since the process began."""
+
+    service_class: str
+    ttft_met: int
+    ttft_missed: int
+    tpot_met: int
+    """Of requests that ended with two output tokens or more."""
+    tpot_missed: int
+
+
+class ReplicaStatus(_Model):
+    """What a controller's process answers to `GET /status`. Fields are only ever added."""
+
+    replica: str
+    model: str
+    state: Literal["serving", "draining", "gathering"]
+    """`gathering`: no epoch runs, because ranks are missing or still meet."""
+    missing_ranks: tuple[int, ...]
+    """That have not come, or are not ready, while the ranks gather."""
+    up_seconds: float
+    """Since the first epoch began."""
+    window_seconds: float
+    """The time that the three rates are a mean over."""
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    steps_per_second: float
+    attainment: tuple[AttainmentStatus, ...]
+    core: CoreStatus | None
+    """None while the ranks gather."""

@@ -57,18 +57,21 @@ from medha.messages import (
     StepProfile,
     Submit,
     Tokens,
+    TracePart,
 )
 from medha.prefix import PrefixHasher
 from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha_worker.bundle import Bundle, read_bundle
+from medha_worker.inspection import Inspection
 from medha_worker.link import Link, rank_identity
 from medha_worker.lock_step import LockStep
 from medha_worker.muster import LinkName, Muster
-from medha_worker.observe import Observer, serve_metrics
+from medha_worker.observe import Observer
 from medha_worker.outputs import OutputHasher
 from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
+from medha_worker.telemetry import serve
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
@@ -103,6 +106,8 @@ class ControllerSettings(BaseModel):
     """Remembers the last epoch, so that a controller that was replaced begins a later one."""
     record_file: Path | None = None
     """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
+    trace_file: Path | None = None
+    """What every rank does, as Trace Event JSON, from the first epoch on; a later process adds `.epochN` to its name."""
     log_level: str = "info"
 
 
@@ -121,6 +126,8 @@ class Controller:
         self._poller = zmq.Poller()
         for link in (self._router_control, self._router_tokens, self._rank_control, self._rank_tokens):
             self._poller.register(link.socket, zmq.POLLIN)
+        self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
+        self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
         self._context = context
         shape = settings.spec.parallelism
         self._muster = Muster(shape.tensor * shape.stream * shape.kv, _next_epoch(settings.epoch_file))
@@ -149,6 +156,7 @@ class Controller:
             self._hear_ranks()
             for event in self._events():
                 self._step(event)
+            self._be_inspected()
             if self._stopping and drain_until is None:
                 drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
                 if self._core is not None:
@@ -156,6 +164,14 @@ class Controller:
             self._announce()
         self._announce(force=True)
         self._shut_ranks_down()
+
+    def _be_inspected(self) -> None:
+        """Answer who asks over HTTP, and let ranks begin or end a trace."""
+        now = time.monotonic()
+        self._inspection.answer(self._core, self._muster.missing, now)
+        trace = self._inspection.asks_of_ranks(now)
+        if trace is not None and self._core is not None:
+            self._to_ranks(self._rank_control, trace)
 
     def _drained(self, until: float) -> bool:
         return self._core is None or self._core.idle or time.monotonic() >= until
@@ -169,6 +185,7 @@ class Controller:
         for link in (self._router_control, self._router_tokens, self._rank_control, self._rank_tokens):
             link.close()
         self._context.term()
+        self._inspection.close()
         if self._record is not None:
             self._record.close()
 
@@ -185,6 +202,7 @@ class Controller:
         if isinstance(event, Submit) and not core.knows_prompt(event.prompt):
             self._prompts.forgotten(event.prompt)
         self._observer.observe(event, commands, core, now, handle_seconds)
+        self._inspection.observe(event, commands, core, now)
 
     # --- epochs -------------------------------------------------------------------------------------
 
@@ -268,8 +286,11 @@ class Controller:
         self._prompts = PromptStore(config.max_model_len, hasher)
         self._outputs = OutputHasher()
         self._open_record(profile, slowest)
+        self._inspection.begin_epoch(self._core, time.monotonic())
         if is_first:
-            self._metrics_url = serve_metrics(self._registry, spec.metrics.host, spec.metrics.port)
+            self._metrics_url = serve(
+                self._registry, self._inspection.questions, spec.metrics.host, spec.metrics.port
+            )
             self._report_ready(config, ranks)
         self._announce(force=True)
 
@@ -317,6 +338,8 @@ class Controller:
                         self._begin(everyone)
                 case RankFault() as fault:
                     self._fault(fault)
+                case TracePart() as part:
+                    self._inspection.part(part, time.monotonic())
                 case other:
                     _log.warning("unexpected %s from %r", type(other).__name__, received.peer)
         while (received := self._router_tokens.receive()) is not None:

@@ -10,12 +10,12 @@ from collections import Counter as Counted
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from medha.engine import ReplicaController
-from medha.errors import ConfigInvalid
 from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Refused, Step
 from medha.metrics import CONTROLLER_METRICS, Metric
+from medha.status import written_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,7 @@ class Observer:
     def state(self, core: ReplicaController) -> None:
         """Set the gauges; it looks at every request, so drivers call it when they announce their load."""
         load, pools = core.load(), core.pools
-        written = Counted[int]()  # blocks with KV, by lane
-        for request in core.requests():
-            if request.shard_map is not None:
-                for lane, tokens in request.shard_map.local_lengths(request.computed).items():
-                    written[lane] += pools.ledger(lane).blocks_for(tokens)
+        written = written_blocks(core, core.requests())
         for lane in range(pools.lanes):
             ledger = pools.ledger(lane)
             used = min(ledger.held_blocks, written[lane])  # what is shared is written once
@@ -135,21 +131,6 @@ class Observer:
         before = self._totals[name]
         self._counters[name].inc(total - before if total >= before else total)
         self._totals[name] = total
-
-
-def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> str:
-    """Answer `GET /metrics` from a thread of its own; returns the URL. Port 0 takes any free one.
-
-    Raises:
-        ConfigInvalid: nothing can listen there.
-    """
-    try:
-        server, _ = start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigInvalid(
-            f"spec.metrics: cannot listen on {host} port {port}: {error.strerror}; set spec.metrics.port to 0"
-        ) from error
-    return f"http://{host}:{server.server_port}/metrics"
 
 
 def _collector(metric: Metric, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict
 from medha.api import MedhaReplicaSpec
 from medha.api_fields import quantity_bytes
 from medha.errors import CheckpointInvalid, MedhaError, PartFailed
-from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens
+from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens, Trace
 from medha.topology import Topology, stage_layers
 from medha.wire import tokens_from_frame
 from medha_worker.cpu.choose import choose_kernels
@@ -42,6 +42,7 @@ from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Progress, Shard
 from medha_worker.process import configure_logging, end_with_parent
+from medha_worker.recorder import StepRecorder
 from medha_worker.warmup import WarmUp, warm_up
 
 POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
@@ -49,6 +50,16 @@ HELLO_SECONDS = 1.0  # how often a rank says that it is here
 MEET_SECONDS = 30.0  # for ranks that have their weights to find each other
 PROGRESS_SECONDS = 2.0
 TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
+
+# What a trace calls the time in these methods of the grid and of the tensor group.
+STAGE_SPANS = {
+    "receive_hidden": "receive",
+    "receive_tokens": "receive tokens",
+    "send_hidden": "send",
+    "send_tokens": "send tokens",
+}
+GROUP_WAITS = {"all_reduce": "all_reduce", "gather_last_dim": "gather"}
+LANE_WAITS = {"exchange": "exchange"}
 
 _log = logging.getLogger("medha.rank")
 
@@ -85,6 +96,7 @@ class Rank:
         self._hello = RankHello(settings.rank, secrets.token_hex(8))
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
+        self._recorder = StepRecorder(settings.rank)
         self._stopping = False
         self._loading = True
 
@@ -94,10 +106,11 @@ class Rank:
         Raises:
             MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
         """
-        loaded = load(self._settings)
+        loaded = load(self._settings, self._recorder)
         self._loading = False
         while not self._stopping:
             self._say_hello()
+            self._send_trace()
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
             match received and received.message:
                 case Meet() as meet:
@@ -106,6 +119,8 @@ class Rank:
                 case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
                     with self._surviving(step.epoch):
                         self._run_step(self._engine, step)
+                case Trace(seconds=seconds):
+                    self._recorder.record(seconds)
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
@@ -133,6 +148,11 @@ class Rank:
             self._hello_at = now
             for link in (self._control, self._tokens):
                 link.send(self._hello)
+
+    def _send_trace(self) -> None:
+        part = self._recorder.take(self._engine.executor.epoch) if self._engine is not None else None
+        if part is not None:
+            self._control.send(part)
 
     @contextmanager
     def _surviving(self, epoch: int) -> Iterator[None]:
@@ -164,10 +184,12 @@ class Rank:
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid
+        self._recorder.begin(step.step_id)
         executor.prepare(step)
         self._take_tokens(executor, step)
 
         def stage_is_free() -> None:
+            self._recorder.forward_done()
             if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
                 lane = grid.here.kv if grid is not None else 0
                 self._control.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
@@ -175,6 +197,7 @@ class Rank:
         done = executor.execute(step, stage_is_free)
         if done is not None and (grid is None or grid.rank == grid.drawing_rank):
             self._control.send(done)
+        self._recorder.end(ran=done is not None)
 
     def _take_tokens(self, executor: Executor, step: Step) -> None:
         """Read token ids until the step lacks none."""
@@ -201,9 +224,15 @@ class Loaded:
     """What outlives epochs: weights, what the warm-up has measured, and the memory of the KV pool."""
 
     def __init__(
-        self, settings: RankSettings, config: ModelConfig, model: Transformer, load_seconds: float
+        self,
+        settings: RankSettings,
+        config: ModelConfig,
+        model: Transformer,
+        recorder: StepRecorder,
+        load_seconds: float,
     ) -> None:
         self._settings, self._config, self._model = settings, config, model
+        self._recorder = recorder
         self._load_seconds = load_seconds
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
@@ -230,7 +259,10 @@ class Loaded:
             )
         try:
             # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
-            model = self._model if grid is None else self._model.in_grid(grid.tensor_group, grid)
+            model = self._model
+            if grid is not None:
+                group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
+                model = self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS))
             return self._begin(model, meet.epoch, grid)
         except BaseException:
             if grid is not None:
@@ -272,7 +304,7 @@ class Loaded:
             epoch=epoch,
             device=model.device,
             lane=settings.topology.coordinates(settings.rank).kv,
-            pipeline=grid,
+            pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
         )
         return Engine(executor, grid, ready)
 
@@ -318,7 +350,7 @@ class Loaded:
         return self._kv_cache
 
 
-def load(settings: RankSettings) -> Loaded:
+def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
     """Read this rank's weights.
 
     Raises:
@@ -342,7 +374,7 @@ def load(settings: RankSettings) -> Loaded:
         kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
         progress=_log_progress(time.monotonic),
     )
-    return Loaded(settings, config, model, time.monotonic() - started)
+    return Loaded(settings, config, model, recorder, time.monotonic() - started)
 
 
 _NO_POOL = 2**62

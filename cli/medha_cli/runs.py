@@ -1,0 +1,128 @@
+"""Which replicas `medha up` serves on this machine now, and where they answer.
+
+A run is a directory (`medha up --run-dir`, or a temporary one). While it lasts, the supervisor holds a lock on a file in
+it, which the kernel drops however the supervisor ends; so what a killed run has left behind is never taken for a running one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from medha.errors import ConfigInvalid
+
+RUN_FILE = "up.json"
+_PREFIX = "medha-"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One `medha up` of this user."""
+
+    directory: Path
+    name: str
+    pid: int
+
+    def telemetry_url(self) -> str | None:
+        """Where its controller answers; None until all ranks were ready once. It changes when the controller is replaced."""
+        return _url(self.directory / "ranks-ready.json", "metrics_url", "/metrics")
+
+    def router_url(self) -> str | None:
+        """Where its router answers; None until it does."""
+        return _url(self.directory / "router-ready.json", "url", "")
+
+
+def _url(path: Path, field: str, suffix: str) -> str | None:
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))[field]).removesuffix(suffix)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@contextmanager
+def announced(directory: Path, name: str) -> Iterator[None]:
+    """Let others find the run in `directory` as long as this lasts.
+
+    Raises:
+        ConfigInvalid: another run uses the directory.
+    """
+    path = directory / RUN_FILE
+    # A directory of the user's own choice is found through a link where the temporary ones are.
+    link = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}"
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigInvalid(
+                f"--run-dir {directory} belongs to a medha up that still runs; name another one"
+            ) from error
+        file.truncate(0)
+        file.write(json.dumps({"name": name, "pid": os.getpid()}))
+        file.flush()
+        is_linked = directory.parent.resolve() != link.parent.resolve()
+        if is_linked:
+            with suppress(FileNotFoundError):
+                link.unlink()  # of a process that had our number
+            link.symlink_to(directory)
+        try:
+            yield
+        finally:
+            if is_linked:
+                link.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+
+
+def running() -> list[Run]:
+    """All of this user, in the order of their names."""
+    found: dict[Path, Run] = {}
+    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{RUN_FILE}"):
+        directory = place.parent.resolve()
+        run = _read(directory)
+        if run is not None:
+            found[directory] = run
+    return sorted(found.values(), key=lambda run: (run.name, run.pid))
+
+
+def find(run_directory: Path | None) -> Run:
+    """The run that is meant: that of a directory, or else the only one there is.
+
+    Raises:
+        ConfigInvalid: there is none, or more than one.
+    """
+    if run_directory is not None:
+        run = _read(run_directory.absolute())
+        if run is None:
+            raise ConfigInvalid(f"--run-dir {run_directory}: no medha up of yours runs there")
+        return run
+    runs = running()
+    if not runs:
+        raise ConfigInvalid(
+            "nothing runs: no medha up of yours was found on this machine; start one (medha up FILE), or name the "
+            "controller of a replica elsewhere with --url"
+        )
+    if len(runs) > 1:
+        known = "; ".join(f"{run.name}: --run-dir {run.directory}" for run in runs)
+        raise ConfigInvalid(f"{len(runs)} replicas run here; name one of them ({known})")
+    return runs[0]
+
+
+def _read(directory: Path) -> Run | None:
+    """The run in a directory, if it is ours and lasts."""
+    try:
+        with (directory / RUN_FILE).open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                return None
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                written = json.loads(file.read())
+                return Run(directory, str(written["name"]), int(written["pid"]))
+    except (OSError, ValueError, KeyError):
+        pass
+    return None

@@ -1,0 +1,179 @@
+"""What a controller's process says of itself: the core's status, and what is seen only by who stands beside it.
+
+The core keeps what decisions need. When a step was launched, how fast tokens come, and who got a first token in time is
+noted here, from the same events and commands that the metrics are counted from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from medha.engine import ReplicaController
+from medha.intake import class_name
+from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Step, Submit
+from medha.status import AttainmentStatus, Order, ReplicaStatus, Seen, is_decode, status
+
+WINDOW_SECONDS = 10.0
+"""Rates are means over this time, or over as much of it as has passed."""
+_BUCKET_SECONDS = 0.5
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What was computed in half a second."""
+
+    begins: float
+    steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Promise:
+    """What an open request was promised."""
+
+    service_class: str
+    deadline: float
+    tpot_seconds: float
+
+
+class Watch:
+    """Beside one controller's process; epochs come and go."""
+
+    def __init__(self, replica: str, model: str) -> None:
+        self._replica, self._model = replica, model
+        self._began: float | None = None  # the first epoch
+        self._buckets: deque[_Bucket] = deque()
+        self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
+        self._launched_at: dict[int, float] = {}
+        self._tokens: dict[int, tuple[int, int]] = {}  # step -> prefill and decode tokens
+        self._promises: dict[str, _Promise] = {}
+        self._first_token_at: dict[str, float] = {}
+        self._last_token_at: dict[str, float] = {}
+        self._emitted = Counter[str]()
+
+    def begin_epoch(self, now: float) -> None:
+        """A fresh core takes the place of the one before, and knows no request."""
+        self._began = now if self._began is None else self._began
+        for kept in (
+            self._launched_at, self._tokens, self._promises, self._first_token_at, self._last_token_at,
+            self._emitted,
+        ):  # fmt: skip
+            kept.clear()
+
+    def observe(
+        self,
+        event: ControllerEvent,
+        commands: Sequence[ControllerCommand],
+        core: ReplicaController,
+        now: float,
+    ) -> None:
+        """Note one event, and the commands that it led to."""
+        match event:
+            case Submit():
+                self._arrived(event, core)
+            case Done():
+                self._done(event, now)
+            case Cancel():
+                self._ended(event.id)
+        for command in commands:
+            match command:
+                case Step():
+                    self._launch(command, core, now)
+                case Emit():
+                    self._emit(command, now)
+                case Failed():
+                    self._ended(command.id)
+
+    def _arrived(self, submit: Submit, core: ReplicaController) -> None:
+        request = core.find(submit.id)
+        if request is not None and submit.id not in self._promises:
+            name = class_name(core.config, submit)
+            self._promises[submit.id] = _Promise(name, request.deadline, request.targets.tpot_seconds)
+
+    def _launch(self, step: Step, core: ReplicaController, now: float) -> None:
+        self._launched_at[step.step_id] = now
+        prefill = decode = 0
+        for entry in step.entries:
+            request = core.find(entry.id)
+            if request is None or is_decode(entry, request.submit.tokens):
+                decode += 1
+            else:
+                prefill += entry.token_count
+        self._tokens[step.step_id] = prefill, decode
+
+    def _done(self, done: Done, now: float) -> None:
+        self._launched_at.pop(done.step_id, None)
+        prefill, decode = self._tokens.pop(done.step_id, (0, 0))
+        if not self._buckets or now - self._buckets[-1].begins >= _BUCKET_SECONDS:
+            self._buckets.append(_Bucket(now))
+            self._forget(now)
+        bucket = self._buckets[-1]
+        bucket.steps += 1
+        bucket.prefill_tokens += prefill
+        bucket.decode_tokens += decode
+
+    def _forget(self, now: float) -> None:
+        while self._buckets and now - self._buckets[0].begins > WINDOW_SECONDS:
+            self._buckets.popleft()
+
+    def _emit(self, emit: Emit, now: float) -> None:
+        promise = self._promises.get(emit.id)
+        if promise is not None and emit.tokens:
+            self._emitted[emit.id] += len(emit.tokens)
+            self._last_token_at[emit.id] = now
+            if emit.id not in self._first_token_at:
+                self._first_token_at[emit.id] = now
+                self._attained[promise.service_class, "ttft", now <= promise.deadline] += 1
+        if promise is not None and emit.finish_reason is not None and self._emitted[emit.id] > 1:
+            spent = self._last_token_at[emit.id] - self._first_token_at[emit.id]
+            met = spent / (self._emitted[emit.id] - 1) <= promise.tpot_seconds
+            self._attained[promise.service_class, "tpot", met] += 1
+        if emit.finish_reason is not None:
+            self._ended(emit.id)
+
+    def _ended(self, request: str) -> None:
+        self._promises.pop(request, None)
+        self._first_token_at.pop(request, None)
+        self._last_token_at.pop(request, None)
+        self._emitted.pop(request, None)
+
+    def status(
+        self,
+        core: ReplicaController | None,
+        now: float,
+        *,
+        missing_ranks: Sequence[int] = (),
+        order: Order = "urgency",
+        most_requests: int = 50,
+    ) -> ReplicaStatus:
+        """Everything at `now`; `core` is None while the ranks gather."""
+        self._forget(now)
+        up_seconds = 0.0 if self._began is None else now - self._began
+        window = min(WINDOW_SECONDS, max(up_seconds, _BUCKET_SECONDS))
+        seen = Seen(self._launched_at, self._first_token_at, self._last_token_at)
+        state = "gathering" if core is None else "draining" if core.draining else "serving"
+        return ReplicaStatus(
+            replica=self._replica,
+            model=self._model,
+            state=state,  # type: ignore[arg-type] # one of the three
+            missing_ranks=tuple(missing_ranks) if core is None else (),
+            up_seconds=up_seconds,
+            window_seconds=window,
+            prefill_tokens_per_second=sum(bucket.prefill_tokens for bucket in self._buckets) / window,
+            decode_tokens_per_second=sum(bucket.decode_tokens for bucket in self._buckets) / window,
+            steps_per_second=sum(bucket.steps for bucket in self._buckets) / window,
+            attainment=tuple(
+                AttainmentStatus(
+                    service_class=name,
+                    ttft_met=self._attained[name, "ttft", True],
+                    ttft_missed=self._attained[name, "ttft", False],
+                    tpot_met=self._attained[name, "tpot", True],
+                    tpot_missed=self._attained[name, "tpot", False],
+                )
+                for name in sorted({name for name, _, _ in self._attained})
+            ),
+            core=None if core is None else status(core, now, seen, order=order, most_requests=most_requests),
+        )
