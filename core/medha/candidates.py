@@ -125,10 +125,12 @@ class Candidates:
             replacement = self.requests.pop()
             if row != last:
                 moved[row] = moved.pop(last, last)
-                for column in self._per_row:
-                    column[row] = column[last]
                 self.requests[row] = replacement
                 replacement.row = row
+        if moved:  # all at once: a step ends dozens of prefills
+            to, source = list(moved), list(moved.values())
+            for column in self._per_row:
+                column[to] = column[source]
         if gone and self._keeps_order:
             self._leave_order(before, gone, moved)
 

@@ -20,6 +20,7 @@ Bools = NDArray[np.bool_]
 _SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
 _FIRST_ROWS = 64  # a step rarely reads more
 _GROWTH = 8
+_SAMPLES = 8  # keys of a sample for the rows that it is to cut off: enough to come within a half of that number
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +79,17 @@ def keys(policy: str, columns: Columns, now: float, lars_denominator: str = "wor
 def urgent_first(keys: Floats, tie: Ints) -> Iterator[int]:
     """Rows by (key, tie), smallest first, sorted only as far as they are read.
 
-    A step reads a few rows of perhaps thousands: each batch is cut off by selection (linear time) and only the
-    batch is sorted.
+    A step reads a few rows of perhaps thousands, and keys move, so no order is kept between steps: the rows below a
+    cut are picked out and only they are sorted. Any cut gives the same order; one that leaves about as many rows as
+    are wanted is found among a few keys, in a tenth of the time that an exact selection takes.
     """
-    total = len(keys)
-    below, wanted = -np.inf, _FIRST_ROWS
-    rows: Ints = np.flatnonzero(keys == below)
-    done = 0
-    while done < total:
-        yield from rows[np.lexsort((tie[rows], keys[rows]))].tolist()
-        done += len(rows)
-        if done + wanted >= total:
-            rows = np.flatnonzero(keys > below)
-            yield from rows[np.lexsort((tie[rows], keys[rows]))].tolist()
-            return
-        cut = float(np.partition(keys, done + wanted - 1)[done + wanted - 1])
-        rows = np.flatnonzero((keys > below) & (keys <= cut))
-        below, wanted = cut, wanted * _GROWTH
+    wanted = _FIRST_ROWS
+    rows, left = np.arange(len(keys)), keys
+    while wanted < len(rows):
+        every = len(rows) // (wanted * _SAMPLES) + 1
+        low = left <= np.sort(left[::every])[wanted // every]
+        first = rows[low]
+        yield from first[np.lexsort((tie[first], keys[first]))].tolist()
+        rows, left = rows[~low], left[~low]
+        wanted *= _GROWTH
+    yield from rows[np.lexsort((tie[rows], left))].tolist()
