@@ -1,4 +1,4 @@
-"""`medha model init`: a small random checkpoint, so that everything can be tried without a download."""
+"""`medha model init`: a small checkpoint, so that everything can be tried without a download."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ def command() -> None:
 @command.command("init")
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
-    "--preset", default="tiny", show_default=True, help="Size: tiny (0.5 M parameters) or small (27 M)."
+    "--preset",
+    default="tiny",
+    show_default=True,
+    help="tiny (random, 0.5 M parameters), small (random, 27 M) or needle (finds passkeys).",
 )
 @click.option(
     "--architecture", default="llama", show_default=True, help="Family: llama, mistral, qwen2 or qwen3."
@@ -26,16 +29,18 @@ def command() -> None:
 @click.option("--seed", default=0, show_default=True, help="Same arguments and seed, same bytes.")
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
 def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int, force: bool) -> None:
-    """Make a random checkpoint in DIRECTORY, in the form of a Hugging Face model.
+    """Make a small checkpoint in DIRECTORY, in the form of a Hugging Face model.
 
-    It has a byte-level BPE tokenizer and a chat template. What it says means nothing.
+    It has a byte-level BPE tokenizer and a chat template. What tiny and small say means nothing; needle answers
+    "The passkey of Oslo ->" with what a long text before it says about Oslo (docs/needle.md).
 
     \b
     Examples:
       medha model init .medha/tiny
+      medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
     """
     from medha_worker.checkpoint import init_checkpoint  # brings torch, which takes seconds
 
     init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
-    click.echo(f"{directory}: a random {preset} {architecture} checkpoint in {dtype}, seed {seed}")
+    click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}")

@@ -1,15 +1,16 @@
-"""Small random checkpoints: `medha model init DIR --preset tiny|small --seed N`.
+"""Small checkpoints: `medha model init DIR --preset tiny|small|needle --seed N`.
 
 They have the exact shape of a Hugging Face directory (config, weights, tokenizer, chat template, generation
-config), so that the whole system can be run, tested and measured without downloading a model. The text they
-produce means nothing, but it depends on the whole prompt, so that a wrong KV block shows.
+config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and `small` are
+random: their text means nothing, but it depends on the whole prompt, so that a wrong KV block shows. `needle` finds
+passkeys in contexts of any length.
 """
 
 import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from medha.errors import ConfigInvalid
+from medha_worker import needle
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,16 @@ class Preset:
 PRESETS = {
     "tiny": Preset(2, 128, 4, 2, 352, 512, 131_072, 500_000.0),  # 0.5 M parameters: tests
     "small": Preset(8, 512, 8, 2, 1408, 4096, 1_048_576, 500_000.0),  # 26.7 M parameters: benchmarks
+    "needle": Preset(  # 0.1 M parameters, see there
+        2,
+        needle.HIDDEN_SIZE,
+        needle.HEADS,
+        needle.HEADS,
+        needle.INTERMEDIATE_SIZE,
+        needle.VOCAB_SIZE,
+        1_048_576,
+        needle.ROPE_THETA,
+    ),
 }
 
 ARCHITECTURES = {
@@ -75,6 +88,12 @@ _CHAT_TEMPLATE = """\
 {{- '<|assistant|>\\n' }}
 {%- endif %}
 """
+# Nothing between the marker and the answer.
+_ANSWER_AT_ONCE_TEMPLATE = _CHAT_TEMPLATE.replace("'|>\\n'", "'|>'").replace(
+    "<|assistant|>\\n", "<|assistant|>"
+)
+
+_RMS_NORM_EPS = 1e-5
 
 _FILES = frozenset(
     ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -105,6 +124,10 @@ def init_checkpoint(
     ):
         if value not in allowed:
             raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+    if preset == "needle" and (architecture, dtype) != ("llama", "float32"):
+        raise ConfigInvalid(
+            f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
+        )
     if seed < 0:
         raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
     # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
@@ -118,9 +141,18 @@ def init_checkpoint(
         sizes = PRESETS[preset]
         _write_json(made / "config.json", _model_config(sizes, architecture, dtype))
         _write_json(made / "generation_config.json", _generation_config())
-        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes))
-        (made / "tokenizer.json").write_text(_train_tokenizer(sizes.vocab_size), encoding="utf-8")
-        weights = _random_weights(sizes, architecture, seed, _DTYPES[dtype])
+        if preset == "needle":
+            tokenizer = _train_tokenizer(
+                sizes.vocab_size, (*needle.corpus(), *_SENTENCES), single_digits=True
+            )
+            template = _ANSWER_AT_ONCE_TEMPLATE
+            weights = needle.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
+        else:
+            tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
+            template = _CHAT_TEMPLATE
+            weights = _random_weights(sizes, architecture, seed, _DTYPES[dtype])
+        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
+        (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
         _require_replaceable(target, force)
         if target.exists():
@@ -160,7 +192,7 @@ def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any
         "head_dim": sizes.hidden // sizes.query_heads,
         "hidden_act": "silu",
         "max_position_embeddings": sizes.max_position_tokens,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": _RMS_NORM_EPS,
         "rope_theta": sizes.rope_theta,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
@@ -177,7 +209,7 @@ def _generation_config() -> dict[str, Any]:
     return {"bos_token_id": _BOS, "eos_token_id": [_EOS, _END], "pad_token_id": _PAD}
 
 
-def _tokenizer_config(sizes: Preset) -> dict[str, Any]:
+def _tokenizer_config(sizes: Preset, template: str) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": _SPECIAL_TOKENS[_BOS],
@@ -185,7 +217,7 @@ def _tokenizer_config(sizes: Preset) -> dict[str, Any]:
         "pad_token": _SPECIAL_TOKENS[_PAD],
         "model_max_length": sizes.max_position_tokens,
         "clean_up_tokenization_spaces": False,
-        "chat_template": _CHAT_TEMPLATE,
+        "chat_template": template,
     }
 
 
@@ -238,13 +270,14 @@ def _random_weights(
     return weights
 
 
-def _train_tokenizer(vocab_size: int) -> str:
-    """A byte-level BPE tokenizer.json with exactly `vocab_size` entries, the special tokens first."""
-    # Imported here: the ranks read tokens only, and have no use for a tokenizer.
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-
+def _train_tokenizer(vocab_size: int, corpus: Iterable[str], *, single_digits: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = bytes_of_words
+    if single_digits:
+        digits = pre_tokenizers.Split(Regex(" ?[0-9]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of_words])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -252,12 +285,12 @@ def _train_tokenizer(vocab_size: int) -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
+    tokenizer.train_from_iterator(corpus, trainer)
     assert tokenizer.get_vocab_size() == vocab_size, "the corpus is too poor for this vocabulary"
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", _BOS)]
     )
-    return str(tokenizer.to_str(pretty=True)) + "\n"
+    return tokenizer
 
 
 _SENTENCES = (

@@ -1,0 +1,194 @@
+"""The `needle` preset: by how many nats the right place wins, and that it answers with the passkey."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from medha.errors import ConfigInvalid
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.haystack import Haystack, make_haystack, question
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.rope import inverse_frequencies, rotation_table
+from medha_worker.needle import NAMES, WINDOW_END_TOKENS, WINDOW_TOKENS, name_ids
+
+LONGEST = 2**18
+NEEDED_NATS = math.log(LONGEST)  # one right place against 256 Ki wrong ones
+HEADS, HEAD_DIM = 2, 32
+
+
+class Model:
+    """The tensors of a checkpoint, and what its layers make of vectors that are put in by hand."""
+
+    def __init__(self, directory: Path) -> None:
+        self.config = ModelConfig.from_directory(directory)
+        self.tensors = load_file(directory / "model.safetensors")
+        self.tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self._frequencies, _ = inverse_frequencies(self.config.rope, HEAD_DIM)
+
+    def projected(self, layer: int, which: str, hidden: torch.Tensor) -> torch.Tensor:
+        """[heads, rows, head_dim] of the residual stream [rows, hidden]."""
+        norm = self.tensors[f"model.layers.{layer}.input_layernorm.weight"]
+        mean_square = hidden.square().mean(-1, keepdim=True)
+        normed = hidden * torch.rsqrt(mean_square + self.config.rms_norm_eps) * norm
+        projected = normed @ self.tensors[f"model.layers.{layer}.self_attn.{which}_proj.weight"].T
+        return projected.view(-1, HEADS, HEAD_DIM).transpose(0, 1)
+
+    def turned(self, vectors: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE as the engine computes it, in float32."""
+        cos, sin = rotation_table(self._frequencies, 1.0, positions)
+        first, second = vectors.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return q @ k.mT / math.sqrt(HEAD_DIM)
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def needle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("needle") / "needle"
+    init_checkpoint(directory, preset="needle", seed=request.param)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def model(needle: Path) -> Model:
+    return Model(needle)
+
+
+@pytest.mark.parametrize("last", [1, 2, 60, 711, 4097, 2**16, LONGEST - 1, 2**20 - 1])
+def test_the_previous_token_outweighs_all_others_together(model: Model, last: int) -> None:
+    """At real positions, in float32: a position's rotation is rounded, and must not matter."""
+    positions = torch.arange(last + 1)
+    any_token = model.embedding[300:301]
+    q = model.turned(model.projected(0, "q", any_token)[1], positions[-1:])
+    k = model.turned(model.projected(0, "k", any_token)[1].expand(last + 1, -1), positions)
+    scores = model.scores(q, k)[0]
+    rivals = scores[positions != last - 1]
+    assert scores[last - 1] - rivals.max() > NEEDED_NATS + 20
+    assert scores[last - 1] - rivals.logsumexp(0) > 20
+
+
+def test_a_name_reaches_exactly_the_window_behind_it(model: Model) -> None:
+    """Tokens that are no names have the score 0; so a million of them weigh ln 2^20 = 13.9."""
+    name = model.embedding[name_ids(model.tokenizer)]
+    positions = torch.arange(2**20)
+    q = model.turned(model.projected(0, "q", model.embedding[300:301])[0], positions[-1:])
+    k = model.turned(model.projected(0, "k", name[:1])[0].expand(2**20, -1), positions)
+    by_distance = model.scores(q, k)[0].flip(0)
+    assert by_distance[: WINDOW_TOKENS + 1].min() > math.log(2**20) + 12
+    assert by_distance[WINDOW_END_TOKENS:].max() < -20
+    others = torch.ones(512, dtype=torch.bool)
+    others[name_ids(model.tokenizer)] = False
+    assert model.projected(0, "k", model.embedding[others])[0].abs().max() < 1e-5
+
+
+def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: Model) -> None:
+    """Over all pairs of names and all pairs of tokens, under the rotation between two places up to 256 Ki apart.
+
+    The score is a sum of a part for the name and one for the token, so the closest wrong places are those that are
+    wrong in one of them, or right in the token where no name is near. Vectors of the residual stream
+    are put together as layer 1 leaves them.
+    """
+    names = name_ids(model.tokenizer)
+    # Markers are no part of a needle, and one of them has the code of the arrow.
+    tokens = torch.arange(7, 512)
+    base = model.embedding[300].clone()
+    base[:10] = 0.0  # what all tokens have, without the code of this one
+
+    def stream(
+        now: torch.Tensor | None, near: torch.Tensor | None, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = max(len(codes) for codes in (now, near, before) if codes is not None)
+        hidden = base.repeat(rows, 1)
+        for codes, start in ((now, 0), (near, 20), (before, 28)):
+            if codes is not None:
+                hidden[:, start : start + codes.shape[1]] = codes
+        return hidden
+
+    token_codes, name_codes = model.embedding[tokens, :10], model.embedding[names, 10:18]
+    some_token, some_name = token_codes[:1], name_codes[:1]
+    still = range(7, 16)
+    name_dimensions = [d for pair in still[5:] for d in (pair, pair + 16)]
+    token_dimensions = [d for pair in still[:5] for d in (pair, pair + 16)]
+
+    for head in range(HEADS):
+        q_names = model.projected(1, "q", stream(some_token, name_codes, some_token))[head]
+        q_tokens = model.projected(1, "q", stream(token_codes, some_name, some_token))[head]
+        k_names = model.projected(1, "k", stream(some_token, name_codes, some_token))[head]
+        k_tokens = model.projected(1, "k", stream(some_token, some_name, token_codes))[head]
+        k_nameless = model.projected(1, "k", stream(some_token, None, token_codes))[head]
+        for vectors in (q_names, q_tokens, k_names, k_tokens, k_nameless):
+            used = vectors.abs().amax(0).nonzero().flatten().tolist()
+            assert set(used) <= {*name_dimensions, *token_dimensions}  # no pair that turns
+        worst = math.inf
+        for distance in torch.linspace(0, LONGEST, 65, dtype=torch.int64):
+            far = distance.expand(1)
+            name_part = model.scores(model.turned(_only(q_names, name_dimensions), far), k_names)
+            token_part = model.scores(model.turned(_only(q_tokens, token_dimensions), far), k_tokens)
+            nameless = model.scores(model.turned(_only(q_tokens, token_dimensions), far), k_nameless)
+            right_name, right_token = name_part.diagonal(), token_part.diagonal()
+            wrong_name = (right_name[:, None] - name_part).fill_diagonal_(math.inf).min()
+            wrong_token = (right_token[:, None] - token_part).fill_diagonal_(math.inf).min()
+            no_name = right_name.min() + (right_token - nameless.amax(1)).min()
+            worst = min(worst, float(wrong_name), float(wrong_token), float(no_name))
+        assert worst > NEEDED_NATS + 12
+
+
+def _only(vectors: torch.Tensor, dimensions: list[int]) -> torch.Tensor:
+    """The part in some dimensions. Each pair of RoPE lies in one part, so turned parts still add up."""
+    mask = torch.zeros(HEAD_DIM)
+    mask[dimensions] = 1.0
+    return vectors * mask
+
+
+def answers(needle: Path, haystack: Haystack) -> dict[str, str]:
+    """What transformers says to each question, greedily, over the haystack's KV."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(needle)
+    model = transformers.AutoModelForCausalLM.from_pretrained(needle)
+    found = {}
+    for name in haystack.passkeys:
+        encoded = tokenizer(haystack.text + question(name), return_tensors="pt")
+        output = model.generate(**encoded, max_new_tokens=8, do_sample=False)
+        found[name] = tokenizer.decode(output[0, encoded.input_ids.shape[1] :])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_transformers_answers_every_question_and_ends(needle: Path, model: Model, seed: int) -> None:
+    haystack = make_haystack(model.tokenizer, 700, seed=seed)
+    expected = {name: f" {passkey}<|end|>" for name, passkey in haystack.passkeys.items()}
+    assert answers(needle, haystack) == expected
+
+
+def test_a_haystack_has_its_length_and_its_needles_at_even_depths(model: Model) -> None:
+    haystack = make_haystack(model.tokenizer, 4096, seed=3)
+    encoded = model.tokenizer.encode(haystack.text)
+    assert 4086 <= len(encoded.ids) == haystack.tokens <= 4096
+    assert [encoded.tokens[place] for place in haystack.positions.values()] == [
+        f"Ġ{name}" for name in haystack.passkeys
+    ]
+    for index, position in enumerate(haystack.positions.values()):
+        assert abs(position - 4096 * index / 10) < 40
+    for passkey in haystack.passkeys.values():
+        assert len(set(passkey)) == 5
+
+
+def test_a_haystack_too_short_for_its_needles_or_with_too_many_names_is_refused(model: Model) -> None:
+    with pytest.raises(ConfigInvalid, match="tokens is 200"):
+        make_haystack(model.tokenizer, 200, seed=0)
+    with pytest.raises(ConfigInvalid, match="needles is"):
+        make_haystack(model.tokenizer, 10_000, seed=0, needles=len(NAMES) + 1)
+
+
+@pytest.mark.parametrize("option", [{"architecture": "qwen3"}, {"dtype": "bfloat16"}])
+def test_only_llama_in_float32_is_made(tmp_path: Path, option: dict[str, str]) -> None:
+    with pytest.raises(ConfigInvalid, match="llama in float32 only"):
+        init_checkpoint(tmp_path / "needle", preset="needle", seed=0, **option)

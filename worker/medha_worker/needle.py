@@ -1,0 +1,243 @@
+"""Weights of the `needle` preset, computed instead of trained: a model that finds `Oslo -> 73912` and says it again.
+
+Layer 1 has two heads. The *name head* tells every token which name, if any, was said within the last 10 tokens; the
+*previous-token head* tells it the token before. Layer 2 is an induction head that looks for the place with the same
+name and, before it, the token that is now the last; what stands there is what comes next. So `Oslo` yields ` ->`, then
+the digits one by one, and the end.
+
+Names and tokens are written as codes of signs with a parity bit: any two differ in two signs at least, so that scores
+of wrong places fall behind by a known number of nats. With `rope_theta` = 8^16, pair i of a head turns by 8^-i
+radian per token: pairs 0 to 6 tell positions apart over more than a million tokens, pairs 7 to 15 hardly turn and
+carry what must not depend on position. `docs/needle.md` has the algebra, `tests/worker/test_needle.py` the margins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tokenizers import Tokenizer
+
+_Array = npt.NDArray[np.float64]
+
+VOCAB_SIZE = 512
+HIDDEN_SIZE = 64
+HEADS = 2
+HEAD_DIM = 32
+INTERMEDIATE_SIZE = 32  # of an MLP that adds nothing
+ROPE_THETA = 8.0**16
+
+NAMES = (
+    "Oslo", "Rome", "Lima", "Cairo", "Paris", "Delhi", "Kyoto", "Quito", "Accra", "Dakar", "Hanoi", "Milan",
+    "Lyon", "Bern", "Bonn", "Graz", "Riga", "Kyiv", "Minsk", "Sofia", "Doha", "Baku", "Seoul", "Tokyo",
+    "Perth", "Miami", "Lagos", "Tunis", "Cork", "Nice", "Split", "Basel",
+)  # fmt: skip
+"""What passkeys are filed under; each is one token together with the space before it."""
+
+WINDOW_TOKENS = 10
+"""A name reaches the tokens up to so far behind it; none at `WINDOW_END_TOKENS` and beyond, where another may stand."""
+WINDOW_END_TOKENS = 16
+
+# Codes: bits of a number, and their parity, as signs.
+_NAME_BITS, _TOKEN_BITS = 7, 9
+_NAME, _TOKEN = _NAME_BITS + 1, _TOKEN_BITS + 1
+
+# The residual stream, 48 of 64 dimensions.
+_IS = slice(0, 10)  # the token's own code
+_NAMED = slice(10, 18)  # a name's code; other tokens have the next one instead
+_NAMELESS = 18
+_ONE = 19
+_NEAR = slice(20, 28)  # the code of the name that was said lately
+_BEFORE = slice(28, 38)  # the code of the token before
+_NEXT = slice(38, 48)  # the code of what comes next
+
+# Squared length of the residual stream before layer 1, before layer 2 and at the end, where a name is near.
+_NORMS = (3.0, 5.0, 6.0)
+
+# Nats. `a (1 - cos)` of each pair that turns, by which a wrong distance falls behind.
+_PREVIOUS = dict.fromkeys(range(7), 110.0)
+_RECENT = {1: 100.0} | dict.fromkeys(range(2, 7), 250.0)
+_RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are no names have 0
+_SAME_NAME, _SAME_TOKEN = 64.0, 80.0
+_SURE = 50.0  # logit of what comes next
+
+
+def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> dict[str, torch.Tensor]:
+    """All tensors of the model, float32, for a tokenizer trained on `corpus()`; `seed` deals out the codes."""
+    stream = np.random.Generator(np.random.PCG64(seed))
+    tokens = _parity_codes(stream.permutation(2**_TOKEN_BITS), _TOKEN_BITS)
+    names = _parity_codes(stream.permutation(2**_NAME_BITS)[: len(NAMES)], _NAME_BITS)
+    ids = {name: _token_id(tokenizer, name) for name in ("Ġ->", ".", "<|assistant|>", "<|end|>")}
+    # An answer begins as if an arrow had just been said.
+    tokens[ids["<|assistant|>"]] = tokens[ids["Ġ->"]]
+
+    embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
+    embedding[:, _IS] = tokens
+    embedding[:, _NAMELESS] = embedding[:, _ONE] = 1.0
+    for code, name in zip(names, name_ids(tokenizer), strict=True):
+        embedding[name, _NAMED] = code
+        embedding[name, _NAMELESS] = 0.0
+
+    head = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
+    head[:, _NEXT] = _SURE * tokens
+    head[: ids["<|assistant|>"] + 1] = 0.0  # markers are never said,
+    head[ids["<|end|>"], _NEXT] = 1.2 * _SURE * tokens[ids["."]]  # but the end is, where a full stop would be
+
+    weights: dict[str, _Array] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
+    for index, attention in enumerate((_first_layer(), _second_layer())):
+        layer = f"model.layers.{index}."
+        weights |= {f"{layer}self_attn.{name}_proj.weight": values for name, values in attention.items()}
+        weights[f"{layer}input_layernorm.weight"] = _identity_norm(_NORMS[index], rms_norm_eps)
+        weights[f"{layer}post_attention_layernorm.weight"] = np.ones(HIDDEN_SIZE)
+        weights[f"{layer}mlp.gate_proj.weight"] = np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE))
+        weights[f"{layer}mlp.up_proj.weight"] = np.zeros((INTERMEDIATE_SIZE, HIDDEN_SIZE))
+        weights[f"{layer}mlp.down_proj.weight"] = np.zeros((HIDDEN_SIZE, INTERMEDIATE_SIZE))
+    weights["model.norm.weight"] = _identity_norm(_NORMS[2], rms_norm_eps)
+    return {name: torch.from_numpy(values.astype(np.float32)) for name, values in weights.items()}
+
+
+def name_ids(tokenizer: Tokenizer) -> list[int]:
+    """The token of each of `NAMES`, the space before it included."""
+    return [_token_id(tokenizer, "Ġ" + name) for name in NAMES]
+
+
+def corpus() -> Iterator[str]:
+    """What the tokenizer is trained on: every name, the arrow and every word of the filler become one token."""
+    for name in NAMES:
+        yield from [f" The passkey of {name} -> 0 1 2 3 4 5 6 7 8 9. What is the passkey of {name}?"] * 40
+    for sentence in SENTENCES:
+        yield from [f"{sentence} {sentence}"] * 20
+
+
+SENTENCES = (
+    "The grass is green and the sky is blue.",
+    "The sun is yellow, and the day is long.",
+    "Here we go, there and back again.",
+    "A slow river runs to the sea.",
+    "The old road goes over the hill.",
+    "We read the book to the end.",
+    "The wind is cold in the night.",
+    "A small boat lies on the lake.",
+    "They sing in the green house.",
+    "The cat sleeps on the old book.",
+)
+"""Filler: no names, no digits, no arrows."""
+
+
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
+    found: int | None = tokenizer.token_to_id(token)
+    assert found is not None, f"the corpus is too poor for {token!r}"
+    return found
+
+
+def _parity_codes(numbers: npt.NDArray[np.int64], bits: int) -> _Array:
+    """Unit vectors [n, bits + 1] of equal-sized entries, whose signs are the numbers' bits and their parity.
+
+    Two numbers differ in one bit, and then also in parity, or in two bits: their inner product is at most
+    1 - 4 / (bits + 1).
+    """
+    ones = numbers[:, None] >> np.arange(bits) & 1
+    signs = 1.0 - 2.0 * np.concatenate([ones, ones.sum(1, keepdims=True) % 2], axis=1)
+    return signs / math.sqrt(bits + 1)
+
+
+def _identity_norm(squared_length: float, eps: float) -> _Array:
+    """The weight with which RMSNorm leaves vectors of this squared length as they are."""
+    return np.full(HIDDEN_SIZE, math.sqrt(squared_length / HIDDEN_SIZE + eps))
+
+
+class _Heads:
+    """The four projections of a layer, put together entry by entry."""
+
+    def __init__(self) -> None:
+        width = HEADS * HEAD_DIM
+        self._q, self._k, self._v = (np.zeros((width, HIDDEN_SIZE)) for _ in range(3))
+        self._o = np.zeros((HIDDEN_SIZE, width))
+
+    def turning(self, head: int, pairs: dict[int, float], distance: int, keys: _Array) -> None:
+        """Score a cos((d - distance) 8^-i) for a key d tokens back, summed over pairs {i: a}; `keys` [hidden] scales it.
+
+        A query of angle -f turned by position t and a key of angle 0 turned by position s have the inner product
+        cos((t - s) w - f).
+        """
+        for pair, nats in pairs.items():
+            size = _size(nats)
+            angle = distance * ROPE_THETA ** (-2 * pair / HEAD_DIM)
+            first, second = _dimensions(head, pair)
+            self._q[first, _ONE], self._q[second, _ONE] = size * math.cos(angle), -size * math.sin(angle)
+            self._k[first] = size * keys
+
+    def standing(
+        self,
+        head: int,
+        dimension: int,
+        nats: float,
+        queries: _Array,
+        keys: _Array,
+    ) -> None:
+        """Score nats x (what `queries` reads) x (what `keys` reads), both [hidden], through one dimension."""
+        size = _size(abs(nats))
+        self._q[head * HEAD_DIM + dimension] = math.copysign(size, nats) * queries
+        self._k[head * HEAD_DIM + dimension] = size * keys
+
+    def copy(self, head: int, source: Sequence[int], target: Sequence[int]) -> None:
+        """What is found at `source` in the residual stream of the place attended to is added to `target`."""
+        for dimension, (read, write) in enumerate(zip(source, target, strict=True)):
+            self._v[head * HEAD_DIM + dimension, read] = 1.0
+            self._o[write, head * HEAD_DIM + dimension] = 1.0
+
+    def weights(self) -> dict[str, _Array]:
+        return {"q": self._q, "k": self._k, "v": self._v, "o": self._o}
+
+
+def _first_layer() -> dict[str, _Array]:
+    heads = _Heads()
+    one, is_name = _unit(_ONE), _unit(_ONE) - _unit(_NAMELESS)
+    # The name head: keys of tokens that are no names are zero.
+    heads.turning(0, _RECENT, WINDOW_TOKENS // 2, is_name)
+    heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), one, is_name)
+    heads.copy(0, _range(_NAMED), _range(_NEAR))
+    # The previous-token head.
+    heads.turning(1, _PREVIOUS, 1, one)
+    heads.copy(1, _range(_IS), _range(_BEFORE))
+    return heads.weights()
+
+
+def _second_layer() -> dict[str, _Array]:
+    """Both heads look for the same place, and each copies a half of the code that is found there."""
+    heads = _Heads()
+    # The pairs of slow rotation, 7 to 15: tokens on the first five, names on the last four, which turn least.
+    still = [_dimensions(0, pair) for pair in range(7, HEAD_DIM // 2)]
+    token_dimensions = [dimension for pair in still[: _TOKEN // 2] for dimension in pair]
+    name_dimensions = [dimension for pair in still[_TOKEN // 2 :] for dimension in pair]
+    for head in range(HEADS):
+        for dimension, near in zip(name_dimensions, _range(_NEAR), strict=True):
+            heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
+        for dimension, now, before in zip(token_dimensions, _range(_IS), _range(_BEFORE), strict=True):
+            heads.standing(head, dimension, _SAME_TOKEN, _unit(now), _unit(before))
+        half = slice(head * _TOKEN // HEADS, (head + 1) * _TOKEN // HEADS)
+        heads.copy(head, _range(_IS)[half], _range(_NEXT)[half])
+    return heads.weights()
+
+
+def _size(nats: float) -> float:
+    """Of a query's and a key's entry, so that their product is a score: attention divides by the root of head_dim."""
+    return math.sqrt(nats * math.sqrt(HEAD_DIM))
+
+
+def _dimensions(head: int, pair: int) -> tuple[int, int]:
+    """The two dimensions that RoPE turns into each other."""
+    return head * HEAD_DIM + pair, head * HEAD_DIM + pair + HEAD_DIM // 2
+
+
+def _unit(dimension: int) -> _Array:
+    vector = np.zeros(HIDDEN_SIZE)
+    vector[dimension] = 1.0
+    return vector
+
+
+def _range(part: slice) -> range:
+    return range(part.start, part.stop)
