@@ -46,19 +46,26 @@ test: lint types imports tests ## every check that CI makes
 .PHONY: check
 check: lint types imports ## the checks that take seconds: style, types, layers
 
-.PHONY: lint types imports tests
+.PHONY: lint types imports tests binaries
 lint: $(STAMP)
 	@.ci/row lint bash -c '$(BIN)/ruff check . && $(BIN)/ruff format --check .'
 types: $(STAMP)
 	@.ci/row types $(BIN)/mypy
 imports: $(STAMP)
 	@.ci/row imports $(BIN)/lint-imports
-tests: $(STAMP)
+tests: $(STAMP) binaries
 	@.ci/row tests $(BIN)/python -m pytest
 
 .PHONY: test-long
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
 	@$(BIN)/python benchmarks/long.py
+
+binaries: $(STAMP) # of the control plane that tests start: minutes where nothing is kept yet, nothing afterwards
+	@.ci/row binaries $(BIN)/python tests/cluster/binaries.py etcd kube-apiserver kubectl
+
+.PHONY: binaries-early
+binaries-early: # the same with no environment yet
+	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py etcd kube-apiserver kubectl
 
 MODE ?= full
 .PHONY: campaign

@@ -48,7 +48,7 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
         result["description"] = f"{description} {applied}".strip()
     for key in _KEPT:
         if key in node:
-            result[key] = node[key]
+            result[key] = _without_nulls(node[key]) if key == "default" else node[key]
     if node.get("x-kubernetes-int-or-string"):
         for key in ("type", "minimum", "maximum"):
             result.pop(key, None)
@@ -73,8 +73,6 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
             }
             if node.get("required"):
                 result["required"] = node["required"]
-            if isinstance(result.get("default"), dict):
-                result["default"] = {}  # the fields below have their own
         elif isinstance(node.get("additionalProperties"), dict):
             result["additionalProperties"] = _node(node["additionalProperties"], definitions)
             if "maxProperties" in node:
@@ -99,6 +97,13 @@ def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
         if rules:
             node["x-kubernetes-validations"] = rules
     return node
+
+
+def _without_nulls(value: Any) -> Any:
+    """A default as Kubernetes knows it, where what is not set is not there."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _column(name: str, path: str, kind: str = "string", *, wide: bool = False, description: str) -> Schema:

@@ -1,0 +1,185 @@
+"""The programs of a cluster, built from their Go modules once and kept in the user's cache by content.
+
+`build(names)` returns a path for each name. A program of `KUBEBUILDER_ASSETS` (etcd, kube-apiserver, kubectl) is taken
+where a user has set it. The key of a kept program is what it is made of: module files, Go's version and flags.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+KUBERNETES = "1.35.4"
+_GO = Path(__file__).parent / "go"
+_VERSION = "k8s.io/component-base/version"
+_MAJOR, _MINOR, _ = KUBERNETES.split(".")
+_STAMPS = {  # without them the API server reports a version that no client can parse
+    "gitVersion": f"v{KUBERNETES}",
+    "gitMajor": _MAJOR,
+    "gitMinor": _MINOR,
+    "gitTreeState": "clean",
+    "gitCommit": "unknown",
+    "buildDate": "1970-01-01T00:00:00Z",
+}
+_HELM = "helm.sh/helm/v3/pkg/chartutil"  # without these, `helm template` believes in Kubernetes 1.20
+
+
+@dataclass(frozen=True)
+class Module:
+    """A folder of `go/` with a pinned `go.mod`, and the commands that are built from it."""
+
+    name: str
+    commands: dict[str, str]
+    """Program -> Go package."""
+    stamps: tuple[str, ...] = ()
+    """`-X` settings of the linker."""
+
+    def key(self, go_version: str) -> str:
+        """Digest of everything that the programs depend on."""
+        folder = _GO / self.name
+        made_of = [go_version, *_FLAGS, *self.stamps, *sorted(self.commands.values())]
+        made_of += [(folder / name).read_text(encoding="utf-8") for name in ("go.mod", "go.sum")]
+        return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
+
+
+_FLAGS = ("-trimpath",)
+MODULES = (
+    Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
+    Module(
+        "kubernetes",
+        {
+            name: f"k8s.io/kubernetes/cmd/{name}"
+            for name in (
+                "kube-apiserver",
+                "kubectl",
+                "kube-controller-manager",
+                "kube-scheduler",
+                "kubelet",
+                "kube-proxy",
+            )
+        },
+        tuple(f"{_VERSION}.{name}={value}" for name, value in _STAMPS.items()),
+    ),
+    Module(
+        "helm",
+        {"helm": "helm.sh/helm/v3/cmd/helm"},
+        (f"{_HELM}.k8sVersionMajor={_MAJOR}", f"{_HELM}.k8sVersionMinor={_MINOR}"),
+    ),
+    Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
+    Module("coredns", {"coredns": "github.com/coredns/coredns"}),
+)
+CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")
+
+
+class CannotBuild(Exception):
+    """The programs are neither at hand nor can they be built; says what is missing."""
+
+
+def cache_folder() -> Path:
+    """Where built programs are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "medha" / "cluster"
+
+
+def build(names: Iterable[str]) -> dict[str, Path]:
+    """A path for each program of `names`, building what is not kept yet; progress goes to stderr.
+
+    Raises:
+        CannotBuild: no Go, or a build failed.
+    """
+    wanted = set(names)
+    found = _assets(wanted)
+    for module in MODULES:
+        missing = [name for name in module.commands if name in wanted - found.keys()]
+        if missing:
+            found |= _build(module, missing)
+    unknown = wanted - found.keys()
+    assert not unknown, unknown
+    return found
+
+
+def _assets(wanted: set[str]) -> dict[str, Path]:
+    folder = os.environ.get("KUBEBUILDER_ASSETS")
+    if not folder:
+        return {}
+    return {name: Path(folder) / name for name in wanted if (Path(folder) / name).is_file()}
+
+
+def _build(module: Module, names: list[str]) -> dict[str, Path]:
+    go = shutil.which("go")
+    if go is None:
+        raise CannotBuild(
+            f"{', '.join(names)} must be built and Go is not installed; install Go 1.25 or newer, or set "
+            "KUBEBUILDER_ASSETS to a folder that holds them"
+        )
+    version = subprocess.run([go, "env", "GOVERSION"], capture_output=True, text=True, check=True)
+    folder = cache_folder() / f"{module.name}-{module.key(version.stdout.strip())}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second takes what the first has built
+        absent = [name for name in names if not (folder / name).is_file()]
+        if absent:
+            began = time.monotonic()
+            _tell(f"building {', '.join(absent)} (kept in {folder}) ...")
+            _go_build(go, module, absent, folder)
+            _tell(f"built {', '.join(absent)} in {time.monotonic() - began:.0f} s")
+    return {name: folder / name for name in names}
+
+
+def _go_build(go: str, module: Module, names: list[str], folder: Path) -> None:
+    stamps = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in module.stamps)])
+    partial = folder / f".partial-{os.getpid()}"  # so that nobody runs half a program
+    packages = [module.commands[name] for name in names]
+    target = partial / names[0] if len(names) == 1 else partial
+    partial.mkdir()
+    done = subprocess.run(
+        [
+            go,
+            "build",
+            *_FLAGS,
+            "-ldflags",
+            stamps,
+            "-o",
+            str(target) + ("" if len(names) == 1 else "/"),
+            *packages,
+        ],
+        cwd=_GO / module.name,
+        env=os.environ | {"CGO_ENABLED": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        shutil.rmtree(partial)
+        raise CannotBuild(f"building {', '.join(names)} failed:\n{done.stderr[-2000:]}")
+    for name in names:
+        (partial / name).rename(folder / name)
+    partial.rmdir()
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"cluster: {text}\n")
+    sys.stderr.flush()
+
+
+def main(names: list[str]) -> int:
+    """Build `names`, or everything; what cannot be built is an error in CI and a word elsewhere."""
+    every = [name for module in MODULES for name in module.commands]
+    try:
+        build(names or every)
+    except CannotBuild as error:
+        _tell(f"tests that need a cluster will be skipped: {error}")
+        return 1 if os.environ.get("CI") else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,267 @@
+"""A control plane of real servers: etcd, kube-apiserver, and where asked controller-manager and scheduler.
+
+Everything lies in one folder, listens on one address, and ends with the process that started it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cluster.binaries import build
+from cluster.keys import ADMIN, CONTROLLER_MANAGER, SCHEDULER, Keys
+
+SERVICES = "10.96.0.0/16"
+FIRST_SERVICE = "10.96.0.1"
+_START_SECONDS = 60.0
+_END_SECONDS = 10.0
+
+
+class NotStarted(Exception):
+    """A server did not become ready; holds the end of its log."""
+
+
+class Server:
+    """One running program of the cluster, and its log."""
+
+    def __init__(self, folder: Path, program: Path, arguments: Sequence[str]) -> None:
+        self.name = program.name
+        self.log = folder / f"{program.name}.log"
+        with self.log.open("ab") as log:
+            # `setpriv` ends it when we die, however we die.
+            self.process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "--", str(program), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                start_new_session=True,
+            )
+
+    def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Poll `is_ready`.
+
+        Raises:
+            NotStarted: the program ended, or time is up.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while not is_ready():
+            ended = self.process.poll()
+            if ended is not None or time.monotonic() > deadline:
+                how = (
+                    f"ended with {ended}" if ended is not None else f"has not {what} in {_START_SECONDS:g} s"
+                )
+                tail = self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
+                raise NotStarted(f"{self.name} {how}; the end of {self.log}:\n{tail}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@dataclass
+class ControlPlane:
+    """A running control plane."""
+
+    folder: Path
+    url: str
+    keys: Keys
+    programs: dict[str, Path]
+    servers: dict[str, Server] = field(default_factory=dict)
+
+    @property
+    def kubeconfig(self) -> Path:
+        """Of a user who may do everything."""
+        return self.keys.kubeconfig(self.url, *ADMIN)
+
+    def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
+        """Output of `kubectl`, both streams.
+
+        Raises:
+            AssertionError: it failed and `check` is set.
+        """
+        done = subprocess.run(
+            [str(self.programs["kubectl"]), "--kubeconfig", str(self.kubeconfig), *arguments],
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert not check or done.returncode == 0, done.stdout
+        return done.stdout
+
+
+@contextmanager
+def control_plane(
+    folder: Path,
+    *,
+    address: str = "127.0.0.1",
+    controllers: bool = True,
+    scheduler: bool = True,
+    gates: Sequence[str] = (),
+    runtime_config: Sequence[str] = (),
+) -> Iterator[ControlPlane]:
+    """Start the servers, yield once the `default` ServiceAccount exists (or the API answers), stop them.
+
+    Raises:
+        CannotBuild: a program is missing.
+        NotStarted: a server did not come up.
+    """
+    names = ["etcd", "kube-apiserver", "kubectl"]
+    names += ["kube-controller-manager"] if controllers else []
+    names += ["kube-scheduler"] if scheduler else []
+    programs = build(names)
+    folder.mkdir(parents=True, exist_ok=True)
+    keys = Keys(folder / "keys")
+    port = free_port(address)
+    plane = ControlPlane(folder, f"https://{address}:{port}", keys, programs)
+    feature_gates = [f"--feature-gates={','.join(gates)}"] if gates else []
+    try:
+        etcd_url = _start_etcd(plane)
+        _start_api_server(plane, address, port, etcd_url, [*feature_gates, *_runtime(runtime_config)])
+        if controllers:
+            _start_controllers(plane, feature_gates)
+        if scheduler:
+            _start_scheduler(plane, feature_gates)
+        if controllers:
+            plane.servers["kube-controller-manager"].wait_until(
+                lambda: "default" in plane.kubectl("get", "serviceaccount", "-o", "name", check=False),
+                "made the `default` ServiceAccount",
+            )
+        yield plane
+    finally:
+        for server in reversed(plane.servers.values()):
+            server.stop()
+        shutil.rmtree(folder / "etcd", ignore_errors=True)
+
+
+def free_port(address: str) -> int:
+    """A port that nobody uses now on `address`."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _runtime(entries: Sequence[str]) -> list[str]:
+    return [f"--runtime-config={','.join(entries)}"] if entries else []
+
+
+def _start_etcd(plane: ControlPlane) -> str:
+    client, peer = (f"http://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
+    plane.servers["etcd"] = server = Server(
+        plane.folder,
+        plane.programs["etcd"],
+        [
+            f"--data-dir={plane.folder / 'etcd'}",
+            f"--listen-client-urls={client}",
+            f"--advertise-client-urls={client}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+            "--unsafe-no-fsync",
+        ],
+    )
+    server.wait_until(lambda: _answers(f"{client}/health"), "answered /health")
+    return client
+
+
+def _start_api_server(
+    plane: ControlPlane, address: str, port: int, etcd_url: str, more: Sequence[str]
+) -> None:
+    keys = plane.keys
+    certificate, key = keys.server("kube-apiserver", address, FIRST_SERVICE, "localhost", "127.0.0.1")
+    kubelet_certificate, kubelet_key = keys.client("kube-apiserver-kubelet-client", "system:masters")
+    accounts = keys.service_accounts()
+    plane.servers["kube-apiserver"] = server = Server(
+        plane.folder,
+        plane.programs["kube-apiserver"],
+        [
+            f"--etcd-servers={etcd_url}",
+            f"--bind-address={address}",
+            f"--secure-port={port}",
+            # Published only: a loopback address would be refused.
+            f"--advertise-address={address if not address.startswith('127.') else '192.0.2.1'}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            f"--client-ca-file={keys.authority}",
+            f"--kubelet-client-certificate={kubelet_certificate}",
+            f"--kubelet-client-key={kubelet_key}",
+            f"--service-account-key-file={accounts}",
+            f"--service-account-signing-key-file={accounts}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-cluster-ip-range={SERVICES}",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            "--allow-privileged=true",
+            *more,
+        ],
+    )
+    context = ssl.create_default_context(cafile=str(keys.authority))
+    context.load_cert_chain(*keys.client(*ADMIN))
+    server.wait_until(lambda: _answers(f"{plane.url}/readyz", context), "answered /readyz")
+
+
+def _start_controllers(plane: ControlPlane, more: Sequence[str]) -> None:
+    kubeconfig = plane.keys.kubeconfig(plane.url, *CONTROLLER_MANAGER)
+    plane.servers["kube-controller-manager"] = Server(
+        plane.folder,
+        plane.programs["kube-controller-manager"],
+        [
+            f"--kubeconfig={kubeconfig}",
+            f"--authentication-kubeconfig={kubeconfig}",
+            f"--authorization-kubeconfig={kubeconfig}",
+            f"--root-ca-file={plane.keys.authority}",
+            f"--service-account-private-key-file={plane.keys.service_accounts()}",
+            "--use-service-account-credentials=true",
+            f"--flex-volume-plugin-dir={plane.folder / 'flex'}",
+            "--kube-api-qps=500",  # the defaults throttle a test
+            "--kube-api-burst=1000",
+            "--concurrent-statefulset-syncs=20",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={free_port('127.0.0.1')}",
+            *more,
+        ],
+    )
+
+
+def _start_scheduler(plane: ControlPlane, more: Sequence[str]) -> None:
+    kubeconfig = plane.keys.kubeconfig(plane.url, *SCHEDULER)
+    plane.servers["kube-scheduler"] = Server(
+        plane.folder,
+        plane.programs["kube-scheduler"],
+        [
+            f"--kubeconfig={kubeconfig}",
+            f"--authentication-kubeconfig={kubeconfig}",
+            f"--authorization-kubeconfig={kubeconfig}",
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
+            "--leader-elect=false",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={free_port('127.0.0.1')}",
+            *more,
+        ],
+    )
+
+
+def _answers(url: str, context: ssl.SSLContext | None = None) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1, context=context) as response:  # noqa: S310 - our own server
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,92 @@
+"""Certificates and kubeconfigs of one cluster, from a certificate authority made for it alone."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from pathlib import Path
+
+import trustme
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+ADMIN = ("admin", "system:masters")
+CONTROLLER_MANAGER = ("system:kube-controller-manager", None)
+SCHEDULER = ("system:kube-scheduler", None)
+PROXY = ("system:kube-proxy", None)
+
+
+class Keys:
+    """A folder of keys; everything is written when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._authority = trustme.CA()
+        self.authority = folder / "ca.pem"
+        self._authority.cert_pem.write_to_path(str(self.authority))
+
+    def server(self, name: str, *identities: str) -> tuple[Path, Path]:
+        """Certificate and key of a server that is reached under `identities`."""
+        return self._issue(name, identities, name, None)
+
+    def client(self, user: str, group: str | None = None) -> tuple[Path, Path]:
+        """Certificate and key of a user, as Kubernetes reads them: common name and organization."""
+        # Go refuses a certificate whose alternative names are critical and empty, as trustme writes them.
+        return self._issue(user.replace(":", "-"), ("client.invalid",), user, group)
+
+    def service_accounts(self) -> Path:
+        """The key that signs the tokens of service accounts."""
+        path = self._folder / "service-accounts.pem"
+        if not path.exists():
+            key = ec.generate_private_key(ec.SECP256R1())
+            path.write_bytes(
+                key.private_bytes(
+                    serialization.Encoding.PEM,
+                    serialization.PrivateFormat.TraditionalOpenSSL,
+                    serialization.NoEncryption(),
+                )
+            )
+        return path
+
+    def kubeconfig(self, server: str, user: str, group: str | None = None) -> Path:
+        """A self-contained kubeconfig (JSON is YAML) with which `user` reaches `server`."""
+        certificate, key = self.client(user, group)
+        path = self._folder / f"{user.replace(':', '-')}.kubeconfig"
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [
+                {
+                    "name": "c",
+                    "cluster": {"server": server, "certificate-authority-data": _data(self.authority)},
+                }
+            ],
+            "users": [
+                {
+                    "name": "u",
+                    "user": {"client-certificate-data": _data(certificate), "client-key-data": _data(key)},
+                }
+            ],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u", "namespace": "default"}}],
+            "current-context": "c",
+        }
+        path.write_text(json.dumps(config), encoding="utf-8")
+        path.chmod(0o600)
+        return path
+
+    def _issue(
+        self, name: str, identities: tuple[str, ...], common_name: str, organization: str | None
+    ) -> tuple[Path, Path]:
+        certificate, key = self._folder / f"{name}.pem", self._folder / f"{name}-key.pem"
+        if not certificate.exists():
+            leaf = self._authority.issue_cert(
+                *identities, common_name=common_name, organization_name=organization
+            )
+            certificate.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+            leaf.private_key_pem.write_to_path(str(key))
+        return certificate, key
+
+
+def _data(path: Path) -> str:
+    return b64encode(path.read_bytes()).decode()

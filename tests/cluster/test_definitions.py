@@ -1,0 +1,116 @@
+"""The API server takes our definitions, fills in their defaults and refuses what cannot be meant."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cluster.control_plane import ControlPlane
+
+MODEL: dict[str, Any] = {"name": "m", "source": {"path": "checkpoint"}}
+
+
+def replica(name: str = "r", **spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": name},
+        "spec": {"model": MODEL} | spec,
+    }
+
+
+def deployment(**spec: Any) -> dict[str, Any]:
+    template = {"spec": replica()["spec"]}
+    return replica() | {"kind": "MedhaDeployment", "spec": {"template": template} | spec}
+
+
+def create(plane: ControlPlane, document: dict[str, Any]) -> str:
+    """What `kubectl create` says of `document`, which is not kept."""
+    return plane.kubectl(
+        "create", "--dry-run=server", "-o", "json", "-f", "-", stdin=json.dumps(document), check=False
+    )
+
+
+def test_a_minimal_replica_gets_every_default_of_the_models(plane: ControlPlane) -> None:
+    spec = json.loads(create(plane, replica()))["spec"]
+    assert spec["parallelism"] == {"tensor": 1, "stream": 1, "kv": 1}
+    assert spec["lifecycle"]["restart"]["backoffLimitSeconds"] == 600
+    assert [entry["name"] for entry in spec["serviceClasses"]] == ["default"]
+    assert spec["resources"]["accelerator"] == "nvidia.com/gpu"
+
+
+REFUSED = [
+    (
+        {"model": MODEL | {"source": {"path": "a", "hostPath": {"path": "/b"}}}},
+        "model.source needs exactly one of path, huggingFace, pvc, hostPath, image",
+    ),
+    ({"model": MODEL | {"source": {}}}, "model.source needs exactly one of"),
+    (
+        {"model": MODEL | {"architecture": {"layers": 8, "queryHeads": 8}}, "parallelism": {"tensor": 3}},
+        "parallelism.tensor must divide model.architecture.queryHeads",
+    ),
+    (
+        {"model": MODEL | {"architecture": {"layers": 2, "queryHeads": 8}}, "parallelism": {"stream": 3}},
+        "parallelism.stream is more stages than model.architecture.layers",
+    ),
+    (
+        {"serviceClasses": [{"name": "a"}, {"name": "default"}]},
+        "serviceClasses has `default` behind the first",
+    ),
+    ({"serviceClasses": [{"name": "a"}, {"name": "a"}]}, "Duplicate value"),
+    ({"serviceClasses": []}, "should have at least 1 items"),
+    (
+        {"serviceClasses": [{"name": "a", "tpotTargetSeconds": 0.001}]},
+        "tpotTargetSeconds is below tpotFloorSeconds",
+    ),
+    (
+        {"serviceClasses": [{"name": "a", "ttftFloorSeconds": 0}]},
+        "should be greater than 0",
+    ),
+    ({"placement": {"gang": "kueue"}}, "gang kueue needs placement.queue"),
+    ({"placement": {"queue": "q"}}, "placement.queue is read by gang kueue and volcano only"),
+    (
+        {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},
+        "restart.backoffLimitSeconds is below backoffSeconds",
+    ),
+    ({"parallelism": {"tensor": 0}}, "should be greater than or equal to 1"),
+    ({"scheduling": {"policy": "lifo"}}, 'supported values: "fcfs"'),
+    ({"paralellism": {"tensor": 1}}, 'unknown field "spec.paralellism"'),
+]
+
+
+@pytest.mark.parametrize(("spec", "told"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+def test_what_cannot_be_meant_is_refused_in_words(
+    plane: ControlPlane, spec: dict[str, Any], told: str
+) -> None:
+    assert told in create(plane, replica(**spec))
+
+
+def test_the_gang_of_a_replica_cannot_be_changed(plane: ControlPlane) -> None:
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(replica("fixed")))
+    changed = replica("fixed", placement={"gang": "core"})
+    said = plane.kubectl("apply", "-f", "-", stdin=json.dumps(changed), check=False)
+    assert "placement.gang cannot be changed; create a new replica" in said
+    plane.kubectl("delete", "mr", "fixed")
+
+
+@pytest.mark.parametrize("surge", [0, "0%"])
+def test_a_rollout_that_could_never_move_is_refused(plane: ControlPlane, surge: object) -> None:
+    rollout = {"maxSurge": surge, "maxUnavailable": 0}
+    assert "no replica could ever be replaced" in create(plane, deployment(rollout=rollout))
+    assert json.loads(create(plane, deployment(rollout={"maxSurge": surge, "maxUnavailable": "25%"})))
+
+
+def test_a_deployment_has_a_scale_subresource(plane: ControlPlane) -> None:
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(deployment(replicas=2)))
+    plane.kubectl("scale", "md/r", "--replicas=5")
+    assert plane.kubectl("get", "md", "r", "-o", "jsonpath={.spec.replicas}") == "5"
+    plane.kubectl("delete", "md", "r")
+
+
+def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: ControlPlane) -> None:
+    said = plane.kubectl("explain", "mr.spec.scheduling.maxStepSeconds")
+    assert "Bound of a step when nothing decodes" in said
+    assert "A change reaches the running replica." in " ".join(said.split())
