@@ -6,6 +6,7 @@ What may happen, and what follows::
         |                  |                   |
         |                  |                   +-- a part fails, or does not stop in time --> STOPPING (exit 1)
         |                  +-- a part exits: it is started again; the third time in a minute -> STOPPING (exit 1)
+        |                  +-- a part falls silent: it is killed, and so exits
         +-- a part exits, or ready takes too long ------------------------------------------> STOPPING (exit 1)
         +-- Ctrl-C -------------------------------------------------------------------------> STOPPING (exit 0)
 
@@ -56,6 +57,14 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
+class Silent:
+    """A part lives, and has not shown it for `seconds`: it was stopped, or hangs."""
+
+    part: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Interrupt:
     """Ctrl-C or SIGTERM."""
 
@@ -95,7 +104,7 @@ class Say:
     text: str
 
 
-Event = Ready | Exited | Interrupt | TimePassed
+Event = Ready | Exited | Silent | Interrupt | TimePassed
 Command = Terminate | Kill | Start | Present | Say
 
 
@@ -142,6 +151,8 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
             return _interrupted(state, now)
         case Exited() if event.part in state.running:
             return _exited(replace(state, running=state.running - {event.part}), event, now)
+        case Silent(part, seconds) if state.phase is Phase.SERVING and part in state.running:
+            return state, [Say(f"{part} shows no sign of life for {seconds:g} s; killing it"), Kill(part)]
         case TimePassed() if now >= state.deadline:
             return _too_late(state, now)
     return state, []

@@ -2,7 +2,8 @@
 
 Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
 has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
-happens becomes an event in one queue, and the main thread takes them one by one.
+happens becomes an event in one queue, and the main thread takes them one by one. Parts that fall silent are found by
+looking (`heartbeat`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from threading import Thread
 from types import FrameType
 from typing import IO, Protocol
 
+from medha_cli.heartbeat import LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
 from medha_cli.lifecycle import (
     Event,
     Exited,
@@ -29,6 +31,7 @@ from medha_cli.lifecycle import (
     Present,
     Ready,
     Say,
+    Silent,
     Start,
     Terminate,
     TimePassed,
@@ -92,13 +95,20 @@ def supervise(
     by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
     events: SimpleQueue[Event | Printed] = SimpleQueue()
-    inbox = _Inbox(events, is_ready)
+    beats = Beats()
+    listener = Listener(beats)
     running: dict[str, _Process] = {}
+
+    def silent() -> list[str]:
+        found = beats.silent(time.monotonic())
+        return [name for name, process in running.items() if process.pid in found]
+
+    inbox = _Inbox(events, is_ready, silent)
     try:
         with _stop_signals(events):
             display.starting([part.name for part in parts])
             for part in parts:
-                running[part.name] = _Process(part, events)
+                running[part.name] = _Process(part, events, listener.address)
             state = begin(names, time.monotonic(), ready_seconds=ready_seconds, drain_seconds=drain_seconds)
             while state.phase is not Phase.ENDED:
                 event = inbox.next(state)
@@ -106,6 +116,7 @@ def supervise(
                     display.line(event.part, event.line)
                     continue
                 if isinstance(event, Exited):
+                    beats.forget(running[event.part].pid)
                     running[event.part].reap()
                 state, commands = handle(state, event, time.monotonic())
                 for command in commands:
@@ -113,9 +124,10 @@ def supervise(
                         case Terminate(name, drain):
                             running[name].terminate(drain=drain)
                         case Kill(name):
+                            beats.forget(running[name].pid)
                             running[name].kill()
                         case Start(name):
-                            running[name] = _Process(by_name[name], events)
+                            running[name] = _Process(by_name[name], events, listener.address)
                         case Present():
                             display.ready({name: process.pid for name, process in running.items()})
                         case Say(text):
@@ -125,15 +137,22 @@ def supervise(
         for process in running.values():
             process.kill()  # only what an error of ours, such as a closed stdout, has left
             process.reap()
+        listener.close()
         display.close()
 
 
 class _Inbox:
-    """What has happened: lines, ends and signals from the queue; readiness and deadlines from looking."""
+    """What has happened: lines, ends and signals from the queue; readiness, silence and deadlines from looking."""
 
-    def __init__(self, events: SimpleQueue[Event | Printed], is_ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        events: SimpleQueue[Event | Printed],
+        is_ready: Callable[[], bool],
+        silent: Callable[[], list[str]],
+    ) -> None:
         self._events = events
         self._is_ready = is_ready
+        self._silent = silent
         self._poll_at = time.monotonic()
 
     def next(self, state: Lifecycle) -> Event | Printed:
@@ -148,6 +167,12 @@ class _Inbox:
                 if self._is_ready():
                     return Ready()
             look_at = min(look_at, self._poll_at)
+        elif state.phase is Phase.SERVING:
+            if now >= self._poll_at:
+                self._poll_at = now + LOOK_SECONDS
+                for part in self._silent():
+                    self._events.put(Silent(part, SILENT_SECONDS))
+            look_at = min(look_at, self._poll_at)
         try:
             return self._events.get(timeout=max(0.0, min(look_at - now, LONGEST_WAIT_SECONDS)))
         except Empty:
@@ -157,7 +182,7 @@ class _Inbox:
 class _Process:
     """One running part. Only the main thread signals and reaps it, so its id is never another process's."""
 
-    def __init__(self, part: Part, events: SimpleQueue[Event | Printed]) -> None:
+    def __init__(self, part: Part, events: SimpleQueue[Event | Printed], notify_socket: str) -> None:
         self._name = part.name
         self._end_signal = part.end_signal
         self._events = events
@@ -173,6 +198,7 @@ class _Process:
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
                 "MEDHA_PARENT_PID": str(os.getpid()),
+                "NOTIFY_SOCKET": notify_socket,
             },
         )
         self.pid = self._process.pid

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from medha_router.app import Door, build_app
+from medha_router.heartbeat import Heartbeat
 from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
 from medha_router.settings import RouterSettings
@@ -93,6 +94,7 @@ async def serve(settings: RouterSettings, parent_pid: int) -> int:
         )
         server = _Server(config)
         link.start()
+        beating = asyncio.create_task(Heartbeat().run())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         _announce_bound(settings, listener, link)
 
@@ -107,7 +109,7 @@ async def serve(settings: RouterSettings, parent_pid: int) -> int:
         link.end_all("this router is stopping")
         server.should_exit = True
         await serving
-        for task in (parent, stopping, broken):
+        for task in (parent, stopping, broken, beating):
             task.cancel()
         await link.close()
         tokenizing.close()

@@ -4,12 +4,14 @@ serve           report ready, end with status 0 on SIGTERM
 stubborn        report ready, ignore SIGTERM
 mute            never report ready, ignore SIGTERM
 parent          as serve, and leave a child process behind
+beat            as serve, and show once a second that it lives, as long as it is not stopped
 crash           end with status 3 before being ready
 crash-when FILE report ready, end with status 4 once FILE exists
 """
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +31,10 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
     print("pid", os.getpid())
     if behaviour != "mute":
         ready.touch()
+    beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     while not terminated:
+        if behaviour == "beat":
+            beats.sendto(b"WATCHDOG=1", os.environ["NOTIFY_SOCKET"].replace("@", "\0"))
         if behaviour == "crash-when" and Path(arguments[0]).exists():
             print("out of luck")
             return 4

@@ -22,6 +22,7 @@ from medha_cli.lifecycle import (
     Present,
     Ready,
     Say,
+    Silent,
     Start,
     Terminate,
     TimePassed,
@@ -188,3 +189,11 @@ def test_every_history_ends_when_the_parts_do_and_none_ends_before() -> None:
                 assert state.deadline < math.inf
             assert (state.exit_status == 1) == bool(state.failure)
         assert len(asked) == len(set(asked))
+
+
+def test_a_silent_part_is_killed_while_serving_and_then_started_again_like_any_that_ends() -> None:
+    _, commands = run(*SERVING, (2.0, Silent("rank 1", 5.0)))
+    assert commands == [Kill("rank 1")]
+    assert run(*SERVING, (2.0, Silent("rank 1", 5.0)), (2.1, Exited("rank 1", -9)))[1] == [Start("rank 1")]
+    assert run((0.5, Silent("rank 1", 5.0)))[1] == [], "readySeconds bounds a start"
+    assert run(*DRAINING, (3.0, Silent("rank 1", 5.0)))[1] == [], "a drain has its own deadline"

@@ -196,3 +196,15 @@ def test_a_closed_output_ends_all_parts(start: Start) -> None:
     assert run.process.wait(timeout=20) != 0
     _, left = psutil.wait_procs(run.seen.values(), timeout=5)
     assert left == []
+
+
+def test_a_part_that_is_stopped_is_killed_and_started_again(start: Start) -> None:
+    run = start(rank_0="beat")
+    run.until("READY")
+    victim = run.part("rank 0")
+    victim.suspend()
+    run.until("rank 0 shows no sign of life")
+    run.until_next("| pid")
+    assert not victim.is_running()
+    run.interrupt()
+    assert run.end() == 0

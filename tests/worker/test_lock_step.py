@@ -1,12 +1,12 @@
 """What the lanes of a coupled step report becomes one event."""
 
 from medha.messages import Done, EntryFailed, Sample, StageFree, Step
-from medha_worker.lock_step import LockStep
+from medha_worker.lock_step import LockStep, bound_seconds
 
 
 def test_a_step_of_one_lane_passes_at_once() -> None:
     joined = LockStep()
-    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(2,)))
+    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(2,)), now=0.0)
     free, done = StageFree(1, 0, lanes=(2,)), Done(1, lanes=(2,))
     assert joined.join(free) == free
     assert joined.join(done) == done
@@ -14,7 +14,7 @@ def test_a_step_of_one_lane_passes_at_once() -> None:
 
 def test_the_last_lane_completes_the_event_with_what_all_have_drawn() -> None:
     joined = LockStep()
-    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0, 3)))
+    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0, 3)), now=0.0)
     assert joined.join(StageFree(1, 0, lanes=(3,))) is None
     assert joined.join(StageFree(1, 0, lanes=(0,))) == StageFree(1, 0, lanes=(0, 3))
     first = Done(1, (Sample("a", 5),), (), 0.5, lanes=(0,))
@@ -28,9 +28,24 @@ def test_the_last_lane_completes_the_event_with_what_all_have_drawn() -> None:
 def test_steps_in_flight_are_kept_apart_and_a_late_report_is_nothing() -> None:
     joined = LockStep()
     for step_id in (1, 2):
-        joined.expect(Step(step_id=step_id, epoch=0, entries=(), lanes=(0, 1)))
+        joined.expect(Step(step_id=step_id, epoch=0, entries=(), lanes=(0, 1)), now=0.0)
     assert joined.join(StageFree(2, 0, lanes=(0,))) is None
     assert joined.join(Done(1, lanes=(0,))) is None
     assert joined.join(StageFree(2, 0, lanes=(1,))) == StageFree(2, 0, lanes=(0, 1))
     assert joined.join(Done(1, lanes=(1,))) == Done(1, lanes=(0, 1))
     assert joined.join(StageFree(1, 0, lanes=(1,))) is None
+
+
+def test_a_step_is_overdue_when_it_and_those_ahead_of_it_could_have_ended_many_times() -> None:
+    joined = LockStep()
+    assert joined.is_idle
+    joined.expect(Step(step_id=1, epoch=0, entries=(), lanes=(0,), predicted_seconds=2.0), now=100.0)
+    joined.expect(Step(step_id=2, epoch=0, entries=(), lanes=(1,), predicted_seconds=3.0), now=101.0)
+    assert joined.overdue(100.0 + bound_seconds(2.0)) is None
+    assert joined.overdue(100.1 + bound_seconds(2.0)) == 1
+    joined.join(Done(1, lanes=(0,)))
+    assert joined.overdue(101.0 + bound_seconds(5.0)) is None, "it ran behind the first"
+    assert joined.overdue(101.1 + bound_seconds(5.0)) == 2
+    joined.join(Done(2, lanes=(1,)))
+    assert joined.is_idle
+    assert joined.overdue(1e9) is None

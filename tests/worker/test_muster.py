@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from medha.messages import Meet, RankHello, RankReady, StepProfile
-from medha_worker.muster import Muster
+from medha_worker.muster import SILENT_SECONDS, Muster
 
 READY = RankReady(
     rank=0, block_size_tokens=16, kv_blocks=4, weights_bytes=1, activation_bytes=1, kv_bytes=1,
@@ -19,15 +19,15 @@ def say(muster: Muster, rank: int, incarnation: str = "a") -> None:
         hello = RankHello(rank, incarnation)
         if muster.replaces(hello):
             muster.lose()
-        muster.hello(link, hello)  # type: ignore[arg-type]
+        muster.hello(link, hello, now=0.0)  # type: ignore[arg-type]
 
 
 def test_an_epoch_begins_when_every_rank_is_heard_on_both_links() -> None:
     muster = Muster(2)
     say(muster, 0)
-    muster.hello("control", RankHello(1, "b"))
+    muster.hello("control", RankHello(1, "b"), now=0.0)
     assert not muster.complete
-    muster.hello("tokens", RankHello(1, "b"))
+    muster.hello("tokens", RankHello(1, "b"), now=0.0)
     assert muster.complete
     assert muster.meet("tcp://h:1") == Meet(0, "tcp://h:1")
 
@@ -62,13 +62,34 @@ def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> Non
 
 def test_a_rank_that_is_replaced_before_the_call_just_takes_the_place() -> None:
     muster = Muster(1)
-    muster.hello("control", RankHello(0, "a"))
-    muster.hello("tokens", RankHello(0, "b"))
+    muster.hello("control", RankHello(0, "a"), now=0.0)
+    muster.hello("tokens", RankHello(0, "b"), now=0.0)
     assert not muster.complete
-    muster.hello("control", RankHello(0, "b"))
+    muster.hello("control", RankHello(0, "b"), now=0.0)
     assert muster.complete
 
 
 def test_nobody_is_called_before_all_are_here() -> None:
     with pytest.raises(AssertionError):
         Muster(1).meet("")
+
+
+def test_a_process_that_was_replaced_is_refused_when_it_comes_back() -> None:
+    muster = Muster(1)
+    say(muster, 0, "stopped")
+    muster.meet("")
+    say(muster, 0, "its successor")
+    assert muster.meet("").epoch == 1
+    assert muster.refuses(RankHello(0, "stopped"))
+    assert not muster.refuses(RankHello(0, "its successor"))
+
+
+def test_an_idle_rank_that_is_not_heard_is_silent_and_a_busy_one_is_not() -> None:
+    muster = Muster(2)
+    say(muster, 0)
+    say(muster, 1)
+    muster.hello("control", RankHello(0, "a"), now=100.0)
+    muster.hello("control", RankHello(1, "a"), now=100.0 + SILENT_SECONDS)
+    now = 100.1 + SILENT_SECONDS
+    assert muster.silent(now, idle_since=0.0) == [0]
+    assert muster.silent(now, idle_since=now) == []

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,7 @@ class Stage:
         self.settings = folder / "settings.json"
         self.settings.write_text(settings.model_dump_json(by_alias=True))
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        self.steps = 0  # sent in this epoch
 
     @property
     def command(self) -> list[str]:
@@ -101,8 +103,13 @@ class Stage:
                 case other:
                     raise AssertionError(other)
         self.send(Meet(epoch))
+        self.steps = 0
 
     def send(self, message: Message) -> None:
+        """Steps are numbered one behind the other, as a controller does."""
+        if isinstance(message, Step):
+            message = replace(message, step_id=self.steps)
+            self.steps += 1
         self.control.send(message, peer=rank_identity(0))
 
     def send_tokens(self, name: str, ids: np.ndarray, piece: int = 1000) -> None:
@@ -112,9 +119,10 @@ class Stage:
 
     def run(self, step: Step) -> Done:
         self.send(step)
-        return self.done(step.step_id)
+        return self.done()
 
-    def done(self, step_id: int) -> Done:
+    def done(self) -> Done:
+        step_id = self.steps - 1
         assert self.receive() == StageFree(step_id, stage=0)
         message = self.receive()
         assert isinstance(message, Done), message
@@ -235,7 +243,7 @@ def test_token_ids_may_come_after_the_step_that_needs_them(served: tuple[Stage, 
     stage.send(Step(0, 0, (entry("a", 0, 40),), admits=(greedy_admit("a", 40),)))
     assert stage.control.receive(0.3) is None
     stage.send_tokens("p", ids)
-    assert [sample.id for sample in stage.done(0).samples] == ["a"]
+    assert [sample.id for sample in stage.done().samples] == ["a"]
     stage.run(Step(1, 0, (), releases=("a",), forgets=("p",)))
 
 
@@ -272,7 +280,7 @@ def test_sigterm_lets_the_step_that_runs_finish(start: Callable[..., Stage]) -> 
     assert stage.control.receive(0.3) is None  # it waits for ids, in the middle of the step
     stage.process.terminate()
     stage.send_tokens("p", np.arange(7, 47, dtype=np.int32))
-    assert [sample.id for sample in stage.done(0).samples] == ["a"]
+    assert [sample.id for sample in stage.done().samples] == ["a"]
     assert stage.ended()[0] == 0
 
 
@@ -342,6 +350,17 @@ def test_a_parted_state_is_a_fault(start: Callable[..., Stage]) -> None:
     stage.ready()
     stage.send(Step(0, 0, (), state_hash=12345))
     assert "the ledgers differ" in fault_of(stage)
+
+
+def test_a_step_that_is_not_the_next_one_is_a_fault_for_messages_were_lost(
+    start: Callable[..., Stage],
+) -> None:
+    stage = start()
+    stage.ready()
+    stage.run(Step(0, 0, ()))
+    stage.steps = 2
+    stage.send(Step(2, 0, ()))
+    assert "step 2 came where 1 was to come" in fault_of(stage)
 
 
 @pytest.mark.parametrize(

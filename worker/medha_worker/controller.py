@@ -72,9 +72,12 @@ from medha_worker.outputs import OutputHasher
 from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
 from medha_worker.telemetry import serve
+from medha_worker.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
+AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood still, and nobody else
+STUCK_SECONDS = 20.0  # of a loop that does not turn
 TELL_SECONDS = 10.0  # how often it is said that ranks are missing
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
@@ -134,7 +137,7 @@ class Controller:
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
         self._stopping = False
-        self._gathering_since = self._told_at = time.monotonic()
+        self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
         self._record: TextIO | None = None
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry, malformed=self._malformed)
@@ -144,7 +147,7 @@ class Controller:
 
     # --- the main loop ------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self, watchdog: Watchdog) -> None:
         """Serve until SIGTERM, then drain.
 
         Raises:
@@ -152,6 +155,7 @@ class Controller:
         """
         drain_until: float | None = None
         while drain_until is None or not self._drained(drain_until):
+            watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._poller.poll(POLL_MILLISECONDS)
             self._hear_ranks()
             for event in self._events():
@@ -213,7 +217,9 @@ class Controller:
                 self._hello("tokens", received.message)
         if self._muster.complete and self._muster.epoch is None:
             self._call_together()
-        self._watch_gathering(time.monotonic())
+        now = time.monotonic()
+        self._watch_gathering(now)
+        self._watch_ranks(now)
 
     def _watch_gathering(self, now: float) -> None:
         """Say who is missing while ranks gather again, and give up after a bound.
@@ -232,10 +238,25 @@ class Controller:
             self._told_at = now
             _log.warning("waiting for rank %s since %.0f s", missing, now - self._gathering_since)
 
+    def _watch_ranks(self, now: float) -> None:
+        """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""
+        was_away, self._turned_at = now - self._turned_at > AWAY_SECONDS, now
+        if self._core is None:
+            return
+        if was_away or not self._lock_step.is_idle:
+            self._busy_at = now
+        overdue, silent = self._lock_step.overdue(now), self._muster.silent(now, self._busy_at)
+        if overdue is not None and not was_away:
+            self._lost(f"step {overdue} does not end")
+        elif silent:
+            self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
+
     def _hello(self, link: LinkName, hello: RankHello) -> None:
+        if self._muster.refuses(hello):
+            return
         if self._muster.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
-        self._muster.hello(link, hello)
+        self._muster.hello(link, hello, time.monotonic())
 
     def _fault(self, fault: RankFault) -> None:
         """A rank says that it cannot go on.
@@ -394,7 +415,7 @@ class Controller:
     def _carry_out(self, command: ControllerCommand) -> None:
         match command:
             case Step() as step:
-                self._lock_step.expect(step)
+                self._lock_step.expect(step, time.monotonic())
                 self._send_prompts(step)
                 self._to_ranks(self._rank_control, step)
             case Emit() | Refused() | Failed() as answer:
@@ -554,7 +575,7 @@ def main(settings_file: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: controller.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains us by SIGTERM
     try:
-        controller.run()
+        controller.run(Watchdog())
     except MedhaError as error:
         _log.error("%s", error)
         sys.exit(1)

@@ -47,6 +47,7 @@ class Link:
     def bind(cls, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Link:
         """A link that many peers connect to."""
         socket = _socket(context, zmq.ROUTER)
+        _beat(socket, endpoint)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
         socket.setsockopt(
             zmq.ROUTER_HANDOVER, 1
@@ -55,9 +56,13 @@ class Link:
         return cls(socket, bound=True)
 
     @classmethod
-    def connect(cls, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes) -> Link:
-        """A link to one peer, under `identity`."""
+    def connect(
+        cls, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, *, beats: bool = False
+    ) -> Link:
+        """A link to one peer, under `identity`; `beats` says that it may connect anew and lose messages."""
         socket = _socket(context, zmq.DEALER)
+        if beats:
+            _beat(socket, endpoint)
         socket.setsockopt(zmq.IDENTITY, identity)
         socket.connect(endpoint)
         return cls(socket, bound=False)
@@ -87,6 +92,18 @@ class Link:
 
     def close(self) -> None:
         self.socket.close()
+
+
+def _beat(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Let ZeroMQ's own threads notice a peer that a network has cut off, and connect anew as soon as it is back.
+
+    What was under way is lost then, which only those links may do whose peers count their messages: those of ranks. A
+    socket of this machine breaks by nothing but the end of a process, so there it could only do harm.
+    """
+    if endpoint.startswith("tcp:"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

@@ -1,7 +1,8 @@
 """Which ranks are here, and when they begin an epoch together: decisions only.
 
 An epoch begins when every rank has been heard on both links. It is lost when a rank says so, or when one was replaced
-by another process; then the next one begins as soon as all are here again. Ranks that survive keep their weights.
+by another process; then the next one begins as soon as all are here again. Ranks that survive keep their weights. A
+process that was replaced and comes back, because it was only stopped or cut off, is refused.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ from medha.messages import Meet, RankHello, RankReady
 
 LinkName = Literal["control", "tokens"]
 
+SILENT_SECONDS = 5.0
+"""A rank that has nothing to do and says nothing for longer is cut off: it says hello every second."""
+
 
 @dataclass(slots=True)
 class _Rank:
     incarnation: str
+    heard_at: float
     heard_on: set[LinkName] = field(default_factory=set)
     ready: RankReady | None = None  # for the current epoch
 
@@ -27,6 +32,7 @@ class Muster:
     def __init__(self, ranks: int, first_epoch: int = 0) -> None:
         self.expected = ranks
         self._ranks: dict[int, _Rank] = {}
+        self._replaced: set[tuple[int, str]] = set()  # rank, incarnation
         self._next_epoch = first_epoch
         self.epoch: int | None = None
         """The epoch in which the ranks meet or have met; None while they gather."""
@@ -49,13 +55,29 @@ class Muster:
         known = self._ranks.get(hello.rank)
         return self.epoch is not None and known is not None and known.incarnation != hello.incarnation
 
-    def hello(self, link: LinkName, hello: RankHello) -> None:
+    def refuses(self, hello: RankHello) -> bool:
+        """Whether another process has taken the place of who says hello."""
+        return (hello.rank, hello.incarnation) in self._replaced
+
+    def hello(self, link: LinkName, hello: RankHello, now: float) -> None:
         """A rank was heard."""
         assert not self.replaces(hello), "the epoch goes first"
+        assert not self.refuses(hello)
         known = self._ranks.get(hello.rank)
         if known is None or known.incarnation != hello.incarnation:
-            known = self._ranks[hello.rank] = _Rank(hello.incarnation)
+            if known is not None:
+                self._replaced.add((hello.rank, known.incarnation))
+            known = self._ranks[hello.rank] = _Rank(hello.incarnation, now)
+        known.heard_at = now
         known.heard_on.add(link)
+
+    def silent(self, now: float, idle_since: float) -> list[int]:
+        """Ranks that were not heard for too long, although they had nothing to do since then."""
+        return [
+            rank
+            for rank, known in sorted(self._ranks.items())
+            if now - max(known.heard_at, idle_since) > SILENT_SECONDS
+        ]
 
     def lose(self) -> None:
         """The epoch is over: nobody is ready any more, and everybody has to be heard again, for one may have gone."""

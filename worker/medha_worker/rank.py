@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 
 from medha.api import MedhaReplicaSpec
 from medha.api_fields import quantity_bytes
-from medha.errors import CheckpointInvalid, MedhaError, PartFailed
+from medha.errors import CheckpointInvalid, MedhaError, PartFailed, WireInvalid
 from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens, Trace
 from medha.topology import Topology, stage_layers
 from medha.wire import tokens_from_frame
@@ -35,6 +35,7 @@ from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
 from medha_worker.grid import Grid
 from medha_worker.link import Link, rank_identity
+from medha_worker.lock_step import bound_seconds
 from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
@@ -44,10 +45,12 @@ from medha_worker.model.weights import Progress, Shard
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.recorder import StepRecorder
 from medha_worker.warmup import WarmUp, warm_up
+from medha_worker.watchdog import Watchdog
 
 POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
 HELLO_SECONDS = 1.0  # how often a rank says that it is here
-MEET_SECONDS = 30.0  # for ranks that have their weights to find each other
+MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
+STUCK_SECONDS = 20.0  # of a loop that does not turn while nothing is to do
 PROGRESS_SECONDS = 2.0
 TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
 
@@ -91,12 +94,14 @@ class Rank:
         self._settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = rank_identity(settings.rank)
-        self._control = Link.connect(self._context, settings.control, identity)
-        self._tokens = Link.connect(self._context, settings.tokens, identity)
+        self._control = Link.connect(self._context, settings.control, identity, beats=True)
+        self._tokens = Link.connect(self._context, settings.tokens, identity, beats=True)
         self._hello = RankHello(settings.rank, secrets.token_hex(8))
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
+        self._next_step = 0
+        self._watchdog = Watchdog()
         self._stopping = False
         self._loading = True
 
@@ -109,6 +114,7 @@ class Rank:
         loaded = load(self._settings, self._recorder)
         self._loading = False
         while not self._stopping:
+            self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._say_hello()
             self._send_trace()
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
@@ -159,7 +165,7 @@ class Rank:
         """Around what needs the other ranks: if it fails, the epoch is lost and not this process."""
         try:
             yield
-        except (RuntimeError, MemoryError, PartFailed) as error:
+        except (RuntimeError, MemoryError, PartFailed, WireInvalid) as error:
             if self._settings.topology.ranks == 1:
                 raise
             _log.warning("epoch %d is lost: %s", epoch, error)
@@ -174,16 +180,24 @@ class Rank:
 
     def _meet(self, loaded: Loaded, meet: Meet) -> None:
         self._leave()
+        self._watchdog.allow(MEET_SECONDS + self._settings.spec.lifecycle.ready_seconds, "meeting")
         # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             self._engine = loaded.meet(meet)
         finally:
             signal.signal(signal.SIGTERM, handler)
+        self._next_step = 0
         self._control.send(self._engine.ready)
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid
+        if step.step_id != self._next_step:
+            raise PartFailed(
+                f"step {step.step_id} came where {self._next_step} was to come: messages were lost"
+            )
+        self._next_step += 1
+        self._watchdog.allow(bound_seconds(step.predicted_seconds), f"step {step.step_id}")
         self._recorder.begin(step.step_id)
         executor.prepare(step)
         self._take_tokens(executor, step)

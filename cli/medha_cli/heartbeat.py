@@ -1,0 +1,80 @@
+"""Which parts show that they live: each sends a datagram a second to its supervisor, as to systemd.
+
+The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, and `WATCHDOG=1` says "I get on". The
+kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. A part is watched
+from its first sign of life on: what it does before, such as importing its libraries, is bounded elsewhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from threading import Lock, Thread
+
+SILENT_SECONDS = 5.0
+"""A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
+LOOK_SECONDS = 1.0  # how often it is looked for silent parts
+AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
+
+
+class Beats:
+    """When each process was heard last, in seconds on any one clock."""
+
+    def __init__(self) -> None:
+        self._heard_at: dict[int, float] = {}
+        self._looked_at: float | None = None
+        self._lock = Lock()  # between the thread that listens and the one that looks
+
+    def heard(self, process_id: int, now: float) -> None:
+        with self._lock:
+            self._heard_at[process_id] = now
+
+    def forget(self, process_id: int) -> None:
+        """It has ended, or is about to."""
+        with self._lock:
+            self._heard_at.pop(process_id, None)
+
+    def silent(self, now: float) -> list[int]:
+        """Processes that were heard once, and not for SILENT_SECONDS. Call it every LOOK_SECONDS."""
+        with self._lock:
+            was_away = self._looked_at is not None and now - self._looked_at > AWAY_SECONDS
+            self._looked_at = now
+            if was_away:  # what was said meanwhile may not have been read yet
+                self._heard_at = dict.fromkeys(self._heard_at, now)
+            return [one for one, heard_at in self._heard_at.items() if now - heard_at > SILENT_SECONDS]
+
+
+class Listener:
+    """The socket that parts beat on, read by a thread of its own."""
+
+    def __init__(self, beats: Beats) -> None:
+        self._beats = beats
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        name = f"medha-{secrets.token_hex(8)}"
+        self._socket.bind(f"\0{name}")  # in no file system, and gone with us
+        self.address = f"@{name}"
+        self._thread = Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while True:
+            data, ancillary, _, _ = self._socket.recvmsg(256, socket.CMSG_SPACE(_CREDENTIALS.size))
+            if data == b"STOP":
+                return
+            if data != b"WATCHDOG=1":
+                continue
+            for level, kind, content in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                    process_id, _, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
+                    self._beats.heard(process_id, time.monotonic())
+
+    def close(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"STOP", "\0" + self.address.removeprefix("@"))
+        self._thread.join()
+        self._socket.close()

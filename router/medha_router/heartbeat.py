@@ -1,0 +1,39 @@
+"""Showing the supervisor that this router gets on, as sd_notify(3) says.
+
+A thread beats every second for as long as the event loop has turned lately. A loop that is busy with something large
+for some seconds keeps its connections; a process that was stopped falls silent at once, is killed and started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from contextlib import suppress
+from threading import Thread
+
+BEAT_SECONDS = 1.0
+STUCK_SECONDS = 30.0  # of an event loop that does not turn
+
+
+class Heartbeat:
+    """`run` is a task of the event loop that it watches."""
+
+    def __init__(self) -> None:
+        self._turned_at = time.monotonic()
+        self._address = os.environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+
+    async def run(self) -> None:
+        Thread(target=self._beat, daemon=True).start()
+        while True:
+            self._turned_at = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+
+    def _beat(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            while self._address:
+                if time.monotonic() - self._turned_at < STUCK_SECONDS:
+                    with suppress(OSError):  # a supervisor that is busy or gone
+                        sender.sendto(b"WATCHDOG=1", self._address)
+                time.sleep(BEAT_SECONDS)

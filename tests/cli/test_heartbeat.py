@@ -1,0 +1,50 @@
+"""Which parts count as silent, and that a part's datagrams are its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from medha_cli.heartbeat import AWAY_SECONDS, LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
+
+
+def looked_at_often(beats: Beats, start: float, stop: float) -> list[int]:
+    """What is silent at `stop`, after looking as often as a supervisor does."""
+    now = start
+    while now < stop:
+        beats.silent(now)
+        now += LOOK_SECONDS
+    return beats.silent(stop)
+
+
+def test_a_part_is_silent_that_was_heard_and_is_not_any_more() -> None:
+    beats = Beats()
+    beats.heard(7, 0.0)
+    beats.heard(8, 0.0)
+    assert looked_at_often(beats, 0.0, SILENT_SECONDS) == []
+    beats.heard(8, SILENT_SECONDS)
+    assert beats.silent(SILENT_SECONDS + 0.1) == [7]
+    beats.forget(7)
+    assert beats.silent(SILENT_SECONDS + 0.2) == []
+
+
+def test_nobody_is_silent_because_the_supervisor_itself_stood_still() -> None:
+    beats = Beats()
+    beats.heard(7, 0.0)
+    beats.silent(0.0)
+    assert beats.silent(1000.0) == []
+    assert looked_at_often(beats, 1000.0 + LOOK_SECONDS, 1000.1 + SILENT_SECONDS) == [7]
+    assert AWAY_SECONDS < SILENT_SECONDS
+
+
+def test_the_kernel_says_whose_beat_it_is_and_anything_else_is_no_beat() -> None:
+    beats = Beats()
+    listener = Listener(beats)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            address = listener.address.replace("@", "\0", 1)
+            sender.sendto(b"READY=1", address)
+            sender.sendto(b"WATCHDOG=1", address)
+    finally:
+        listener.close()  # it reads what came before
+    assert list(beats._heard_at) == [os.getpid()]

@@ -1,0 +1,66 @@
+"""What shows that this process gets on: a thread that beats, and judges the main loop that it speaks for.
+
+A process that was stopped, or whose machine is gone, falls silent: its supervisor kills it and starts it again. One whose
+main loop hangs beats on, so that its own watchdog has to end it: what does not return cannot be mended from inside.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from threading import Thread
+
+BEAT_SECONDS = 1.0
+AWAY_SECONDS = 3.0  # between two beats: then the whole process stood still, and not its main loop alone
+
+_log = logging.getLogger("medha.watchdog")
+
+
+class Promise:
+    """Until when the main loop has promised to be back, and from what."""
+
+    def __init__(self) -> None:
+        self._until, self._doing = float("inf"), "starting"
+        self._looked_at: float | None = None
+
+    def renew(self, now: float, seconds: float, doing: str) -> None:
+        """The main loop does something that takes no longer than this."""
+        self._until, self._doing = now + seconds, doing
+
+    def broken(self, now: float) -> str | None:
+        """What the main loop does for longer than it has promised; time in which nobody looked does not count."""
+        before, self._looked_at = self._looked_at, now
+        if before is not None and now - before > AWAY_SECONDS:
+            self._until += now - before
+        return self._doing if now > self._until else None
+
+
+class Watchdog:
+    """Beats to the supervisor every second, as sd_notify(3) says, for as long as the main loop keeps its promises."""
+
+    def __init__(self) -> None:
+        self._promise = Promise()
+        self._address = os.environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
+        Thread(target=self._watch, daemon=True).start()
+
+    def allow(self, seconds: float, doing: str) -> None:
+        """Called by the main loop: it will call again within so many seconds, or this process is killed."""
+        self._promise.renew(time.monotonic(), seconds, doing)
+
+    def _watch(self) -> None:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            while True:
+                overdue = self._promise.broken(time.monotonic())
+                if overdue is not None:
+                    _log.critical("stuck in %s; this process ends, to be started again", overdue)
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if self._address:
+                    with suppress(
+                        OSError
+                    ):  # a supervisor that is busy or gone: the parent's death ends us anyway
+                        sender.sendto(b"WATCHDOG=1", self._address)
+                time.sleep(BEAT_SECONDS)
