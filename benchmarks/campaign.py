@@ -25,9 +25,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from medha.errors import PartFailed
 from medha_sim.campaign import SCALES, runs
 from medha_sim.campaign_pool import Stopwatch, run_all
 from medha_sim.campaign_run import Outcome, Run
+from medha_sim.compiled import compiled
 from medha_sim.reproduction import page, report
 from medha_sim.sources import digest, loaded_files
 
@@ -48,6 +50,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=85.0, help="start no run behind this many minutes (default 85)"
     )
+    parser.add_argument("--interpreted", action="store_true", help="do not compile the simulator first")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
     parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
@@ -144,6 +147,12 @@ def _simulate(
             elif "error" in outcome:
                 bar.console.print(f"{run.key}: {took}")
 
+        if left and not arguments.interpreted:
+            bar.update(task, description="compiling the simulator")
+            try:  # the processes of the pool get this path; what runs there is the same code, and as exact
+                sys.path.insert(0, str(compiled(ROOT, ROOT / "build" / "compiled")))
+            except PartFailed as error:
+                console.print(f"runs are interpreted, and take twice as long: {error}")
         try:
             run_all(
                 planned,

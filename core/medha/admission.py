@@ -111,7 +111,7 @@ class Admission:
         return lane if wanted <= free and self._may_enter(request, wanted, (lane,)) else None
 
     def _free_blocks(self, lane: int) -> int:
-        return self.pools.free_tokens_on(lane) // self._config.block_size_tokens
+        return self.pools.free_blocks_on(lane)
 
     def _room_of_longs(self) -> int | None:
         """Blocks that another long request may take; None: any number."""

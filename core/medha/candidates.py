@@ -23,7 +23,7 @@ _FIRST_CAPACITY = 64
 _Item = TypeVar("_Item", bound=np.generic)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Room:
     """Blocks of KV that waiting requests may take now."""
 

@@ -73,7 +73,7 @@ class Load:
     pending_prefill_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Launched:
     """A step in flight, and whom it computes."""
 

@@ -24,7 +24,7 @@ MOST_ELSEWHERE = 64
 """Waiting requests that a step may pass over because another lane should take them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Filling:
     """Entries of a step, and whom they compute."""
 
@@ -151,7 +151,8 @@ class Filler:
         elsewhere = 0
         for turn in range(MOST_ORDERS):
             eligible = running
-            if turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE and not self._roster.is_full:
+            asks = turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE
+            if asks and self._roster.waiting and not self._roster.is_full:
                 eligible = running | table.admissible(self._admission.room(lanes))
             if turn:
                 eligible = eligible & ~seen

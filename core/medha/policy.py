@@ -20,7 +20,9 @@ Bools = NDArray[np.bool_]
 _SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
 _FIRST_ROWS = 64  # a step rarely reads more
 _GROWTH = 8
-_SAMPLES = 8  # keys of a sample for the rows that it is to cut off: enough to come within a half of that number
+_SAMPLES = (
+    8  # keys of a sample for the rows that it is to cut off: enough to come within a half of that number
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from medha.prefix import Match, PrefixCache, hash_count, hash_range
 from medha.shards import PROMPT_STRIPE_TOKENS, Segment, ShardMap, deal, is_dealt, place, spreads
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for speed: every admission makes one
 class Placed:
     """KV that a request has been given: what its `Admit` says of it."""
 
@@ -127,6 +127,9 @@ class KvPools:
 
     def ledger(self, lane: int = 0) -> BlockLedger:
         return self._lanes[lane].ledger
+
+    def free_blocks_on(self, lane: int) -> int:
+        return self._lanes[lane].available_blocks
 
     def free_tokens_on(self, lane: int) -> int:
         return self._lanes[lane].available_blocks * self.block_size_tokens
@@ -566,7 +569,10 @@ class KvPools:
         self._held[sequence] = _Held(shards, prompt, {0: hashes} if hashes else {}, hash_count(hashes))
         self.queried_tokens += prompt if self._prefix_caching else 0
         self.hit_tokens += blocks * size
-        return Placed(shards, blocks * size, (), tuple(_named(runs, 0)), tuple(_named(evicts, 0)))
+        placed = Placed(shards, blocks * size)
+        if runs or evicts:
+            placed.cached, placed.evicts = tuple(_named(runs, 0)), tuple(_named(evicts, 0))
+        return placed
 
     def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         here = self._lanes[lane]

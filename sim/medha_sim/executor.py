@@ -23,7 +23,7 @@ from medha.predictor import Predictor, Work
 from medha.shards import ShardMap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepTiming:
     """How long a step keeps each stage busy, and how long it is under way behind each (seconds)."""
 
@@ -133,7 +133,7 @@ class Perturbed:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
     """What one step leads to."""
 
