@@ -20,6 +20,8 @@ _COMMANDS = {
     "profile": ("medha_cli.profile", "Measure what steps take on this machine, for the predictor."),
     "replay": ("medha_cli.replay", "Check a recorded log, and ask what other policies would have done."),
     "simulate": ("medha_cli.simulate", "Compare policies under a virtual clock, on one HTML page."),
+    "top": ("medha_cli.top", "Watch a running replica: lanes, steps, KV, and every request's progress."),
+    "trace": ("medha_cli.trace", "Record what every rank of a running replica does, for ui.perfetto.dev."),
     "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
     "version": ("medha_cli.version", "Print the version."),
 }

@@ -29,6 +29,10 @@ class Run:
     name: str
     pid: int
 
+    def lasts(self) -> bool:
+        """Whether its supervisor still runs."""
+        return _read(self.directory) is not None
+
     def telemetry_url(self) -> str | None:
         """Where its controller answers; None until all ranks were ready once. It changes when the controller is replaced."""
         return _url(self.directory / "ranks-ready.json", "metrics_url", "/metrics")
@@ -89,8 +93,8 @@ def running() -> list[Run]:
     return sorted(found.values(), key=lambda run: (run.name, run.pid))
 
 
-def find(run_directory: Path | None) -> Run:
-    """The run that is meant: that of a directory, or else the only one there is.
+def find(name: str | None, run_directory: Path | None) -> Run:
+    """The run that is meant: of a name, that of a directory, or else the only one there is.
 
     Raises:
         ConfigInvalid: there is none, or more than one.
@@ -100,15 +104,18 @@ def find(run_directory: Path | None) -> Run:
         if run is None:
             raise ConfigInvalid(f"--run-dir {run_directory}: no medha up of yours runs there")
         return run
-    runs = running()
-    if not runs:
+    everything = running()
+    if not everything:
         raise ConfigInvalid(
             "nothing runs: no medha up of yours was found on this machine; start one (medha up FILE), or name the "
             "controller of a replica elsewhere with --url"
         )
+    runs = [run for run in everything if name in (None, run.name)]
+    known = "; ".join(f"{run.name}: --run-dir {run.directory}" for run in runs or everything)
+    if not runs:
+        raise ConfigInvalid(f"no replica named {name!r} runs here; those that do ({known})")
     if len(runs) > 1:
-        known = "; ".join(f"{run.name}: --run-dir {run.directory}" for run in runs)
-        raise ConfigInvalid(f"{len(runs)} replicas run here; name one of them ({known})")
+        raise ConfigInvalid(f"{len(runs)} replicas run here; say which one is meant, by name or by ({known})")
     return runs[0]
 
 

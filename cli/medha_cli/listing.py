@@ -1,0 +1,65 @@
+"""Tables that fit: where the terminal is too narrow, the least important columns go, and the others stay readable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
+
+GAP = 2  # columns of the terminal between two of a table
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`importance` says who stays: the lowest go first. Those of importance 9 never go."""
+
+    name: str
+    importance: int = 9
+    right: bool = False
+
+
+class Listing:
+    """Rows below headings, one line each."""
+
+    def __init__(self, columns: Sequence[Column], rows: Sequence[Sequence[RenderableType]]) -> None:
+        assert all(len(row) == len(columns) for row in rows), "a cell for each column"
+        self.columns, self.rows = columns, rows
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept = self._fitting(console, options)
+        table = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold reverse", show_edge=False)
+        for index in kept:
+            column = self.columns[index]
+            justify = "right" if column.right else "left"
+            table.add_column(column.name, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+        for row in self.rows:
+            table.add_row(*(row[index] for index in kept))
+        yield table
+
+    def _fitting(self, console: Console, options: ConsoleOptions) -> list[int]:
+        """Columns that fit together."""
+        widths = []
+        for index, column in enumerate(self.columns):
+            cells = [Measurement.get(console, options, row[index]).maximum for row in self.rows]
+            widths.append(max([len(column.name), *cells]) + GAP)
+        kept = list(range(len(self.columns)))
+        while sum(widths[index] for index in kept) > options.max_width:
+            least = min(kept, key=lambda index: (self.columns[index].importance, -index))
+            if self.columns[least].importance == 9:
+                break
+            kept.remove(least)
+        return kept
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, options.max_width)
+
+
+def line(*parts: str | tuple[str, str]) -> Text:
+    """One line of text, cut where the terminal ends."""
+    text = Text.assemble(*parts)
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text

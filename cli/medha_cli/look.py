@@ -1,0 +1,168 @@
+"""One look at a running replica: its controller's status, and what its router counts. Reads over HTTP, changes nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from medha.errors import ConfigInvalid, PartFailed
+from medha.status import Order, ReplicaStatus
+from medha_cli.runs import Run, find
+
+ANSWER_SECONDS = 5.0
+
+
+class RouterStatus(BaseModel):
+    """What a router counts, over all replicas that it knows."""
+
+    model_config = ConfigDict(frozen=True)
+
+    requests_open: int
+    sequences_waiting: int
+    """That wait there for a replica with room."""
+    ttft_met: int
+    """Requests whose first token came to the client within its target, since the router began."""
+    ttft_missed: int
+    tpot_met: int
+    tpot_missed: int
+
+
+class Look(BaseModel):
+    """What was seen at one moment."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: ReplicaStatus
+    router: RouterStatus | None
+    """None where no router is known, or it does not answer."""
+
+
+class NotAnswering(PartFailed):
+    """Nobody answers now; it may be better at the next look."""
+
+
+class Target:
+    """Which replica is looked at: a run on this machine, or the address of a controller."""
+
+    def __init__(self, name: str | None, run_directory: Path | None, url: str | None) -> None:
+        """
+        Raises:
+            ConfigInvalid: more than one is given, the address is none, or there is no run, or more than one to choose from.
+        """
+        if sum(given is not None for given in (name, run_directory, url)) > 1:
+            raise ConfigInvalid("a name, --run-dir and --url all say what to look at; give one of them")
+        self._url = None if url is None else _base(url)
+        self._run: Run | None = None if url is not None else find(name, run_directory)
+
+    @property
+    def name(self) -> str:
+        return self._run.name if self._run is not None else str(self._url)
+
+    def controller_url(self) -> str:
+        """
+        Raises:
+            NotAnswering: the replica is still starting.
+            PartFailed: it has ended.
+        """
+        if self._run is None:
+            return str(self._url)
+        url = self._run.telemetry_url()
+        if url is not None:
+            return url
+        if not self._run.lasts():
+            raise PartFailed(f"{self._run.name} has ended")
+        raise NotAnswering(f"{self._run.name} is starting: not all of its ranks have been ready yet")
+
+    def look(self, order: Order, most_requests: int) -> Look:
+        """
+        Raises:
+            NotAnswering: the controller does not answer now.
+            PartFailed: the replica has ended, or what answers is no controller.
+        """
+        url = f"{self.controller_url()}/status?order={order}&requests={most_requests}"
+        try:
+            body = fetch(url)
+        except OSError as error:
+            if self._run is not None and not self._run.lasts():
+                raise PartFailed(f"{self._run.name} has ended") from error
+            raise NotAnswering(f"{url.partition('?')[0]} does not answer: {reason(error)}") from error
+        try:
+            status = ReplicaStatus.model_validate_json(body)
+        except ValidationError as error:
+            raise PartFailed(
+                f"what answers at {url.partition('?')[0]} is no controller of this version of medha: "
+                f"{error.errors()[0]['msg']}; give the address under which it serves its metrics"
+            ) from error
+        return Look(status=status, router=self._router())
+
+    def _router(self) -> RouterStatus | None:
+        url = self._run.router_url() if self._run is not None else None
+        if url is None:
+            return None
+        try:
+            return router_status(fetch(f"{url}/metrics").decode())
+        except (OSError, ImportError, ValueError):
+            return None
+
+
+def fetch(url: str) -> bytes:
+    """What a page holds.
+
+    Raises:
+        OSError: nobody answers, or not with this.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as `_base` has seen)
+            return bytes(answer.read())
+    except http.client.HTTPException as error:
+        raise OSError(f"the answer breaks off: {error!r}") from error
+
+
+def reason(error: OSError) -> str:
+    """Why nobody answered, in the words of who refused if it said any."""
+    if isinstance(error, urllib.error.HTTPError):
+        try:
+            return str(json.loads(error.read())["error"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return f"status {error.code}"
+    inner = getattr(error, "reason", error)
+    return str(getattr(inner, "strerror", None) or inner)
+
+
+def router_status(metrics: str) -> RouterStatus:
+    """From the text of a router's `/metrics`.
+
+    Raises:
+        ImportError: `medha[router]` is not installed here.
+        ValueError: the text is no such thing.
+    """
+    from prometheus_client.parser import text_string_to_metric_families
+
+    totals = Counter[str]()
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            met = f" {sample.labels['met']}" if "met" in sample.labels else ""
+            totals[sample.name + met] += sample.value  # type: ignore[assignment]
+    return RouterStatus(
+        requests_open=int(totals["medha_router_requests_open"]),
+        sequences_waiting=int(totals["medha_router_sequences_waiting"]),
+        ttft_met=int(totals["medha_request_ttft_attainment_total true"]),
+        ttft_missed=int(totals["medha_request_ttft_attainment_total false"]),
+        tpot_met=int(totals["medha_request_tpot_attainment_total true"]),
+        tpot_missed=int(totals["medha_request_tpot_attainment_total false"]),
+    )
+
+
+def _base(url: str) -> str:
+    """An address without the page."""
+    parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ConfigInvalid(f"--url is {url!r}; give the controller's address, such as http://127.0.0.1:9100")
+    return f"{parts.scheme}://{parts.netloc}"

@@ -1,0 +1,93 @@
+"""`medha trace`: what every rank of a running replica does for some seconds, in a file that Perfetto opens."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from medha.errors import ConfigInvalid, PartFailed
+from medha_cli.look import ANSWER_SECONDS, Target, reason
+
+LONGEST_SECONDS = 600.0
+_PIECE_BYTES = 65_536
+
+
+@click.command("trace")
+@click.argument("name", required=False)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0.1, LONGEST_SECONDS),
+    default=5.0,
+    show_default=True,
+    help="How long to record.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("trace.json"),
+    show_default=True,
+    help="The file to write.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="The directory of the medha up that is meant.",
+)
+@click.option("--url", help="A controller elsewhere: the address under which it serves its metrics.")
+def command(name: str | None, seconds: float, output: Path, run_dir: Path | None, url: str | None) -> None:
+    """Record what every rank of a running replica does: steps, what they wait for, and what waits for them.
+
+    One track per rank, arrows from stage to stage, counters of KV and queues, and each request's phases. Open the file
+    in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing. Ctrl-C ends it early. It holds
+    ids, lengths and times of requests, never their text. To record from the first step on: medha up --trace FILE.
+
+    \b
+    Examples:
+      medha trace
+      medha trace --seconds 30 -o slow.json
+    """
+    target = Target(name, run_dir, url)
+    address = f"{target.controller_url()}/trace?seconds={seconds:g}"
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        file = output.open("wb")
+    except OSError as error:
+        raise ConfigInvalid(
+            f"--output {output}: {error.strerror}; name a file that can be written"
+        ) from error
+    ended = False
+    with file:
+        try:
+            # Its first piece comes at once, the others as things happen or twice a second.
+            with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as Target has seen)
+                console.print(f"recording {target.name} for {seconds:g} s; Ctrl-C ends it now")
+                for lines in whole_events(iter(lambda: answer.read1(_PIECE_BYTES), b"")):
+                    file.write(lines)
+            ended = True
+        except KeyboardInterrupt:
+            ended = file.tell() > 0
+        except OSError as error:
+            raise PartFailed(f"{address.partition('?')[0]} does not answer: {reason(error)}") from error
+        finally:
+            if not ended:
+                output.unlink()
+        size = file.tell()
+    if ended:
+        console.print(f"{output}: {size / 2**20:.1f} MiB; open it in https://ui.perfetto.dev")
+
+
+def whole_events(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a trace that comes in pieces, always up to the end of an event: so it can be read wherever it ends."""
+    held = b""
+    for piece in pieces:
+        held += piece
+        cut = held.rfind(b",\n")
+        if cut > 0:
+            yield held[:cut]
+            held = held[cut:]
+    yield held

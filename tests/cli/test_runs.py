@@ -1,0 +1,119 @@
+"""A run of `medha up` is found while it lasts, and never when it does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medha.errors import ConfigInvalid
+from medha_cli.look import Target
+from medha_cli.runs import RUN_FILE, announced, find, running
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The system's temporary directory, without the runs of others."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def directory(parent: Path, name: str = "medha-abc") -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def test_a_run_is_found_by_itself_and_only_while_it_lasts(temporary: Path) -> None:
+    run = directory(temporary)
+    with announced(run, "grid"):
+        (found,) = running()
+        assert (found.name, found.directory) == ("grid", run)
+        assert (find(None, None), find("grid", None), find(None, run)) == (found, found, found)
+        assert found.lasts()
+    assert not found.lasts()
+    assert running() == []
+    assert list(run.iterdir()) == []
+
+
+def test_a_run_in_a_directory_of_the_users_own_choice_is_found_too(temporary: Path) -> None:
+    run = directory(directory(temporary, "elsewhere"), "mine")
+    with announced(run, "grid"):
+        assert [found.directory for found in running()] == [run]
+    assert [path.name for path in temporary.iterdir()] == ["elsewhere"]
+
+
+def test_what_a_killed_run_has_left_is_no_run(temporary: Path) -> None:
+    run = directory(temporary)
+    code = (
+        "import sys, time; from pathlib import Path; from medha_cli.runs import announced\n"
+        "with announced(Path(sys.argv[1]), 'grid'):\n    print('here', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"here\n"
+    assert [found.pid for found in running()] == [process.pid]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert (run / RUN_FILE).exists()
+    assert running() == []
+
+
+def test_with_none_or_several_runs_the_error_says_what_to_do(temporary: Path) -> None:
+    with pytest.raises(ConfigInvalid, match=r"nothing runs.*start one .medha up FILE.*--url"):
+        find(None, None)
+    one, other = directory(temporary, "medha-1"), directory(temporary, "medha-2")
+    with announced(one, "chat"), announced(other, "books"):
+        with pytest.raises(
+            ConfigInvalid, match=f"2 replicas.*books: --run-dir {other}; chat: --run-dir {one}"
+        ):
+            find(None, None)
+        with pytest.raises(ConfigInvalid, match="no replica named 'x'"):
+            find("x", None)
+        assert find("books", None).directory == other
+    with pytest.raises(ConfigInvalid, match="no medha up of yours runs there"):
+        find(None, one)
+
+
+def test_two_runs_cannot_share_a_directory(temporary: Path) -> None:
+    run = directory(temporary)
+    with (
+        announced(run, "first"),
+        pytest.raises(ConfigInvalid, match="still runs; name another"),
+        announced(run, "second"),
+    ):
+        pass
+
+
+def test_the_addresses_of_a_run_are_those_that_its_parts_have_written_last(temporary: Path) -> None:
+    run = directory(temporary)
+    with announced(run, "grid"):
+        found = find(None, None)
+        assert (found.telemetry_url(), found.router_url()) == (None, None)
+        for port in (1, 2):  # a controller that is replaced listens elsewhere
+            (run / "ranks-ready.json").write_text(
+                json.dumps({"metrics_url": f"http://127.0.0.1:{port}/metrics"})
+            )
+            assert found.telemetry_url() == f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("127.0.0.1:9100", "http://127.0.0.1:9100"),
+        ("http://[::1]:9100/metrics", "http://[::1]:9100"),
+        ("https://example.org/status?x=1", "https://example.org"),
+    ],
+)
+def test_an_address_may_be_given_with_or_without_its_page(given: str, address: str) -> None:
+    assert Target(None, None, given).controller_url() == address
+
+
+def test_what_is_no_address_or_more_than_one_is_refused() -> None:
+    with pytest.raises(ConfigInvalid, match="--url is 'ftp://x'"):
+        Target(None, None, "ftp://x")
+    with pytest.raises(ConfigInvalid, match="give one of them"):
+        Target("grid", None, "127.0.0.1:1")
