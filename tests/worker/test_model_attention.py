@@ -25,6 +25,7 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.flash import flash_attention
 
 BLOCK_TOKENS = 16
+SLOTS = 8192
 
 
 def plain_attention(
@@ -170,7 +171,7 @@ def run_backend(
     level: Callable[[int], float] = lambda token: 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A backend over a random pool, and the plain result; `level` is added to all scores of a key position."""
-    slots = 4096
+    slots = SLOTS
     rows = sum(span.row_count for span in spans)
     keys, values = (
         normal(kv_heads, slots, head_dim, seed=1).to(dtype),
@@ -191,8 +192,10 @@ def run_backend(
             np.asarray(span.blocks)[positions // BLOCK_TOKENS] * BLOCK_TOKENS + positions % BLOCK_TOKENS
         )
         part = span.rows
-        seen = span.context_length + 1 if span.is_causal else span.total_length
-        hidden = torch.ones(span.row_count, span.total_length, dtype=torch.bool).triu_(seen)
+        seen = np.full(span.row_count, span.total_length)
+        if span.is_causal:
+            seen = span.context_length + 1 + span.stride * np.arange(span.row_count)
+        hidden = torch.from_numpy(positions >= seen[:, None])
         by_head = q[part].transpose(0, 1) / math.sqrt(head_dim)
         repeated = [pool[:, place].repeat_interleave(group, dim=0) for pool in (keys, values)]
         output, log_sum_exp = plain_attention(by_head, repeated[0], repeated[1], hidden)
@@ -205,16 +208,18 @@ def run_backend(
 def spans_of(shapes: list[tuple[int, int]], *, shuffled: bool) -> list[SequenceSpan]:
     """Spans of (context, new tokens), one behind the other; block tables run on, or are mixed.
 
-    Every other one whose context is not empty belongs to a sequence that goes on in another pool.
+    Every other one whose context is not empty belongs to a sequence that goes on in another pool, and of some others
+    that stay, two positions of three are computed elsewhere.
     """
-    blocks = list(range(4096 // BLOCK_TOKENS))
+    blocks = list(range(SLOTS // BLOCK_TOKENS))
     if shuffled:
         np.random.default_rng(0).shuffle(blocks)
     spans, row = [], 0
     for context, count in shapes:
-        needed = -(-(context + count) // BLOCK_TOKENS)
         is_causal = context == 0 or len(spans) % 2 == 0
-        spans.append(SequenceSpan(row, count, context, blocks[:needed], is_causal))
+        stride = 3 if is_causal and len(spans) % 3 == 1 else 1
+        needed = -(-(context + stride * count) // BLOCK_TOKENS)
+        spans.append(SequenceSpan(row, count, context, blocks[:needed], is_causal, stride))
         blocks, row = blocks[needed:], row + count
     return spans
 

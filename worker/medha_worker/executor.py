@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,15 +27,16 @@ import torch
 from torch import Tensor
 
 from medha.blocks import BlockLedger
+from medha.context_parallel import OWNER
 from medha.errors import PartFailed, WireInvalid
-from medha.messages import Admit, Done, EntryFailed, FailureReason, Sample, Step, StepEntry, Tokens
+from medha.messages import Admit, Done, EntryFailed, Extent, FailureReason, Sample, Step, StepEntry, Tokens
 from medha.pools import LaneReplica
 from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
 from medha_worker.model.spread import SpreadPlan
-from medha_worker.spread import SpreadEntry, plan_spread
+from medha_worker.spread import LOCAL, STRATEGIES, SpreadEntry, plan_spread, positions
 
 _log = logging.getLogger("medha.executor")
 
@@ -134,13 +136,48 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An entry that can be run: positions `start .. stop` (exclusive) of its sequence."""
+    """An entry that can be run. The step brings its sequence to `stop`, perhaps with entries on other lanes."""
 
     entry: StepEntry
     sequence: _Sequence
-    start: int
     stop: int
     hidden: Tensor | None = None  # [hidden] of the last position, once it is computed
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """What a step computes of one sequence, on all lanes together: positions `start .. stop` (exclusive)."""
+
+    start: int
+    stop: int
+    lanes: int
+    problem: str | None  # why it is no such run
+
+
+def _chunks(step: Step) -> dict[str, _Chunk]:
+    """By sequence; those without a position are left out."""
+    entries: dict[str, list[StepEntry]] = {}
+    for entry in step.entries:
+        entries.setdefault(entry.id, []).append(entry)
+    chunks = {}
+    for name, parts in entries.items():
+        extents = [extent for entry in parts for extent in entry.extents]
+        if not all(entry.extents for entry in parts):
+            continue
+        start, stop = min(one.start for one in extents), max(_last(one) for one in extents) + 1
+        is_run = sum(one.count for one in extents) == stop - start
+        is_run &= all(one.count >= 1 and one.stride >= 1 for one in extents)
+        for entry in parts:  # a single lane computes one position after the other
+            gaps = [after.start - _last(one) for one, after in pairwise(entry.extents)]
+            is_run &= all(gap > 0 for gap in gaps)
+            is_run &= len(parts) > 1 or _last(entry.extents[-1]) - start + 1 == entry.token_count
+        problem = None if is_run else f"{tuple(extents)} is not one run of positions"
+        chunks[name] = _Chunk(start, stop, len(parts), problem)
+    return chunks
+
+
+def _last(extent: Extent) -> int:
+    return extent.start + (extent.count - 1) * extent.stride
 
 
 class Executor:
@@ -247,8 +284,9 @@ class Executor:
             return None
         failures: list[EntryFailed] = []
         entries = [entry for entry in step.entries if entry.lane == lane]
-        parts = [part for entry in entries if (part := self._part(entry, failures)) is not None]
-        foreign = self._foreign(step)
+        chunks = _chunks(step)
+        parts = [part for entry in entries if (part := self._part(entry, chunks, step, failures)) is not None]
+        foreign = self._foreign(step, chunks)
         with torch.inference_mode():
             if self._pipeline is None:
                 computed = _run_guarded(self._forward, parts, failures)
@@ -328,87 +366,100 @@ class Executor:
         except ValueError as error:
             return str(error)
 
-    def _part(self, entry: StepEntry, failures: list[EntryFailed]) -> _Part | None:
-        """The entry as positions that can be run; else its failure is noted."""
+    def _part(
+        self, entry: StepEntry, chunks: Mapping[str, _Chunk], step: Step, failures: list[EntryFailed]
+    ) -> _Part | None:
+        """The entry as positions that can be run; else its failure is noted.
+
+        Raises:
+            PartFailed: other lanes run their part of it, and could not be told in time.
+        """
         sequence = self._sequences.get(entry.id)
-        if sequence is None or not entry.extents:
+        if sequence is None or entry.id not in chunks:
             failures.append(
                 EntryFailed(entry.id, "internal", "the sequence is not known here, or no position named")
             )
             return None
-        start = stop = entry.extents[0].start
-        problem = sequence.fault
-        for extent in entry.extents:
-            if extent.start != stop or extent.count < 1 or (extent.stride != 1 and extent.count > 1):
-                problem = (
-                    problem
-                    or f"{entry.extents} is not one run of positions, which is all that one lane computes"
-                )
-            stop = extent.start + extent.count
-        capacity = self._lane.shards(entry.id).tokens
-        if problem is None and entry.strategy not in ("local", "owner"):
-            problem = f"strategy {entry.strategy!r} is not known"
-        if problem is None and not (start <= sequence.computed and stop <= min(sequence.length, capacity)):
-            problem = (
-                f"positions {start} to {stop}: {sequence.computed} are computed, {sequence.length} tokens known, "
-                f"{capacity} reserved"
-            )
-        if problem is None and entry.samples and stop != sequence.length:
-            problem = f"a token is drawn after position {stop - 1}, but {sequence.length} tokens are known"
-        if problem is not None:
-            failures.append(EntryFailed(entry.id, "internal", problem))
+        shards, chunk = self._lane.shards(entry.id), chunks[entry.id]
+        is_owner = shards.owner == self._lane.lane
+        if sequence.fault is not None:  # known to all lanes; one of them says so
+            if is_owner:
+                failures.append(EntryFailed(entry.id, "internal", sequence.fault))
             return None
-        return _Part(entry, sequence, start, stop)
+        problem = chunk.problem
+        if problem is None and entry.strategy not in STRATEGIES:
+            problem = f"strategy {entry.strategy!r} is not known"
+        # Only the owner of a request follows how far all of it is computed.
+        computed = sequence.computed if is_owner else chunk.start
+        if problem is None and not (
+            chunk.start <= computed and chunk.stop <= min(sequence.length, shards.tokens)
+        ):
+            problem = (
+                f"positions {chunk.start} to {chunk.stop}: {computed} are computed, {sequence.length} tokens known, "
+                f"{shards.tokens} reserved"
+            )
+        last = entry.extents[-1]
+        if problem is None and entry.samples and _last(last) + 1 != sequence.length:
+            problem = f"a token is drawn after position {_last(last)}, but {sequence.length} tokens are known"
+        if problem is None:
+            return _Part(entry, sequence, chunk.stop)
+        if chunk.lanes > 1:
+            raise self._parted(step, f"{entry.id}: {problem}")
+        failures.append(EntryFailed(entry.id, "internal", problem))
+        return None
 
-    def _foreign(self, step: Step) -> list[SpreadEntry]:
-        """Entries of other lanes that this lane helps with."""
+    def _foreign(self, step: Step, chunks: Mapping[str, _Chunk]) -> list[SpreadEntry]:
+        """Entries of other lanes that this lane has to know of."""
         entries = []
         for entry in step.entries:
-            if entry.lane == self._lane.lane or entry.strategy == "local":
+            if entry.lane == self._lane.lane or entry.strategy == LOCAL:
                 continue
             sequence = self._sequence(entry.id, step)
-            first, last = entry.extents[0], entry.extents[-1]
-            asked = SpreadEntry(
-                self._lane.shards(entry.id), first.start, last.start + last.count, sequence.table
-            )
-            if sequence.fault is None and self._lane.lane in asked.lanes:
+            asked = self._spread_entry(entry, sequence, chunks[entry.id].stop)
+            # A ring needs all of its lanes, whatever they hold of one request.
+            if sequence.fault is None and (entry.strategy != OWNER or self._lane.lane in asked.holders):
                 entries.append(asked)
         return entries
 
+    def _spread_entry(self, entry: StepEntry, sequence: _Sequence, stop: int) -> SpreadEntry:
+        shards = self._lane.shards(entry.id)
+        return SpreadEntry(shards, entry.lane, entry.extents, stop, sequence.table, entry.strategy, entry.id)
+
     def _forward(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry] = ()) -> list[_Part]:
         """Run all parts as one flat batch; the same parts with their last position's hidden state."""
-        spans, row = [], 0
+        spans: list[SequenceSpan] = []
+        ends = [0]
         for part in parts:
-            spans.append(SequenceSpan(row, part.stop - part.start, part.start, part.sequence.table))
-            row += part.stop - part.start
-        positions = np.concatenate([np.arange(0), *(np.arange(part.start, part.stop) for part in parts)])
+            ends.append(ends[-1] + part.entry.token_count)
+        spread = self._spread(parts, foreign)
+        if spread is None:
+            spans = [
+                SequenceSpan(row, part.entry.token_count, part.entry.extents[0].start, part.sequence.table)
+                for part, row in zip(parts, ends, strict=False)
+            ]
+        row = ends[-1]
+        at = np.concatenate([np.arange(0), *(positions(part.entry.extents) for part in parts)])
         asked = self._clock()
         batch = self._input(parts, row).to(self._device)
         self._waited_seconds = self._clock() - asked
         hidden = self._model.forward(
             batch,
-            torch.from_numpy(positions).to(self._device),
+            torch.from_numpy(at).to(self._device),
             spans,
             self._kv_cache,
-            self._spread(parts, foreign),
+            spread,
         )
         if self._pipeline is not None and not self._pipeline.is_last_stage and row > 0:
             self._pipeline.send_hidden(hidden)
         for part in parts:
             part.sequence.computed = max(part.sequence.computed, part.stop)
-        return [
-            replace(part, hidden=hidden[span.row_start + span.row_count - 1])
-            for part, span in zip(parts, spans, strict=True)
-        ]
+        return [replace(part, hidden=hidden[end - 1]) for part, end in zip(parts, ends[1:], strict=True)]
 
     def _spread(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry]) -> SpreadPlan | None:
         """What other lanes have to do with this batch, if anything."""
-        if not foreign and all(part.entry.strategy == "local" for part in parts):
+        if not foreign and all(part.entry.strategy == LOCAL for part in parts):
             return None
-        own = [
-            SpreadEntry(self._lane.shards(part.entry.id), part.start, part.stop, part.sequence.table)
-            for part in parts
-        ]
+        own = [self._spread_entry(part.entry, part.sequence, part.stop) for part in parts]
         return plan_spread(self._lane.lane, own, foreign, self.ledger.block_size_tokens)
 
     def _input(self, parts: Sequence[_Part], rows: int) -> Tensor:
@@ -424,7 +475,12 @@ class Executor:
                 ):
                     sequence.learn(token)
         empty = np.empty(0, dtype=np.int32)
-        ids = np.concatenate([empty, *(part.sequence.tokens(part.start, part.stop) for part in parts)])
+        runs = [
+            part.sequence.tokens(extent.start, _last(extent) + 1)[:: extent.stride]
+            for part in parts
+            for extent in part.entry.extents
+        ]
+        ids = np.concatenate([empty, *runs])
         return torch.from_numpy(ids.astype(np.int64))
 
     def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:

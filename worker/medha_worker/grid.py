@@ -11,7 +11,7 @@ differ between a rank that was replaced and those that have met before, so that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any  # of gloo's groups: torch declares none of their methods
@@ -60,6 +60,7 @@ class Grid:
         self.topology, self.rank = topology, rank
         self._hidden_size, self._dtype = hidden_size, dtype
         self.here = here = topology.coordinates(rank)
+        self.lane = here.kv
         self.is_first_stage = here.stream == 0
         self.stages = topology.stream
         self.is_last_stage = here.stream == topology.stream - 1
@@ -123,21 +124,28 @@ class Grid:
         self._receive(ids, self.drawing_rank, "drawn tokens")
         return [int(token) for token in ids.tolist()]
 
-    def exchange(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
-        """Between lanes, at this stage and tensor index: send each lane its tensor, and fill those that come back."""
+    def start(
+        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
+    ) -> Callable[[], None]:
+        """Between lanes, at this stage and tensor index: begin to send each lane its tensor, and to fill those that
+        come; what is returned waits for all of them."""
         ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
         works = [
             *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
             *(self._everyone.send([outgoing[lane]], ranks[lane], _TAG) for lane in sorted(outgoing)),
         ]
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            lanes = sorted({*outgoing, *incoming})
-            raise PartFailed(
-                f"rank {self.rank} lost one of lanes {lanes} in a shared step: {error}"
-            ) from error
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    work.wait()
+            except RuntimeError as error:
+                lanes = sorted({*outgoing, *incoming})
+                raise PartFailed(
+                    f"rank {self.rank} lost one of lanes {lanes} in a shared step: {error}"
+                ) from error
+
+        return wait
 
     def close(self) -> None:
         """Leave: connections close, which is how those who wait for this rank notice at once."""

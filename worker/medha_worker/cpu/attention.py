@@ -117,14 +117,14 @@ class _CpuStep:
         """One row against all keys, cut into `parts` runs of keys."""
         total, last = span.total_length, span.context_length
         if parts == 1:
-            self._parts.append((span.row_start, 1, last, 0, slots, 0, total, span.row_start))
+            self._parts.append((span.row_start, 1, last, 1, 0, slots, 0, total, span.row_start))
             return
         first = self._output_rows
         self._output_rows += parts
         self._split.append((span.row_start, slice(first, first + parts)))
         for part in range(parts):
             start, stop = total * part // parts, total * (part + 1) // parts
-            self._parts.append((span.row_start, 1, last, 0, slots, start, stop, first + part))
+            self._parts.append((span.row_start, 1, last, 1, 0, slots, start, stop, first + part))
 
     def _add_chunk(self, span: SequenceSpan, slots: int) -> None:
         """Many rows, a task's worth at a time, each against all keys that its last one sees."""
@@ -133,11 +133,11 @@ class _CpuStep:
             tokens = min(step, span.row_count - first)
             row = span.row_start + first
             if span.is_causal:
-                position = span.context_length + first
-                seen = position + tokens
+                position = span.context_length + first * span.stride
+                seen = position + 1 + (tokens - 1) * span.stride
             else:  # as if they stood behind all keys
                 position = seen = span.total_length
-            self._parts.append((row, tokens, position, 0, slots, 0, seen, row))
+            self._parts.append((row, tokens, position, span.stride, 0, slots, 0, seen, row))
 
 
 def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:

@@ -35,7 +35,9 @@ CALL_FIELDS = (
     "keys", "values", "head_stride", "group", "scratch", "scratch_stride", "scale",
 )  # fmt: skip
 # Fields of a task, int64 each, in order.
-TASK_FIELDS = ("row", "tokens", "first_position", "head", "slots", "key_start", "key_stop", "output_row")
+TASK_FIELDS = (
+    "row", "tokens", "first_position", "position_stride", "head", "slots", "key_start", "key_stop", "output_row",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,7 @@ class _Emitter:
         task = {name: code.one(task_pointer, at, INT64) for at, name in enumerate(TASK_FIELDS)}
         part = {name: code.at(scratch, at) for name, at in self.scratch.offsets().items()}
         group, head, first_position = call["group"], task["head"], task["first_position"]
+        position_stride = task["position_stride"]
         key_start, key_stop = task["key_start"], task["key_stop"]
         q, output, log_sum_exp = (
             code.inttoptr(call[name], POINTER) for name in ("q", "output", "log_sum_exp")
@@ -290,7 +293,8 @@ class _Emitter:
             """Store how many keys of the tile at `key` each row of the block sees; returns the first row's."""
             ends = []
             for row in range(block_rows):
-                position = code.plus(first_position, code.udiv(code.plus(block, row), group))
+                token = code.udiv(code.plus(block, row), group)
+                position = code.plus(first_position, code.times(token, position_stride))
                 end = code.sub(code.smaller(code.plus(position, 1), key_stop), key)
                 code.put_one(code.trunc(end, INT32), part["limits"], row)
                 ends.append(end)
@@ -334,7 +338,8 @@ class _Emitter:
         # All keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
         with code.counting(key_start, key_stop, TILE_KEYS) as tile:
             pack(tile.index)
-            before = code.larger(code.times(code.sub(tile.index, first_position), group), 0)
+            ahead = code.larger(code.sub(tile.index, first_position), 0)
+            before = code.times(code.udiv(ahead, position_stride), group)
             with code.counting(code.round_down(before, block_rows), padded, block_rows) as block:
                 seen = set_limits(block.index, tile.index)
                 with code.if_else(code.icmp_signed(">=", seen, code.number(TILE_KEYS))) as (whole, diagonal):

@@ -108,7 +108,7 @@ class _TorchStep:
         for span, context, own in self._parts:
             outputs, sums = _over_segments(grouped[span.rows], context, pool, scale)
             if own:
-                causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale)
+                causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale, span.stride)
                 outputs.append(causal)
                 sums.append(causal_sum)
             merged = (outputs[0], sums[0]) if len(outputs) == 1 else merge_partials(outputs, sums)
@@ -160,7 +160,7 @@ def _over_segments(
 
 
 def _over_own(
-    q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
+    q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Causal attention of a chunk, [rows, kv_heads, group, head_dim], to its own tokens."""
     rows, kv_heads, group, head_dim = q.shape
@@ -170,6 +170,6 @@ def _over_own(
     )
     # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
-    output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=True)
+    output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=stride)
     shape = kv_heads, group, rows
     return output.view(*shape, head_dim).permute(2, 0, 1, 3), log_sum_exp.view(shape).permute(2, 0, 1)

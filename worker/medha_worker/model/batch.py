@@ -18,6 +18,8 @@ class SequenceSpan:
         blocks: Block table, covering context and new tokens; an int64 array where it is long.
         is_causal: Whether the rows' own K and V are in this pool, behind the context. If not (they are on another
             lane), every row sees the whole context, which is then not empty, and nothing else.
+        stride: Where rows are causal, each sees so many keys more than the one before it: more than one where other
+            lanes compute what lies between them.
     """
 
     row_start: int
@@ -25,11 +27,14 @@ class SequenceSpan:
     context_length: int
     blocks: Sequence[int] | npt.NDArray[np.int64]
     is_causal: bool = True
+    stride: int = 1
 
     @property
     def total_length(self) -> int:
         """Tokens in this pool that the last row sees."""
-        return self.context_length + (self.row_count if self.is_causal else 0)
+        if not self.is_causal:
+            return self.context_length
+        return self.context_length + 1 + (self.row_count - 1) * self.stride
 
     @property
     def rows(self) -> slice:

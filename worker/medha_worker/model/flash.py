@@ -22,36 +22,39 @@ _STAND_IN_SCORES = 1 << 22
 
 
 def flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool = False
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
 
     Args:
-        q: [batch, heads, rows, head_dim]; `k` and `v` are [batch, heads, keys, head_dim]. Any strides, as long as
-            the last dimension is contiguous. No dimension may be 0.
+        q: [batch, heads, rows, head_dim]; `k` and `v` are [batch, kv_heads, keys, head_dim], of which each serves
+            as many heads in turn. Any strides, as long as the last dimension is contiguous. No dimension may be 0.
         scale: Factor on the scores.
-        causal: Row i sees keys 0 to i; there are as many keys as rows.
+        causal: If not 0, row i sees keys 0 to i * causal, and the last row the last key.
 
     Returns:
         Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].
     """
     assert q.shape[2] > 0, "empty queries would crash the process"
     assert k.shape[2] > 0, "empty keys would crash the process"
-    assert not causal or q.shape[2] == k.shape[2], "causal attention is aligned to the top left"
-    if HAS_OPERATOR and q.device.type == "cpu":
+    assert not causal or k.shape[2] == (q.shape[2] - 1) * causal + 1, (
+        "causal attention is aligned to the top left"
+    )
+    if HAS_OPERATOR and q.device.type == "cpu" and causal <= 1:
         assert _operator is not None
-        output, log_sum_exp = _operator.default(q, k, v, 0.0, causal, scale=scale)
+        output, log_sum_exp = _operator.default(q, k, v, 0.0, bool(causal), scale=scale)
         return output, log_sum_exp
     return _plain(q, k, v, scale=scale, causal=causal)
 
 
 def _plain(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain torch, a few rows at a time, in float32."""
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
-    k_float, v_float = k.float(), v.float()
+    group = heads // k.shape[1]  # query heads that share a KV head
+    k_float, v_float = (x.float().repeat_interleave(group, 1) for x in (k, v))
     output = torch.empty_like(q)
     log_sum_exp = torch.empty(batch, heads, rows, dtype=torch.float32, device=q.device)
     step = max(1, _STAND_IN_SCORES // (batch * heads * keys))
@@ -60,7 +63,7 @@ def _plain(
         scores = q[:, :, part].float() @ k_float.transpose(2, 3) * scale
         if causal:
             row = torch.arange(part.start, part.stop, device=q.device)
-            future = torch.arange(keys, device=q.device)[None, :] > row[:, None]
+            future = torch.arange(keys, device=q.device)[None, :] > row[:, None] * causal
             scores.masked_fill_(future, -math.inf)
         log_sum_exp[:, :, part] = scores.logsumexp(-1)
         output[:, :, part] = (scores.softmax(-1) @ v_float).to(q.dtype)
