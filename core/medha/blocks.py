@@ -55,7 +55,7 @@ class BlockLedger:
         self._table_blocks: dict[str, int] = {}
         self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
-        self._remembered_bits: bytes | None = None  # packed, as long as nothing of it changes
+        self._remembered_digest: bytes | None = None  # as long as nothing of it changes
 
     @property
     def free_blocks(self) -> int:
@@ -190,12 +190,12 @@ class BlockLedger:
                 f"{first}+{length} is remembered already"
             )
             self._remembered[first : first + length] = True
-        self._remembered_bits = None
+        self._remembered_digest = None
         return runs
 
     def evict(self, runs: Iterable[Run]) -> None:
         """Forget the content of remembered blocks; those that no sequence holds become free."""
-        self._remembered_bits = None
+        self._remembered_digest = None
         for first, length in runs:
             remembered = self._remembered[first : first + length]
             assert remembered.all(), f"blocks {first}+{length} are not cached"
@@ -216,9 +216,10 @@ class BlockLedger:
             digest.update(b"%d:%s" % (len(sequence), sequence.encode()))
             for first, length in self._tables[sequence]:
                 digest.update(b"%d+%d;" % (first, length))
-        if self._remembered_bits is None:
-            self._remembered_bits = np.packbits(self._remembered).tobytes()
-        digest.update(self._remembered_bits)
+        if self._remembered_digest is None:
+            bits = np.packbits(self._remembered).tobytes()
+            self._remembered_digest = blake2b(bits, digest_size=8).digest()
+        digest.update(self._remembered_digest)
         return int.from_bytes(digest.digest(), "big") >> 11  # 53 bits fit a JSON number
 
     def check(self) -> None:

@@ -27,11 +27,15 @@ class Decodes:
     spread: list[Request] = field(default_factory=list)  # runnable ones whose KV lies on several lanes
     starved: list[Request] = field(default_factory=list)  # have used up their KV
     _targets: dict[tuple[float, float], int] = field(default_factory=dict)
+    targets: DecodeTargets | None = None
+    """The tightest targets; None if nothing decodes."""
 
     def begin(self, request: Request) -> None:
         """A request has drawn its first token."""
         target = (request.targets.tpot_seconds, request.targets.fair_tpot_seconds)
         self._targets[target] = self._targets.get(target, 0) + 1
+        if self._targets[target] == 1:
+            self._tighten()
 
     def end(self, request: Request) -> None:
         """A decoding request has ended."""
@@ -39,6 +43,7 @@ class Decodes:
         self._targets[target] -= 1
         if self._targets[target] == 0:
             del self._targets[target]
+            self._tighten()
         for where in (self.runnable, self.starved):
             if request in where:
                 where.remove(request)
@@ -79,14 +84,11 @@ class Decodes:
             if request.runs_on(lanes):
                 batch.add_spread_decode(lane, request.lane_tokens)
 
-    @property
-    def targets(self) -> DecodeTargets | None:
-        """The tightest targets; None if nothing decodes."""
-        if not self._targets:
-            return None
-        return DecodeTargets(
-            min(target for target, _ in self._targets), min(fair for _, fair in self._targets)
-        )
+    def _tighten(self) -> None:
+        self.targets = None
+        if self._targets:
+            tpot_seconds, fair_seconds = zip(*self._targets, strict=True)
+            self.targets = DecodeTargets(min(tpot_seconds), min(fair_seconds))
 
 
 @dataclass(slots=True)

@@ -97,7 +97,7 @@ class Tally:
         self.tokens += count
         self.sequences += count
         self._attention += count * attention.sequence_seconds
-        self._attention += (contexts_sum + count) * attention.decode_seconds_per_token
+        self._attention += (contexts_sum + count) * self._predictor._decode_seconds_per_token
 
     def seconds(self) -> float:
         """`Predictor.stage_seconds` of all that is in."""
@@ -164,6 +164,7 @@ class Predictor:
         self._last_layers = self.profile.layers // stages  # the last stage also has the head
         self._launch = self.profile.launch_seconds
         self._attention_launch = self.profile.attention.launch_seconds
+        self._decode_seconds_per_token = self.profile.attention.decode_seconds_per_token
         self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
         self._per_layer: list[float] = []  # the same: reading one number of a list is faster
         self._hops: list[float] = []  # from one stage to the next, by tokens
