@@ -39,8 +39,7 @@ SOCKET_PATH_BYTES = (
 # OpenMP's threads spin while they wait for each other. Router and controller take turns on the same cores, and a
 # thread that spins beside one that was put aside makes a step take ten times as long; threads that sleep at once
 # (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
-# The data plane of ranks on one machine stays on its loopback.
-RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000", "GLOO_SOCKET_IFNAME": "lo"})
+RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 

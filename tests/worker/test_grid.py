@@ -12,7 +12,7 @@ import torch
 
 from medha.errors import PartFailed
 from medha.topology import Topology
-from medha_worker.grid import Grid
+from medha_worker.grid import WAIT_SECONDS, Grid
 
 
 def free_endpoint() -> str:
@@ -23,8 +23,8 @@ def free_endpoint() -> str:
 
 def meet(topology: Topology, rank: int, endpoint: str, epoch: int, seconds: float = 20.0) -> Grid:
     return Grid(
-        topology, rank, endpoint, epoch=epoch, hidden_size=3, dtype=torch.float32, meet_seconds=seconds,
-        warm_up_seconds=20.0,
+        topology, rank, endpoint, address="127.0.0.1", epoch=epoch, hidden_size=3, dtype=torch.float32, meet_seconds=seconds,
+        warm_up_seconds=20.0, wait_seconds=min(seconds, WAIT_SECONDS),
     )  # fmt: skip
 
 

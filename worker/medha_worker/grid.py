@@ -10,6 +10,7 @@ differ between a rank that was replaced and those that have met before, so that 
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -43,14 +44,17 @@ class Grid:
         rank: int,
         endpoint: str,
         *,
+        address: str,
         epoch: int,
         hidden_size: int,
         dtype: torch.dtype,
         meet_seconds: float,
         warm_up_seconds: float,
+        wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Meet the other ranks at `endpoint` (`tcp://host:port` of rank 0); all of them must call this.
 
+        `address` is this rank's own, and the only one on which it listens: the data plane is not encrypted.
         `hidden_size` and `dtype` are those of the hidden states that travel between stages; `warm_up_seconds` bounds
         the wait for ranks that are still warming up.
 
@@ -70,22 +74,28 @@ class Grid:
         pod = self._pod(here.kv, here.stream)
         host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
         try:
+            listening = None
+            if rank == 0:
+                listening = socket.create_server((host, int(port)), backlog=topology.ranks).detach()
             store = TCPStore(
                 host,
                 int(port),
                 is_master=rank == 0,
                 timeout=timedelta(seconds=meet_seconds),
                 wait_for_workers=False,
+                master_listen_fd=listening,
             )
+            device = ProcessGroupGloo.create_device(hostname=address)
 
-            def group(name: str, index: int, size: int, wait_seconds: float) -> Any:
-                keys = PrefixStore(f"{epoch}/{name}", store)
-                return ProcessGroupGloo(keys, index, size, timedelta(seconds=wait_seconds))
+            def group(name: str, index: int, size: int, seconds: float) -> Any:
+                options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only so can a device be named
+                options._devices, options._timeout = [device], timedelta(seconds=seconds)
+                return ProcessGroupGloo(PrefixStore(f"{epoch}/{name}", store), index, size, options)
 
-            self._everyone = group("everyone", rank, topology.ranks, WAIT_SECONDS)
+            self._everyone = group("everyone", rank, topology.ranks, wait_seconds)
             self._gathering = group("gathering", rank, topology.ranks, warm_up_seconds)
-            tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor, WAIT_SECONDS)
-        except (RuntimeError, ValueError) as error:
+            tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor, wait_seconds)
+        except (OSError, RuntimeError, ValueError) as error:
             raise PartFailed(
                 f"rank {rank} did not meet the other {topology.ranks - 1} at {endpoint} within {meet_seconds:g} s: "
                 f"{error}; their own logs say why"

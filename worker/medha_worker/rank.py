@@ -79,6 +79,8 @@ class RankSettings(BaseModel):
     """ZeroMQ endpoint of the controller's control link for ranks."""
     tokens: str
     """ZeroMQ endpoint of its token link."""
+    address: str = "127.0.0.1"
+    """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
     log_level: str = "info"
 
     @property
@@ -265,6 +267,7 @@ class Loaded:
                 topology,
                 settings.rank,
                 meet.rendezvous,
+                address=settings.address,
                 epoch=meet.epoch,
                 hidden_size=config.hidden_size,
                 dtype=self._model.dtype,
