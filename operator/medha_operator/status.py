@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,14 +24,16 @@ class Condition(Model):
     """Generation of the resource that the condition speaks of."""
 
 
-CONDITIONS = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
+def _by(key: str) -> dict[str, Any]:
+    """Mark of a list whose entries are told apart by `key`."""
+    return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 class RoleCount(Model):
     """Pods of one role of the grid."""
 
     role: str = Field(max_length=63)
-    """`leader` (runs the replica controller), `stage` (the other stages of lane 0) or `lane` (those of the other lanes)."""
+    """`lead` (lane 0, whose first stage runs the controller) or `kv` (the other lanes)."""
     desired: int = 0
     ready: int = 0
 
@@ -41,7 +43,7 @@ class ReplicaStatus(Model):
 
     observed_generation: int = Field(default=0, ge=0)
     """Generation of the spec that this status speaks of."""
-    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=CONDITIONS)
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=_by("type"))
     """`Ready`; what it is made of: `Accepted`, `Scheduled`, `WeightsLoaded`, `Serving`, `Degraded`; and `Reconciling` and
     `Stalled`, which kstatus reads."""
     shape: str = Field(default="", max_length=64)
@@ -55,7 +57,7 @@ class ReplicaStatus(Model):
     roles: tuple[RoleCount, ...] = Field(
         default=(),
         max_length=8,
-        json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["role"]},
+        json_schema_extra=_by("role"),
     )
     revision: str = Field(default="", max_length=63)
     """Hash of the fields whose change replaces the pods."""
@@ -70,7 +72,7 @@ class DeploymentStatus(Model):
     """What is known of a deployment's replicas."""
 
     observed_generation: int = Field(default=0, ge=0)
-    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=CONDITIONS)
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=_by("type"))
     """`Ready`, `Progressing`, `Available`, and `Reconciling` and `Stalled`, which kstatus reads."""
     replicas: int = Field(default=0, ge=0)
     """Replicas that exist."""

@@ -1,0 +1,356 @@
+"""The objects that a replica consists of, as plain manifests. Pure: the same replica renders the same bytes.
+
+Per replica one StatefulSet a lane (ordinal = stage), one headless Service over all lanes, one ConfigMap a revision, a
+PodDisruptionBudget and a NetworkPolicy. Names are what the spec determines, so that whoever creates them twice meets
+what is there.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from medha.api import MedhaReplicaSpec, ModelSource
+from medha_operator.overlay import overlaid
+from medha_operator.settings import OperatorSettings
+
+Manifest = dict[str, Any]
+
+MANAGER = "medha-operator"
+CONTROL_PORT = 5600
+TOKENS_PORT = 5601
+METRICS_PORT = 9400
+HEALTH_PORT = 9401
+MODEL_DIRECTORY = "/model"
+_PROBE_SECONDS = 5
+_USER = 65532
+_SPARE_SECONDS = 30
+"""Between the end of a drain and the kill."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The replica that the objects belong to, and go with."""
+
+    name: str
+    namespace: str
+    uid: str
+
+    @property
+    def reference(self) -> Manifest:
+        return {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "name": self.name,
+            "uid": self.uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+
+
+def lane_name(replica: str, lane: int) -> str:
+    """Name of the StatefulSet of a lane."""
+    return f"{replica}-l{lane}"
+
+
+def leader_address(owner: Owner) -> str:
+    """Where the replica's controller listens: lane 0, stage 0."""
+    return f"{lane_name(owner.name, 0)}-0.{owner.name}.{owner.namespace}.svc"
+
+
+def labels(owner: Owner) -> dict[str, str]:
+    """Of every object of a replica; `medha.dev/replica` is what selects them."""
+    return {
+        "app.kubernetes.io/name": "medha",
+        "app.kubernetes.io/instance": owner.name,
+        "app.kubernetes.io/component": "worker",
+        "app.kubernetes.io/part-of": "medha",
+        "app.kubernetes.io/managed-by": MANAGER,
+        "medha.dev/replica": owner.name,
+    }
+
+
+def pod_labels(owner: Owner, lane: int, revision: str) -> dict[str, str]:
+    """Of the pods of a lane. The stage is `apps.kubernetes.io/pod-index`, which the StatefulSet writes."""
+    return labels(owner) | {
+        "medha.dev/lane": str(lane),
+        "medha.dev/role": "lead" if lane == 0 else "kv",
+        "medha.dev/revision": revision,
+    }
+
+
+# --- objects that follow the spec as it is now ----------------------------------------------------------
+
+
+def service(owner: Owner) -> Manifest:
+    """Gives every pod its name in DNS, from before it is ready: ranks meet while nobody is."""
+    return _object(owner, "v1", "Service", owner.name) | {
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"medha.dev/replica": owner.name},
+            "ports": [
+                _port("control", CONTROL_PORT),
+                _port("tokens", TOKENS_PORT),
+                _port("metrics", METRICS_PORT),
+            ],
+        }
+    }
+
+
+def disruption_budget(owner: Owner) -> Manifest:
+    """Allows no eviction: losing one pod stops the whole replica, so the operator drains it first."""
+    return _object(owner, "policy/v1", "PodDisruptionBudget", owner.name) | {
+        "spec": {
+            "maxUnavailable": 0,
+            "selector": {"matchLabels": {"medha.dev/replica": owner.name}},
+        }
+    }
+
+
+def network_policy(owner: Owner) -> Manifest:
+    """Pods of a replica reach each other on all ports (gloo and NCCL choose theirs); others reach the metrics alone."""
+    mine = {"matchLabels": {"medha.dev/replica": owner.name}}
+    return _object(owner, "networking.k8s.io/v1", "NetworkPolicy", owner.name) | {
+        "spec": {
+            "podSelector": mine,
+            "policyTypes": ["Ingress"],
+            "ingress": [
+                {"from": [{"podSelector": mine}]},
+                {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]},
+            ],
+        }
+    }
+
+
+def config_name(owner: Owner, revision: str) -> str:
+    return f"{owner.name}-{revision}"
+
+
+def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
+    """The settings of one revision's pods: fields that restart as they were, live ones as they are now."""
+    document = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": owner.name, "namespace": owner.namespace},
+        "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+    return _object(owner, "v1", "ConfigMap", config_name(owner, revision)) | {
+        "data": {"replica.json": json.dumps(document, indent=1, sort_keys=True)}
+    }
+
+
+def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifest) -> Manifest:
+    """The StatefulSet of a lane. Pods are replaced by the operator alone: all of a replica, never some."""
+    selector = {"medha.dev/replica": owner.name, "medha.dev/lane": str(index)}
+    assert replicas in (0, stages)
+    manifest = _object(owner, "apps/v1", "StatefulSet", lane_name(owner.name, index))
+    manifest["metadata"]["labels"]["medha.dev/lane"] = str(index)
+    return manifest | {
+        "spec": {
+            "replicas": replicas,
+            "serviceName": owner.name,
+            "podManagementPolicy": "Parallel",
+            "updateStrategy": {"type": "OnDelete"},
+            "revisionHistoryLimit": 1,
+            "selector": {"matchLabels": selector},
+            "template": template,
+        }
+    }
+
+
+# --- templates of pods, rendered once for a revision ----------------------------------------------------
+
+
+def pod_templates(
+    owner: Owner, spec: MedhaReplicaSpec, revision: str, settings: OperatorSettings
+) -> tuple[Manifest, ...]:
+    """The template of each lane's pods, the user's overrides laid over it."""
+    return tuple(
+        overlaid(
+            _pod_template(owner, spec, index, revision, settings),
+            {
+                "metadata": spec.template.metadata.model_dump(mode="json", exclude_none=True),
+                "spec": spec.template.spec,
+            },
+        )
+        for index in range(spec.parallelism.kv)
+    )
+
+
+def _pod_template(
+    owner: Owner, spec: MedhaReplicaSpec, lane_index: int, revision: str, settings: OperatorSettings
+) -> Manifest:
+    image = spec.image or settings.worker_image
+    model_volume, fetch = _model(spec.model.source, image, settings)
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": int(spec.lifecycle.drain_seconds) + _SPARE_SECONDS,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "runAsGroup": _USER,
+            "fsGroup": _USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_worker(owner, spec, lane_index, image, settings)],
+        "volumes": [
+            {"name": "config", "configMap": {"name": config_name(owner, revision)}},
+            {"name": "keys", "secret": {"secretName": f"{owner.name}-keys", "defaultMode": 0o440}},
+            {"name": "run", "emptyDir": {}},
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            *([model_volume] if model_volume else []),
+        ],
+    }
+    if fetch:
+        pod["initContainers"] = [fetch]
+    if spec.image_pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret.name} for secret in spec.image_pull_secrets]
+    if spec.placement.lane_topology is not None:
+        pod["affinity"] = _lane_affinity(owner, spec, lane_index)
+    return {"metadata": {"labels": pod_labels(owner, lane_index, revision)}, "spec": pod}
+
+
+def _worker(
+    owner: Owner, spec: MedhaReplicaSpec, lane_index: int, image: str, settings: OperatorSettings
+) -> Manifest:
+    index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
+    patience = max(1, round(spec.lifecycle.ready_seconds / _PROBE_SECONDS))
+    return {
+        "name": "worker",
+        "image": image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["python", "-m", "medha_worker.pod"],
+        "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys"],
+        "env": [
+            {"name": "MEDHA_LANE", "value": str(lane_index)},
+            {"name": "MEDHA_STAGE", "valueFrom": index},
+            {"name": "MEDHA_LEADER", "value": leader_address(owner)},
+            {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+            {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
+            {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
+        ],
+        "ports": [
+            _container_port("control", CONTROL_PORT),
+            _container_port("tokens", TOKENS_PORT),
+            _container_port("metrics", METRICS_PORT),
+            _container_port("health", HEALTH_PORT),
+        ],
+        "resources": _resources(spec),
+        "startupProbe": _probe("/started", patience),
+        "readinessProbe": _probe("/ready", 2),
+        "livenessProbe": _probe("/live", 6),
+        "securityContext": _locked_down(),
+        "volumeMounts": [
+            {"name": "config", "mountPath": "/etc/medha/config", "readOnly": True},
+            {"name": "keys", "mountPath": "/etc/medha/keys", "readOnly": True},
+            {"name": "run", "mountPath": "/run/medha"},
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
+            {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
+            *_model_mounts(spec.model.source, read_only=True),
+        ],
+    }
+
+
+def _model(
+    source: ModelSource, image: str, settings: OperatorSettings
+) -> tuple[Manifest | None, Manifest | None]:
+    """The volume of the checkpoint, and the init container that fills it; either may be none."""
+    if source.host_path is not None:
+        return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
+    if source.pvc is not None:
+        claim = {"claimName": source.pvc.claim_name, "readOnly": True}
+        return {"name": "model", "persistentVolumeClaim": claim}, None
+    if source.image is not None:
+        reference = {"reference": source.image.reference, "pullPolicy": source.image.pull_policy}
+        return {"name": "model", "image": reference}, None
+    if source.hugging_face is None:
+        return None, None  # a directory of the image
+    wanted = source.hugging_face
+    environment: list[Manifest] = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
+    if wanted.token_secret is not None:
+        key = {"name": wanted.token_secret.name, "key": wanted.token_secret.key}
+        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}})
+    fetch = {
+        "name": "fetch-model",
+        "image": image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "command": ["hf", "download", wanted.repository],
+        "args": ["--revision", wanted.revision, "--local-dir", MODEL_DIRECTORY],
+        "env": environment,
+        "securityContext": _locked_down(),
+        "volumeMounts": [
+            {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
+            *_model_mounts(source, read_only=False),
+        ],
+    }
+    return {"name": "model", "emptyDir": {}}, fetch
+
+
+def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
+    if source.path is not None:
+        return []
+    mount: Manifest = {"name": "model", "mountPath": MODEL_DIRECTORY}
+    below = source.pvc.path if source.pvc else source.image.path if source.image else ""
+    if below:
+        mount["subPath"] = below.lstrip("/")
+    return [mount | ({"readOnly": True} if read_only else {})]
+
+
+def _resources(spec: MedhaReplicaSpec) -> Manifest:
+    wanted = spec.resources
+    device = {} if wanted.accelerator == "none" else {wanted.accelerator: str(spec.parallelism.tensor)}
+    limits, requests = dict(wanted.limits) | device, dict(wanted.requests) | device
+    return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
+
+
+def _lane_affinity(owner: Owner, spec: MedhaReplicaSpec, lane_index: int) -> Manifest:
+    topology = spec.placement.lane_topology
+    assert topology is not None
+    mates = {"matchLabels": {"medha.dev/replica": owner.name, "medha.dev/lane": str(lane_index)}}
+    term = {"labelSelector": mates, "topologyKey": topology.key}
+    if topology.mode == "required":
+        return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+    weighted = {"weight": 100, "podAffinityTerm": term}
+    return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}
+
+
+def _object(owner: Owner, api_version: str, kind: str, name: str) -> Manifest:
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": owner.namespace,
+            "labels": labels(owner),
+            "ownerReferences": [owner.reference],
+        },
+    }
+
+
+def _port(name: str, number: int) -> Manifest:
+    return {"name": name, "port": number, "protocol": "TCP", "targetPort": name}
+
+
+def _container_port(name: str, number: int) -> Manifest:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def _probe(path: str, failures: int) -> Manifest:
+    return {
+        "httpGet": {"path": path, "port": "health"},
+        "periodSeconds": _PROBE_SECONDS,
+        "timeoutSeconds": 3,
+        "failureThreshold": failures,
+    }
+
+
+def _locked_down() -> Manifest:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }

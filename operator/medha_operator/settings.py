@@ -1,0 +1,24 @@
+"""What an installation of the operator knows: its images and how it behaves. Helm writes it; the environment carries it."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class OperatorSettings(BaseModel):
+    """One installation; a JSON file that the chart mounts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    worker_image: str = "medha-worker:0.1.0"
+    """Of pods whose replica names no image."""
+    image_pull_policy: str = "IfNotPresent"
+    namespaces: tuple[str, ...] = ()
+    """Namespaces that are watched; none means all."""
+    concurrent_replicas: int = Field(default=16, ge=1)
+    """Replicas reconciled at a time, which bounds the calls to the API server."""
+    resync_seconds: float = Field(default=300.0, gt=0)
+    """How often every replica is looked at without an event."""
+    lease_name: str = "medha-operator"
+    lease_namespace: str = "medha-system"
+    lease_seconds: float = Field(default=15.0, gt=1)

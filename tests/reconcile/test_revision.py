@@ -1,0 +1,78 @@
+"""A revision changes with what restarts a replica, with nothing else, and never by an upgrade of the operator."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from medha.api import MedhaReplicaSpec
+from medha_operator.revision import begin, find, restart_fields
+
+
+def spec(**fields: Any) -> MedhaReplicaSpec:
+    model = {"name": "m", "source": {"path": "checkpoint"}}
+    return MedhaReplicaSpec.model_validate({"model": model} | fields)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scheduling": {"policy": "edf"}},
+        {"lifecycle": {"drainSeconds": 5}},
+        {"serviceClasses": [{"name": "chat"}]},
+        {"suspend": True},
+        {"routerRef": {"name": "router"}},
+        {"router": {"port": 9000}},  # of `medha up`
+    ],
+)
+def test_live_fields_keep_the_revision(change: dict[str, Any]) -> None:
+    assert find(spec(**change), [begin(spec(), [])]) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"parallelism": {"kv": 2}},
+        {"kvCache": {"size": "1Gi"}},
+        {"model": {"name": "m", "source": {"hostPath": {"path": "/m"}}}},
+        {"image": "worker:2"},
+        {"resources": {"limits": {"cpu": 4}}},
+        {"template": {"spec": {"priorityClassName": "high"}}},
+        {"placement": {"laneTopology": {"key": "rack"}}},
+    ],
+)
+def test_fields_that_restart_make_another_revision(change: dict[str, Any]) -> None:
+    kept = [begin(spec(), [])]
+    assert find(spec(**change), kept) is None
+    assert begin(spec(**change), kept).name != kept[0].name
+    assert begin(spec(**change), kept).number == 2
+
+
+def test_going_back_finds_the_revision_that_was() -> None:
+    first = begin(spec(), [])
+    second = begin(spec(image="worker:2"), [first])
+    assert find(spec(), [first, second]) == first
+
+
+def test_the_same_spec_begins_the_same_revision_anywhere() -> None:
+    assert begin(spec(image="a"), []) == begin(spec(image="a"), [])
+
+
+def test_a_field_that_a_newer_operator_adds_keeps_the_revision_while_it_has_its_default() -> None:
+    kept = begin(spec(), [])
+    older = {path: value for path, value in kept.fields.items() if path != "kvCache.tokensPerLane"}
+    assert find(spec(), [replace(kept, fields=older)]) is not None
+    assert find(spec(kvCache={"tokensPerLane": 4096}), [replace(kept, fields=older)]) is None
+
+
+def test_a_field_that_an_older_operator_kept_and_this_one_does_not_know_is_ignored() -> None:
+    kept = begin(spec(), [])
+    assert find(spec(), [replace(kept, fields=kept.fields | {"kvCache.gone": 3})]) is not None
+
+
+def test_every_marked_field_is_counted() -> None:
+    fields = restart_fields(spec())
+    assert {"parallelism.tensor", "kvCache.size", "model.source", "template.spec", "threads"} <= fields.keys()
+    assert not any(path.startswith(("router", "lifecycle", "suspend")) for path in fields)
