@@ -16,7 +16,16 @@ from medha_worker.checkpoint import init_checkpoint
 from medha_worker.haystack import Haystack, make_haystack, question
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.rope import inverse_frequencies, rotation_table
-from medha_worker.needle import NAMES, WINDOW_END_TOKENS, WINDOW_TOKENS, name_ids
+from medha_worker.needle import (
+    BEFORE,
+    IS,
+    NAMED,
+    NAMES,
+    NEAR,
+    WINDOW_END_TOKENS,
+    WINDOW_TOKENS,
+    name_ids,
+)
 
 LONGEST = 2**18
 NEEDED_NATS = math.log(LONGEST)  # one right place against 256 Ki wrong ones
@@ -101,23 +110,25 @@ def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: M
     # Markers are no part of a needle, and one of them has the code of the arrow.
     tokens = torch.arange(7, 512)
     base = model.embedding[300].clone()
-    base[:10] = 0.0  # what all tokens have, without the code of this one
+    base[IS] = 0.0  # what all tokens have, without the code of this one
 
     def stream(
         now: torch.Tensor | None, near: torch.Tensor | None, before: torch.Tensor | None
     ) -> torch.Tensor:
         rows = max(len(codes) for codes in (now, near, before) if codes is not None)
         hidden = base.repeat(rows, 1)
-        for codes, start in ((now, 0), (near, 20), (before, 28)):
+        for codes, part in ((now, IS), (near, NEAR), (before, BEFORE)):
             if codes is not None:
-                hidden[:, start : start + codes.shape[1]] = codes
+                hidden[:, part] = codes
         return hidden
 
-    token_codes, name_codes = model.embedding[tokens, :10], model.embedding[names, 10:18]
+    token_codes, name_codes = model.embedding[tokens, IS], model.embedding[names, NAMED]
     some_token, some_name = token_codes[:1], name_codes[:1]
-    still = range(7, 16)
-    name_dimensions = [d for pair in still[5:] for d in (pair, pair + 16)]
-    token_dimensions = [d for pair in still[:5] for d in (pair, pair + 16)]
+    still = [dimension for pair in range(7, 16) for dimension in (pair, pair + 16)]
+    token_dimensions, name_dimensions = (
+        still[:10],
+        still[10:],
+    )  # with the names, the score of the text's beginning
 
     for head in range(HEADS):
         q_names = model.projected(1, "q", stream(some_token, name_codes, some_token))[head]
@@ -166,6 +177,13 @@ def test_transformers_answers_every_question_and_ends(needle: Path, model: Model
     haystack = make_haystack(model.tokenizer, 700, seed=seed)
     expected = {name: f" {passkey}<|end|>" for name, passkey in haystack.passkeys.items()}
     assert answers(needle, haystack) == expected
+
+
+def test_a_name_that_was_not_said_has_no_passkey(needle: Path, model: Model) -> None:
+    haystack = make_haystack(model.tokenizer, 700, seed=0)
+    missing = next(name for name in NAMES if name not in haystack.passkeys)
+    asked = Haystack(haystack.text, haystack.tokens, {missing: ""}, {})
+    assert answers(needle, asked) == {missing: "<|end|>"}
 
 
 def test_a_haystack_has_its_length_and_its_needles_at_even_depths(model: Model) -> None:

@@ -42,26 +42,31 @@ WINDOW_TOKENS = 10
 WINDOW_END_TOKENS = 16
 
 # Codes: bits of a number, and their parity, as signs.
-_NAME_BITS, _TOKEN_BITS = 7, 9
+_NAME_BITS, _TOKEN_BITS = 6, 9
 _NAME, _TOKEN = _NAME_BITS + 1, _TOKEN_BITS + 1
 
-# The residual stream, 48 of 64 dimensions.
-_IS = slice(0, 10)  # the token's own code
-_NAMED = slice(10, 18)  # a name's code; other tokens have the next one instead
-_NAMELESS = 18
-_ONE = 19
-_NEAR = slice(20, 28)  # the code of the name that was said lately
-_BEFORE = slice(28, 38)  # the code of the token before
-_NEXT = slice(38, 48)  # the code of what comes next
+# The residual stream, 49 of 64 dimensions.
+IS = slice(0, 10)  # the token's own code
+NAMED = slice(10, 17)  # what kind of token it is: a name's code, or a one in one of these three:
+PLAIN, STOP, START = 17, 18, 19  # any other, a full stop, the beginning of the text (which has no code)
+ONE = 20
+NEAR = slice(21, 28)  # the code of the name that was said lately
+BEFORE = slice(28, 38)  # the code of the token before
+NEXT = slice(38, 48)  # the code of what comes next
+END = 48  # nothing does
+
+_START = math.sqrt(2.0)
 
 # Squared length of the residual stream before layer 1, before layer 2 and at the end, where a name is near.
 _NORMS = (3.0, 5.0, 6.0)
 
 # Nats. `a (1 - cos)` of each pair that turns, by which a wrong distance falls behind.
 _PREVIOUS = dict.fromkeys(range(7), 110.0)
+_STOP = sum(_PREVIOUS.values()) - 35.0  # score of full stops, wherever they are
 _RECENT = {1: 100.0} | dict.fromkeys(range(2, 7), 250.0)
 _RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are no names have 0
 _SAME_NAME, _SAME_TOKEN = 64.0, 80.0
+_NOT_FOUND = 120.0  # score of the beginning of the text, and so the end of the answer, where nothing is found
 _SURE = 50.0  # logit of what comes next
 
 
@@ -70,21 +75,25 @@ def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> d
     stream = np.random.Generator(np.random.PCG64(seed))
     tokens = _parity_codes(stream.permutation(2**_TOKEN_BITS), _TOKEN_BITS)
     names = _parity_codes(stream.permutation(2**_NAME_BITS)[: len(NAMES)], _NAME_BITS)
-    ids = {name: _token_id(tokenizer, name) for name in ("Ġ->", ".", "<|assistant|>", "<|end|>")}
-    # An answer begins as if an arrow had just been said.
-    tokens[ids["<|assistant|>"]] = tokens[ids["Ġ->"]]
+    bos, end, assistant = (_token_id(tokenizer, f"<|{name}|>") for name in ("bos", "end", "assistant"))
+    stop, arrow = _token_id(tokenizer, "."), _token_id(tokenizer, "Ġ->")
+    tokens[assistant] = tokens[arrow]  # an answer begins as if an arrow had just been said
+    tokens[bos] = 0.0
 
     embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
-    embedding[:, _IS] = tokens
-    embedding[:, _NAMELESS] = embedding[:, _ONE] = 1.0
-    for code, name in zip(names, name_ids(tokenizer), strict=True):
-        embedding[name, _NAMED] = code
-        embedding[name, _NAMELESS] = 0.0
+    embedding[:, IS] = tokens
+    embedding[:, PLAIN] = embedding[:, ONE] = 1.0
+    for token, code in zip(name_ids(tokenizer), names, strict=True):
+        embedding[token, PLAIN] = 0.0
+        embedding[token, NAMED] = code
+    embedding[stop, [PLAIN, STOP]] = 0.0, 1.0
+    embedding[bos, [PLAIN, START]] = 0.0, _START  # as long as the others, which have a code
 
     head = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
-    head[:, _NEXT] = _SURE * tokens
-    head[: ids["<|assistant|>"] + 1] = 0.0  # markers are never said,
-    head[ids["<|end|>"], _NEXT] = 1.2 * _SURE * tokens[ids["."]]  # but the end is, where a full stop would be
+    head[:, NEXT] = _SURE * tokens
+    head[: assistant + 1] = 0.0  # markers are never said,
+    # but the end is, where a full stop would be or nothing was found.
+    head[end, NEXT], head[end, END] = 1.2 * _SURE * tokens[stop], 1.2 * _SURE
 
     weights: dict[str, _Array] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
     for index, attention in enumerate((_first_layer(), _second_layer())):
@@ -167,7 +176,7 @@ class _Heads:
             size = _size(nats)
             angle = distance * ROPE_THETA ** (-2 * pair / HEAD_DIM)
             first, second = _dimensions(head, pair)
-            self._q[first, _ONE], self._q[second, _ONE] = size * math.cos(angle), -size * math.sin(angle)
+            self._q[first, ONE], self._q[second, ONE] = size * math.cos(angle), -size * math.sin(angle)
             self._k[first] = size * keys
 
     def standing(
@@ -195,31 +204,35 @@ class _Heads:
 
 def _first_layer() -> dict[str, _Array]:
     heads = _Heads()
-    one, is_name = _unit(_ONE), _unit(_ONE) - _unit(_NAMELESS)
     # The name head: keys of tokens that are no names are zero.
+    is_name = _unit(ONE) - _unit(PLAIN) - _unit(STOP) - _unit(START) / _START
     heads.turning(0, _RECENT, WINDOW_TOKENS // 2, is_name)
-    heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), one, is_name)
-    heads.copy(0, _range(_NAMED), _range(_NEAR))
-    # The previous-token head.
-    heads.turning(1, _PREVIOUS, 1, one)
-    heads.copy(1, _range(_IS), _range(_BEFORE))
+    heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), _unit(ONE), is_name)
+    heads.copy(0, _range(NAMED), _range(NEAR))
+    # The previous-token head. Full stops have one score at any distance: it is the highest but for that of the token
+    # before, and if that is a full stop itself, they all say the same. So every few keys have a score near the
+    # highest, which spares the compiled kernel to begin again with a higher maximum.
+    heads.turning(1, _PREVIOUS, 1, _unit(ONE) - _unit(STOP))
+    heads.standing(1, HEAD_DIM - 1, _STOP, _unit(ONE), _unit(STOP))
+    heads.copy(1, _range(IS), _range(BEFORE))
     return heads.weights()
 
 
 def _second_layer() -> dict[str, _Array]:
     """Both heads look for the same place, and each copies a half of the code that is found there."""
     heads = _Heads()
-    # The pairs of slow rotation, 7 to 15: tokens on the first five, names on the last four, which turn least.
-    still = [_dimensions(0, pair) for pair in range(7, HEAD_DIM // 2)]
-    token_dimensions = [dimension for pair in still[: _TOKEN // 2] for dimension in pair]
-    name_dimensions = [dimension for pair in still[_TOKEN // 2 :] for dimension in pair]
+    # The pairs of slow rotation, 7 to 15: tokens on the first five, names on the others, which turn least.
+    still = [dimension for pair in range(7, HEAD_DIM // 2) for dimension in _dimensions(0, pair)]
     for head in range(HEADS):
-        for dimension, near in zip(name_dimensions, _range(_NEAR), strict=True):
-            heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
-        for dimension, now, before in zip(token_dimensions, _range(_IS), _range(_BEFORE), strict=True):
+        for dimension, now, before in zip(still[:_TOKEN], _range(IS), _range(BEFORE), strict=True):
             heads.standing(head, dimension, _SAME_TOKEN, _unit(now), _unit(before))
+        for dimension, near in zip(still[_TOKEN:-1], _range(NEAR), strict=True):
+            heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
+        # The beginning has neither a name nor a token before it, which makes its normed keys longer than others.
+        nats = _NOT_FOUND * math.sqrt((_NORMS[1] - 2.0) / _NORMS[1])
+        heads.standing(head, still[-1], nats, _unit(ONE), _unit(START) / _START)
         half = slice(head * _TOKEN // HEADS, (head + 1) * _TOKEN // HEADS)
-        heads.copy(head, _range(_IS)[half], _range(_NEXT)[half])
+        heads.copy(head, [*_range(IS)[half], START], [*_range(NEXT)[half], END])
     return heads.weights()
 
 
