@@ -61,7 +61,9 @@ GEMMS = ("qkv", "output", "gate_up", "down")
 TOKEN_RANGES = ((1, 64), (65, 512), (513, 2048), (2049, 4096), (4097, 16384), (16385, 10**9))
 EVERYTHING = (0, 10**9)
 BYTE_RANGES = ((1, 2**18), (2**18 + 1, 2**21), (2**21 + 1, 2**24), (2**24 + 1, 10**12))
-TILES = (1, 64, 128)
+WAVES = 0
+TILES = (1, 64, 128, WAVES)
+"""Rows that matrix products are padded to; `WAVES`: whole waves of the tiles of `medha.hardware.MATRIX_TILES`."""
 PRIOR_WEIGHT = 0.005
 """Of the usual fractions: too small to move what many rows say."""
 
@@ -161,8 +163,11 @@ class Fraction:
 
 
 def _terms(ideal: Operation, rows: Floats, tile: int) -> tuple[Floats, Floats]:
-    padded = np.ceil(rows / tile) * tile
-    return padded * ideal.compute_seconds_per_row, ideal.fixed_seconds + rows * ideal.memory_seconds_per_row
+    if tile == WAVES:
+        compute = ideal.compute_seconds(rows)
+    else:
+        compute = np.ceil(rows / tile) * tile * ideal.compute_seconds_per_row
+    return compute, ideal.fixed_seconds + rows * ideal.memory_seconds_per_row
 
 
 def _fit(shapes: list[Shape], tile: int, kept: npt.NDArray[np.bool_] | None = None) -> Fraction:
@@ -215,14 +220,18 @@ Measured = dict[tuple[str, str], dict[int, dict[str, Shape]]]
 
 
 def _best_tile(measured: Measured, hardware: str) -> int:
+    """The padding with which the sum of a layer's matrix products, which is what a step takes, is met best."""
+
     def error(tile: int) -> float:
         errors = []
         for (name, _), tensors in measured.items():
             for operations in tensors.values() if name == hardware else ():
+                predicted, actual = {}, {}
                 for operation in GEMMS:
                     shape = operations[operation]
-                    predicted = _fit([shape], tile).seconds(shape.ideal, shape.rows, tile)
-                    errors.append(np.mean(np.abs(predicted / shape.seconds - 1)))
+                    predicted[operation] = _fit([shape], tile).seconds(shape.ideal, shape.rows, tile)
+                    actual[operation] = shape.seconds
+                errors.append(_sum_error(predicted, actual, GEMMS))
         return float(np.mean(errors))
 
     return min(TILES, key=error)
@@ -252,6 +261,8 @@ def _layer_errors(measured: Measured, tiles: dict[str, int]) -> Iterator[dict[st
                     "rows": int(held.sum()),
                     "gemm_percent": _sum_error(predicted, actual, GEMMS),
                     "layer_percent": _sum_error(predicted, actual, tuple(COLUMNS)),
+                    "repeats_percent": _repeats(operations, held),
+                    "monotone_percent": _monotone_floor(operations, held),
                     "each_percent": {name: _sum_error(predicted, actual, (name,)) for name in COLUMNS},
                 }
 
@@ -285,6 +296,42 @@ def _sum_error(predicted: dict[str, Floats], actual: dict[str, Floats], names: t
     ours = np.sum([predicted[name] for name in names], axis=0)
     theirs = np.sum([actual[name] for name in names], axis=0)
     return round(100 * float(np.mean(np.abs(ours / theirs - 1))), 2)
+
+
+def _gemms(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Tokens, ascending, and what the four matrix products took together."""
+    seconds = np.sum([operations[name].seconds[chosen] for name in GEMMS], axis=0)
+    order = np.argsort(operations["qkv"].rows[chosen], kind="stable")
+    return operations["qkv"].rows[chosen][order], seconds[order]
+
+
+def _repeats(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> float | None:
+    """Mean difference of rows that were measured twice, percent of the smaller."""
+    rows, seconds = _gemms(operations, chosen)
+    twice = np.flatnonzero(rows[1:] == rows[:-1])
+    if not len(twice):
+        return None
+    pairs = np.stack([seconds[twice], seconds[twice + 1]])
+    return round(100 * float(np.mean(pairs.max(axis=0) / pairs.min(axis=0) - 1)), 2)
+
+
+def _monotone_floor(operations: dict[str, Shape], chosen: npt.NDArray[np.bool_]) -> float:
+    """What the best curve that never falls with more tokens still errs on these rows, having seen them (percent)."""
+    _, seconds = _gemms(operations, chosen)
+    return round(100 * float(np.mean(np.abs(_never_falling(seconds) / seconds - 1))), 2)
+
+
+def _never_falling(values: Floats) -> Floats:
+    """The isotonic regression of the logarithms of `values` (pooling adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # mean, members
+    for value in np.log(values):
+        mean, count = float(value), 1
+        while pools and pools[-1][0] > mean:
+            before, members = pools.pop()
+            mean = (before * members + mean * count) / (members + count)
+            count += members
+        pools.append((mean, count))
+    return np.exp(np.repeat([mean for mean, _ in pools], [count for _, count in pools]))
 
 
 # --- links ------------------------------------------------------------------------------------------------
@@ -369,12 +416,14 @@ def _link_errors(groups: list[LinkGroup]) -> Iterator[dict[str, Any]]:
             error = np.abs(link.seconds(group.sizes[held]) / group.seconds[held] - 1)
             held_out[f"{low - 1}-{min(high, int(group.sizes.max()))}"] = round(100 * float(error.mean()), 2)
         seen = np.abs(whole.seconds(group.sizes) / group.seconds - 1)
+        ordered = group.seconds[np.argsort(group.sizes, kind="stable")]
         yield {
             "hardware": group.hardware,
             "kind": group.kind,
             "workers": group.workers,
             "per_node": group.per_node,
             "seen_percent": round(100 * float(seen.mean()), 2),
+            "monotone_percent": round(100 * float(np.mean(np.abs(_never_falling(ordered) / ordered - 1))), 2),
             "held_out_percent": held_out,
         }
 
@@ -395,6 +444,20 @@ def _print(report: dict[str, Any]) -> None:
     for (hardware, model, tensor), cells in groups.items():
         values = " | ".join(cells.get(low, "no data") for low, _ in (EVERYTHING, *TOKEN_RANGES))
         print(f"| {hardware} | {model} | {tensor} | {values} |")
+    print(
+        "\nWhat no curve that grows with the tokens can foretell (%): rows measured twice differ by / its best fit errs by"
+    )
+    print("| hardware | model | TP | " + " | ".join(ranges) + " |\n|" + " --- |" * (3 + len(ranges)))
+    floors: dict[tuple[str, str, int], dict[int, str]] = {}
+    for row in report["layers"]:
+        cells = floors.setdefault((row["hardware"], row["model"], row["tensor"]), {})
+        twice = row["repeats_percent"]
+        cells[row["tokens"][0]] = (
+            f"{'-' if twice is None else f'{twice:.1f}'} / {row['monotone_percent']:.1f}"
+        )
+    for (hardware, model, tensor), cells in floors.items():
+        values = " | ".join(cells.get(low, "no data") for low, _ in (EVERYTHING, *TOKEN_RANGES))
+        print(f"| {hardware} | {model} | {tensor} | {values} |")
     if report["other_model"]:
         print("\nA model that the fit has not seen at all, same hardware: GEMMs / whole layer (%)")
         for row in report["other_model"]:
@@ -404,11 +467,18 @@ def _print(report: dict[str, Any]) -> None:
             )
     print("\nLinks: MAPE (%) with all sizes seen, and with a range of sizes held out")
     names = ["<= 256 KiB", "256 KiB-2 MiB", "2-16 MiB", "16-64 MiB"]
-    print("| hardware | collective | devices (a node) | seen | " + " | ".join(names) + " |\n|" + " --- |" * 8)
+    print(
+        "| hardware | collective | devices (a node) | floor | seen | "
+        + " | ".join(names)
+        + " |\n|"
+        + " --- |" * 9
+    )
     for row in report["links"]:
         values = " | ".join(f"{value:.1f}" for value in row["held_out_percent"].values())
         place = f"{row['workers']} ({row['per_node']})"
-        print(f"| {row['hardware']} | {row['kind']} | {place} | {row['seen_percent']:.1f} | {values} |")
+        print(
+            f"| {row['hardware']} | {row['kind']} | {place} | {row['monotone_percent']:.1f} | {row['seen_percent']:.1f} | {values} |"
+        )
     beyond = [row for row in report["layers"] if row["tokens"][0] == TOKEN_RANGES[-1][0]]
     if beyond:
         worst = max(row["gemm_percent"] for row in beyond)
@@ -431,9 +501,12 @@ def _write(
         "}",
         "",
         "TILE_ROWS: dict[str, int] = {",
-        *(f'    "{name}": {tile},' for name, tile in tiles.items()),
+        *(f'    "{name}": {tile},' for name, tile in tiles.items() if tile != WAVES),
         "}",
         '"""Rows that matrix products are padded to, by hardware."""',
+        "",
+        f"WHOLE_WAVES: tuple[str, ...] = ({''.join(f'{name!r},' for name, tile in tiles.items() if tile == WAVES)})",
+        '"""Hardware whose matrix products take whole waves of tiles instead."""',
         "",
         "MEASURED: dict[tuple[str, str, int, str], tuple[float, float, float]] = {",
     ]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from medha.errors import ConfigInvalid
-from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS
-from medha.profile import Attention, Link, Operation, Profile
+from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
+from medha.profile import Attention, Kernel, Link, Operation, Profile
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3
@@ -21,10 +21,14 @@ ATTENTION_BANDWIDTH = 0.85
 
 WEIGHTS_BANDWIDTH = 0.92
 """Of memory bandwidth, at most, in reading weights. A micro-benchmark that repeats one layer finds its small shards in
-the cache and seems to pass the data sheet (up to 1.8 times, H100 at TP8); a step, which reads all layers, does not."""
+the cache and seems to pass the data sheet (up to 2.1 times, H100 at TP8); a step, which reads all layers, does not."""
 
 ATTENTION_TILES = (16, 64, 128)
 """Rows of FlashInfer's query tiles; query heads that share a KV head are folded into rows."""
+
+MATRIX_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 64, 0.6))
+"""(rows, columns, rate over the first's) of the output tiles of matrix kernels, where `WHOLE_WAVES` says that they count:
+two large tiles, and a small one for few rows. The rates are the usual ones of such tiles, not fitted."""
 
 ATTENTION_LAUNCH_SECONDS = 10e-6
 """Of each layer's attention: the measured floor of its kernel, and of the merge of its splits."""
@@ -44,6 +48,7 @@ class Hardware:
     node_link_bytes_per_second: float  # between devices of a node
     fabric_link_bytes_per_second: float  # between nodes, for each device
     devices_per_node: int
+    units: int  # streaming multiprocessors
     attention_efficiency: float  # of peak FLOP/s, in prefill; see ATTENTION_BAND
     fitted_as: str  # whose fitted fractions hold: measurements of this device, or of the nearest kin
     source: str
@@ -57,6 +62,7 @@ A100 = Hardware(
     node_link_bytes_per_second=300e9,
     fabric_link_bytes_per_second=25e9,
     devices_per_node=8,
+    units=108,
     attention_efficiency=0.60,
     fitted_as="A100-80G",
     source="NVIDIA A100 80GB SXM data sheet (2021); DGX A100: NVLink 3, eight 200 Gb/s HDR adapters",
@@ -69,6 +75,7 @@ H100 = Hardware(
     node_link_bytes_per_second=450e9,
     fabric_link_bytes_per_second=50e9,
     devices_per_node=8,
+    units=132,
     attention_efficiency=0.52,
     fitted_as="H100",
     source="NVIDIA H100 SXM data sheet (2023); DGX H100: NVLink 4, eight 400 Gb/s NDR adapters",
@@ -81,6 +88,7 @@ H200 = Hardware(
     node_link_bytes_per_second=450e9,
     fabric_link_bytes_per_second=50e9,
     devices_per_node=8,
+    units=132,
     attention_efficiency=0.52,
     fitted_as="H100",
     source="NVIDIA H200 SXM data sheet (2024); DGX H200: NVLink 4, eight 400 Gb/s NDR adapters",
@@ -207,11 +215,11 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
         tensor=tensor,
         launch_seconds=STEP_LAUNCH_SECONDS,
         linear=tuple(
-            _reached(operation, _fraction(model, hardware, tensor, operation.name))
+            _reached(operation, _fraction(model, hardware, tensor, operation.name), hardware)
             for operation in layer_operations(model, hardware, tensor)
         ),
         attention=attention,
-        head=_reached(head, head_fraction),
+        head=_reached(head, head_fraction, hardware),
         all_reduce=_all_reduce(hardware, tensor).of_rows(model.hidden * width, times=2),
         hop=_send(hardware).of_rows(model.hidden * width / tensor),
         exchange=_send(hardware).of_rows((q_width * width + partial_bytes) / 2, times=2),
@@ -230,7 +238,15 @@ def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outpu
         compute_seconds_per_row=2.0 * inputs * outputs / hardware.peak_flops,
         fixed_seconds=inputs * outputs * model.dtype_bytes * second_per_byte,
         memory_seconds_per_row=(inputs + outputs) * model.dtype_bytes * second_per_byte,
-        tile_rows=TILE_ROWS.get(hardware.fitted_as, 1),
+        kernels=tuple(
+            Kernel(
+                tile_rows=rows,
+                tiles_across=-(-outputs // columns),
+                units=hardware.units,
+                wave_seconds=2.0 * inputs * rows * columns * hardware.units / (rate * hardware.peak_flops),
+            )
+            for rows, columns, rate in MATRIX_TILES
+        ),
     )
 
 
@@ -248,15 +264,13 @@ def _fraction(
     return measured or POOLED[hardware.fitted_as, operation]
 
 
-def _reached(ideal: Operation, fraction: tuple[float, float, float]) -> Operation:
+def _reached(ideal: Operation, fraction: tuple[float, float, float], hardware: Hardware) -> Operation:
     efficiency, bandwidth, launch_seconds = fraction
-    return replace(
-        ideal,
-        launch_seconds=launch_seconds,
-        compute_seconds_per_row=ideal.compute_seconds_per_row / efficiency,
-        fixed_seconds=ideal.fixed_seconds / min(bandwidth, WEIGHTS_BANDWIDTH),
-        memory_seconds_per_row=ideal.memory_seconds_per_row / bandwidth,
-    )
+    reached = ideal.slowed(1.0, 1 / efficiency, 1 / min(bandwidth, WEIGHTS_BANDWIDTH), 1 / bandwidth)
+    reached = replace(reached, launch_seconds=launch_seconds)
+    if hardware.fitted_as in WHOLE_WAVES:
+        return reached
+    return replace(reached, kernels=(), tile_rows=TILE_ROWS[hardware.fitted_as] if ideal.kernels else 1)
 
 
 def _all_reduce(hardware: Hardware, devices: int) -> Link:

@@ -4,7 +4,7 @@ A `Profile` is data. It comes from a rank's warm-up (`Profile.of_warm_up`), from
 machine, or from `medha.hardware.profile_for`, which knows a data sheet and what fraction of it is reached.
 
 Every cost is a roofline: `launch + max(rows * compute, fixed + rows * memory)`, in seconds, of rows that are rounded
-up to whole tiles. Where measured points exist, they hold inside their range, and the roofline continues them.
+up to whole tiles, or to whole waves of them. Where measured points exist, they hold inside their range, and the roofline continues them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,23 @@ _STRICT = ConfigDict(extra="forbid")  # a typing error in a profile file must no
 
 
 @dataclass(frozen=True, slots=True)
+class Kernel:
+    """A matrix kernel that computes whole tiles, `units` of them at a time: a wave that is not full takes as long as one
+    that is."""
+
+    __pydantic_config__ = _STRICT
+
+    tile_rows: _AtLeastOne
+    tiles_across: _AtLeastOne  # in each row of tiles
+    units: _AtLeastOne  # of the device, one tile each
+    wave_seconds: _NonNegative
+
+    def seconds(self, rows: Counts | Seconds) -> Seconds:
+        tiles = np.ceil(rows / self.tile_rows) * self.tiles_across
+        return np.ceil(tiles / self.units) * self.wave_seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Operation:
     """Seconds of one operation of one layer, over `rows` of a step: the roofline, and a launch."""
 
@@ -42,14 +59,31 @@ class Operation:
     memory_seconds_per_row: _NonNegative = 0.0  # activations read and written
     tile_rows: _AtLeastOne = 1  # rows are computed in whole tiles
     times: _AtLeastOne = 1  # in a layer
+    kernels: tuple[Kernel, ...] = ()  # the fastest of them computes the rows, instead of so much per row
 
     def seconds(self, rows: Counts | Seconds) -> Seconds:
         """Seconds over each of `rows`; no rows cost nothing."""
-        padded = np.ceil(rows / self.tile_rows) * self.tile_rows
-        busy = np.maximum(
-            padded * self.compute_seconds_per_row, self.fixed_seconds + rows * self.memory_seconds_per_row
-        )
+        busy = np.maximum(self.compute_seconds(rows), self.fixed_seconds + rows * self.memory_seconds_per_row)
         return np.where(rows > 0, self.times * (self.launch_seconds + busy), 0.0)
+
+    def compute_seconds(self, rows: Counts | Seconds) -> Seconds:
+        """Of one time in a layer, were memory and launch free."""
+        if self.kernels:
+            return np.min([kernel.seconds(rows) for kernel in self.kernels], axis=0)  # type: ignore[no-any-return]
+        return np.ceil(rows / self.tile_rows) * self.tile_rows * self.compute_seconds_per_row
+
+    def slowed(self, launch: float, compute: float, fixed: float, memory: float) -> Operation:
+        """The same operation with each of its times so many times as long."""
+        return replace(
+            self,
+            launch_seconds=self.launch_seconds * launch,
+            compute_seconds_per_row=self.compute_seconds_per_row * compute,
+            fixed_seconds=self.fixed_seconds * fixed,
+            memory_seconds_per_row=self.memory_seconds_per_row * memory,
+            kernels=tuple(
+                replace(kernel, wave_seconds=kernel.wave_seconds * compute) for kernel in self.kernels
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +286,7 @@ class Profile:
             self,
             name=f"{self.name}, times x {factor:g}, attention x {attention:g}",
             launch_seconds=self.launch_seconds * factor,
-            linear=tuple(_slower(operation, factor) for operation in self.linear),
+            linear=tuple(operation.slowed(factor, factor, factor, factor) for operation in self.linear),
             linear_points=tuple((tokens, seconds * factor) for tokens, seconds in self.linear_points),
             attention=replace(
                 own,
@@ -262,21 +296,11 @@ class Profile:
                 kv_seconds_per_token=own.kv_seconds_per_token * both,
                 points=tuple((count, seconds * both) for count, seconds in own.points),
             ),
-            head=_slower(self.head, factor),
+            head=self.head.slowed(factor, factor, factor, factor),
             all_reduce=self.all_reduce.of_rows(1.0, factor),
             hop=self.hop.of_rows(1.0, factor),
             exchange=self.exchange.of_rows(1.0, factor),
         )
-
-
-def _slower(operation: Operation, factor: float) -> Operation:
-    return replace(
-        operation,
-        launch_seconds=operation.launch_seconds * factor,
-        compute_seconds_per_row=operation.compute_seconds_per_row * factor,
-        fixed_seconds=operation.fixed_seconds * factor,
-        memory_seconds_per_row=operation.memory_seconds_per_row * factor,
-    )
 
 
 _ADAPTER = TypeAdapter(Profile)

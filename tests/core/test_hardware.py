@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from medha.errors import ConfigInvalid
-from medha.fitted import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS
+from medha.fitted import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
     A100,
     H100,
@@ -99,7 +99,7 @@ def test_long_decodes_run_at_the_stated_share_of_bandwidth() -> None:
 def test_what_a_profile_needs_was_fitted(hardware: Hardware) -> None:
     operations = {operation.name for operation in layer_operations(LLAMA3_8B, hardware, 1)}
     assert {name for kin, name in POOLED if kin == hardware.fitted_as} == operations
-    assert TILE_ROWS[hardware.fitted_as] >= 1
+    assert (hardware.fitted_as in TILE_ROWS) != (hardware.fitted_as in WHOLE_WAVES)
     assert (hardware.fitted_as, "send_recv", 2, 1) in LINKS
     for devices in (2, 4, 8):
         assert (hardware.fitted_as, "all_reduce", devices, devices) in LINKS
@@ -108,7 +108,7 @@ def test_what_a_profile_needs_was_fitted(hardware: Hardware) -> None:
 def test_fitted_fractions_are_sane() -> None:
     for efficiency, bandwidth, launch_seconds in (*MEASURED.values(), *POOLED.values()):
         assert 0.5 < efficiency <= 1
-        assert 0.25 < bandwidth < 2  # beyond 1: the benchmark's weights lay in the cache
+        assert 0.25 < bandwidth < 2.5  # beyond 1: the benchmark's weights lay in the cache
         assert 0 < launch_seconds < 2e-5
     assert all(len(digest) == 64 for digest in SHA256.values())
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, LLAMA3_8B, profile_for
+from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.messages import StepProfile
 from medha.predictor import Predictor, Work
-from medha.profile import Attention, Link, Operation, Profile
+from medha.profile import Attention, Kernel, Link, Operation, Profile
 from medha.topology import Topology
 
 TOPOLOGY = Topology(tensor=4, stream=2)
@@ -35,6 +35,22 @@ def test_an_operation_is_bound_by_compute_or_by_memory() -> None:
         "gemm", launch_seconds=1, compute_seconds_per_row=2, fixed_seconds=100, memory_seconds_per_row=0.5
     )
     assert operation.seconds(np.array([0, 10, 66, 67, 1000])).tolist() == [0, 106, 134, 135, 2001]
+
+
+def test_matrix_products_take_whole_waves_of_the_best_kernels_tiles() -> None:
+    large = Kernel(tile_rows=128, tiles_across=28, units=132, wave_seconds=4.0)
+    small = Kernel(tile_rows=64, tiles_across=28, units=132, wave_seconds=3.0)
+    operation = Operation("gemm", launch_seconds=1.0, kernels=(large, small), times=2)
+    # 256 rows are one wave of 112 small tiles, 512 one of 112 large ones; 513 fit neither: two waves of the small
+    assert operation.seconds(np.array([0, 1, 256, 512, 513, 1024])).tolist() == [0, 8, 8, 10, 14, 18]
+    assert Operation("gemm", kernels=(large,), fixed_seconds=5.0).seconds(np.array([1])).tolist() == [5.0]
+
+
+def test_a_slower_machine_is_slower_in_whole_waves_too() -> None:
+    profile = profile_for(LLAMA3_70B, H100, Topology(8))
+    counts = np.array([1, 100, 512, 520, 4096])
+    assert profile.scaled(2.0).linear_seconds(counts) == pytest.approx(2 * profile.linear_seconds(counts))
+    assert Profile.from_json(profile.to_json()) == profile
 
 
 def test_rows_are_computed_in_whole_tiles() -> None:
