@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 
 import plotly.graph_objects as graph
 from plotly.io import to_html
 from plotly.subplots import make_subplots
 
 from medha_sim.plan import Bounds, Rating, Wish
+from medha_sim.plots import LOG
+
+_HEIGHT = 620
 
 _COLOURS = {"compute": "#d62728", "memory": "#1f77b4", "bandwidth": "#2ca02c", "plan": "#111111"}
 
@@ -56,10 +60,25 @@ def page(title: str, wish: Wish, ratings: Sequence[Rating], rows: Sequence[Bound
         )
     figure.add_vline(x=1e3 * wish.tpot_seconds, line_dash="dash", row=1, col=2)
     figure.add_hline(y=wish.ttft_seconds, line_dash="dash", row=1, col=2)
-    figure.update_xaxes(title_text="context, tokens", type="log", row=1, col=1)
-    figure.update_yaxes(title_text="GPUs", type="log", row=1, col=1)
-    figure.update_xaxes(title_text="TPOT, ms", type="log", row=1, col=2)
-    figure.update_yaxes(title_text="TTFT, s", type="log", row=1, col=2)
-    figure.update_layout(title=title, template="plotly_white", legend={"orientation": "h", "y": -0.2})
-    html: str = to_html(figure, include_plotlyjs=True, full_html=True, div_id="plan")
-    return html
+    figure.update_xaxes(title_text="context, tokens", **LOG, row=1, col=1)
+    figure.update_yaxes(title_text="GPUs", **LOG, row=1, col=1)
+    figure.update_xaxes(title_text="TPOT, ms", **LOG, row=1, col=2)
+    figure.update_yaxes(title_text="TTFT, s", **LOG, row=1, col=2)
+    figure.update_layout(
+        template="plotly_white", height=_HEIGHT, margin={"t": 60}, legend={"orientation": "h", "y": -0.2}
+    )
+    plot = to_html(
+        figure,
+        include_plotlyjs=True,
+        full_html=False,
+        div_id="plan",
+        config={"displaylogo": False, "responsive": True},
+    )
+    return "\n".join(
+        (
+            "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+            f"<meta name='viewport' content='width=device-width'><title>{escape(title)}</title>",
+            "<style>body { font-family: sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; }</style>",
+            f"</head><body><h1>{escape(title)}</h1>{plot}</body></html>",
+        )
+    )

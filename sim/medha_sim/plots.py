@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from medha_sim.metrics import CURVE_POINTS, Summary
+from medha_sim.metrics import CURVE_POINTS, LENGTH_BUCKETS, Summary, length_bucket
 from medha_sim.study import RunKey
 
 Runs = Sequence[tuple[RunKey, Summary]]
@@ -16,6 +16,14 @@ Figure = Any  # plotly has no types
 
 _COLOURS = ("#4269d0", "#ff725c", "#3ca951", "#a463f2", "#efb118", "#6cc5b0", "#9c6b4e", "#9498a0")
 _HEIGHT = 380
+_LOG_TICKS = [digit * 10.0**power for power in range(-6, 8) for digit in (1, 2, 5)]
+
+LOG: dict[str, Any] = {
+    "type": "log",
+    "tickvals": _LOG_TICKS,
+    "ticktext": [f"{tick:,.7g}" if tick < 1e6 else f"{tick / 1e6:g}M" for tick in _LOG_TICKS],
+}
+"""An axis of powers of ten whose ticks are all written out: plotly shows bare digits between the powers."""
 
 
 def attainment(runs: Runs, grouping: str, title: str) -> Figure:
@@ -60,7 +68,7 @@ def curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = N
             figure.add_scatter(x=x, y=shares, name=system, mode="lines", line_color=colour)
     if mark is not None:
         figure.add_vline(x=mark, line_dash="dot", line_color="#59636e")
-    figure.update_xaxes(type="log")
+    figure.update_xaxes(**LOG)
     figure.update_yaxes(
         tickformat=".0%", title="share of requests" if path[0] != "steps" else "share of steps"
     )
@@ -71,6 +79,7 @@ def latency(runs: Runs, grouping: str, figure_name: str, title: str) -> Figure:
     """Bars: medians of a time; whiskers: up to its 99th percentile; means over seeds."""
     groups = _group_names(runs, grouping)
     figure = _figure(f"{title}: median (bar) and p99 (whisker), seconds")
+    times: list[float] = []
     for system, colour in _systems(runs):
         medians, rise = [], []
         for group in groups:
@@ -78,14 +87,17 @@ def latency(runs: Runs, grouping: str, figure_name: str, title: str) -> Figure:
             known = [one for one in found if one and one["count"]]
             medians.append(fmean(one["p50"] for one in known) if known else None)
             rise.append(fmean(one["p99"] - one["p50"] for one in known) if known else 0.0)
+        times += [median for median in medians if median]
+        times += [median + more for median, more in zip(medians, rise, strict=True) if median]
         figure.add_bar(x=groups, y=medians, name=system, marker_color=colour, error_y=_up(rise))
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(**_axis_of_bars(times))
     return figure
 
 
 def convoy(runs: Runs) -> Figure:
     """Shorts that arrive while a long prompt is unanswered, beside the others."""
     figure = _figure("TTFT of short requests, seconds: median (bar) and p90 (whisker)")
+    times: list[float] = []
     for place, name in (("otherwise", "no long prompt"), ("while_long_prefills", "behind a long prompt")):
         systems, medians, highs = [], [], []
         for system, _ in _systems(runs):
@@ -96,8 +108,9 @@ def convoy(runs: Runs) -> Figure:
                 medians.append(fmean(one["p50"] for one in known))
                 highs.append(fmean(one["p90"] for one in known))
         rise = [high - median for high, median in zip(highs, medians, strict=True)]
+        times += [*medians, *highs]
         figure.add_bar(x=systems, y=medians, name=name, error_y=_up(rise))
-    figure.update_yaxes(type="log")
+    figure.update_yaxes(**_axis_of_bars(times))
     return figure
 
 
@@ -124,7 +137,8 @@ def chunks(runs: Runs) -> Figure:
         medians = [fmean(one["p50"] for one in found) for found in buckets.values()]
         rise = [fmean(one["p90"] - one["p50"] for one in found) for found in buckets.values()]
         figure.add_bar(x=list(buckets), y=medians, name=system, marker_color=colour, error_y=_up(rise))
-    figure.update_xaxes(categoryorder="array", categoryarray=_group_names(runs, "lengths"))
+    ordered = [length_bucket(end - 1) for end in LENGTH_BUCKETS] + [length_bucket(LENGTH_BUCKETS[-1])]
+    figure.update_xaxes(categoryorder="array", categoryarray=ordered)
     return figure
 
 
@@ -185,6 +199,12 @@ def plot(figure: Figure) -> str:
         full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
     )
     return text
+
+
+def _axis_of_bars(values: Sequence[float]) -> dict[str, Any]:
+    """Logarithmic only where it must be: there, a bar has no foot from which its length could be read."""
+    known = [value for value in values if value > 0]
+    return LOG if known and max(known) > 10 * min(known) else {"rangemode": "tozero"}
 
 
 def _systems(runs: Runs) -> list[tuple[str, str]]:

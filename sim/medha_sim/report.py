@@ -242,11 +242,11 @@ def _warnings(result: StudyResult) -> Iterable[str]:
 
 def _sections(runs: Runs) -> Iterable[str]:
     central = [(key, summary) for key, summary in runs if key.capacity == 1]
-    yield _table(*table_rows(runs))
+    yield _table(*_turned(*table_rows(runs)))
     head, rows = difference_rows(runs)
     if rows:
         yield "<p class='note'>Paired by seed, each less the first:</p>"
-        yield _table(head, rows)
+        yield _table(*_turned(head, rows))
     kinds = list(dict.fromkeys(kind for _, summary in central for kind in summary["kinds"]))
     yield "<h2>Deadlines met</h2>"
     yield plot(attainment(runs, "kinds", "by kind of request"))
@@ -282,6 +282,12 @@ def _sections(runs: Runs) -> Iterable[str]:
     yield plot(
         curves(central, ("steps", "observed_over_predicted"), "step time, observed / predicted", mark=1.0)
     )
+
+
+def _turned(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """A column for each system instead of a row: there are more figures than systems."""
+    first, *others = zip(head, *rows, strict=True)
+    return list(first), [list(other) for other in others]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
