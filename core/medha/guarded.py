@@ -76,7 +76,7 @@ class Guarded:
             missed = bad[late & (view.room[bad] + view.load[bad] < -_EPSILON_SECONDS)]
             if len(hopeless):
                 view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
-            elif len(missed) and view.alone(missed[0]) > view.due[missed[0]] + _EPSILON_SECONDS:
+            elif len(missed) and view.alone(int(missed[0])) > view.due[missed[0]] + _EPSILON_SECONDS:
                 view = self._renew(view)
             else:
                 points = self._points(view, bad)
