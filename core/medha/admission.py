@@ -51,7 +51,7 @@ class Admission:
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
-        self._longs = 0
+        self._prefilling_longs: set[str] = set()  # ids
         self._long_blocks = 0
         self._pool_blocks = config.topology.kv * config.kv_blocks
         self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
@@ -115,10 +115,10 @@ class Admission:
 
     def _room_of_longs(self) -> int | None:
         """Blocks that another long request may take; None: any number."""
-        if not self._longs:
+        if not self._long_blocks:
             return None
         scheduling = self._config.scheduling
-        if self._longs >= scheduling.max_running_long:
+        if len(self._prefilling_longs) >= scheduling.max_running_long:
             return 0
         return int((1 - scheduling.short_headroom) * self._pool_blocks) - self._long_blocks
 
@@ -202,7 +202,7 @@ class Admission:
         )
         request.cached_tokens = placed.cached_tokens
         if request.is_long:
-            self._longs += 1
+            self._prefilling_longs.add(request.id)
             self._long_blocks += self.blocks_for(request.reservation_tokens)
         self._note_beside_claim(request, request.wanted_blocks)
         return Admit(
@@ -231,11 +231,15 @@ class Admission:
                 return grow
         return None
 
+    def prefilled(self, request: Request) -> None:
+        """All of a request's prompt is dispatched: it counts no more as a long one in prefill."""
+        self._prefilling_longs.discard(request.id)
+
     def release(self, request: Request) -> None:
         """Take back all that a request holds."""
         self.pools.release(request.id, request.computed)
         if request.is_long:
-            self._longs -= 1
+            self.prefilled(request)
             self._long_blocks -= self.blocks_for(request.reservation_tokens)
         if self._claim is not None:
             self._claim.beside.pop(request.id, None)

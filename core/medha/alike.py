@@ -2,12 +2,13 @@
 
 Several questions about one document that nobody has computed arrive together. Each could start at once; then each
 would compute the document. So a request *follows* a running prefill (its leader) that is about to compute what both
-share, if that is due no later than itself, and waits until the shared part is computed or the leader has ended.
+share, if that is due no later than itself, and waits until the shared part is computed, the leader has ended, or the
+leader was given up, so that it is due only behind the follower's own deadline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from medha.prefix import hash_at, hash_count
@@ -22,7 +23,9 @@ MOST_ASKED = 32
 class Alike:
     """Waiting requests and running prefills with a hashed prompt, grouped by its first block."""
 
-    def __init__(self, block_size_tokens: int) -> None:
+    def __init__(self, block_size_tokens: int, due: Callable[[Request], float]) -> None:
+        """`due` says by when a running prefill will be done."""
+        self._due = due
         self._size = block_size_tokens
         self._worth_blocks = -(-WORTH_TELLING_TOKENS // block_size_tokens)
         self._waiting: dict[str, dict[str, Request]] = {}
@@ -73,6 +76,19 @@ class Alike:
                 told[other.id] = other
         return list(told.values())
 
+    def leave_given_up(self) -> list[Request]:
+        """Who follows a leader that is no longer due in time follows it no more; returns them."""
+        late = [
+            other
+            for followers in self._followers.values()
+            for other, _ in followers.values()
+            if other.leader is not None and self._due(other.leader) > other.deadline
+        ]
+        for other in late:
+            self._unfollow(other)
+            self._find_leader(other, self._prefilling.get(_first(other), {}).values())
+        return late
+
     def awaited_tokens(self, request: Request) -> int:
         """Tokens of its prompt that its leader will have computed by the time that it follows no more; else 0."""
         if request.leader is None:
@@ -88,8 +104,8 @@ class Alike:
 
     def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
         for leader in islice(candidates, MOST_ASKED):
-            if leader.deadline > request.deadline:
-                continue  # it may be left behind
+            if leader.deadline > request.deadline or self._due(leader) > request.deadline:
+                continue  # it may be left behind, or is
             known = max(leader.computed, request.cached_tokens) // self._size
             shared = self._shared_blocks(leader, request, known)
             if shared - known >= self._worth_blocks:

@@ -162,8 +162,9 @@ class SchedulingSpec(Model):
     """Sequences that hold KV at a time."""
     max_waiting: int = Field(default=1024, ge=0, le=1_000_000, json_schema_extra=live())
     """Sequences that wait for KV in the replica before it refuses more with `capacity`."""
-    max_running_long: int = Field(default=8, ge=1, le=65536, json_schema_extra=live())
-    """Long prompts admitted at a time; more would pile up half-done KV and block short ones."""
+    max_running_long: int = Field(default=32, ge=1, le=65536, json_schema_extra=live())
+    """Long prompts in prefill at a time. One that waits gets KV only at its turn, and their share of the pool is bounded
+    by `shortHeadroom`, so that few are half done; this bounds them whatever happens."""
     short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=live())
     """Share of the KV pool that long prompts leave to short ones at admission."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from medha.guarded import Plan
 from medha.policy import Bools, Columns, Floats, Ints
+from medha.prefill import Alone
 from medha.request import NOWHERE, Request
 
 _FIRST_CAPACITY = 64
@@ -45,6 +47,8 @@ class Candidates:
         self._remaining: Floats = np.zeros(
             _FIRST_CAPACITY, dtype=np.float64
         )  # before the predictor's correction
+        self._busy: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)  # of it, in a stage
+        self._busy_until: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)  # the deadline of that
         self._tie: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
         self._wanted: Ints = np.zeros(
             _FIRST_CAPACITY, dtype=np.int64
@@ -68,6 +72,8 @@ class Candidates:
         self._deadline = _doubled(self._deadline)
         self._work = _doubled(self._work)
         self._remaining = _doubled(self._remaining)
+        self._busy = _doubled(self._busy)
+        self._busy_until = _doubled(self._busy_until)
         self._tie = _doubled(self._tie)
         self._wanted = _doubled(self._wanted)
         self._lane = _doubled(self._lane)
@@ -82,24 +88,25 @@ class Candidates:
     def _per_row(self) -> tuple[npt.NDArray[Any], ...]:
         """Every column that moves with its row."""
         return (
-            self._arrival, self._deadline, self._work, self._remaining, self._tie, self._wanted, self._lane,
-            self._long, self._spread, self._held, self._due, self._promise,
+            self._arrival, self._deadline, self._work, self._remaining, self._busy, self._busy_until, self._tie,
+            self._wanted, self._lane, self._long, self._spread, self._held, self._due, self._promise,
         )  # fmt: skip
 
     # --- rows come, change and go -------------------------------------------------------------------
 
-    def add(self, request: Request, remaining_seconds: float, wanted_blocks: int) -> None:
-        """A new row; `remaining_seconds` is before correction."""
+    def add(self, request: Request, left: Alone, busy_until: float, wanted_blocks: int) -> None:
+        """A new row; `left` is before correction, and its busy part should end by `busy_until`."""
         row = len(self.requests)
         if row == len(self._tie):
             self._double()
         request.row = row
         self.requests.append(request)
         self._arrival[row] = request.arrival
-        due = self._deadline[row] = self._due[row] = request.deadline
+        self._deadline[row] = request.deadline
+        due = self._busy_until[row] = self._due[row] = busy_until
         self._promise[row] = np.inf
         self._work[row] = request.work_seconds
-        self._remaining[row] = remaining_seconds
+        self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
         self._tie[row] = request.tie
         self._wanted[row] = request.wanted_blocks = wanted_blocks
         self._lane[row] = request.lane
@@ -151,15 +158,31 @@ class Candidates:
         self._lane[request.row] = request.lane
         self._wanted[request.row] = 0
 
-    def wants(self, request: Request, blocks: int, remaining_seconds: float, *, held: bool) -> None:
+    def wants(self, request: Request, blocks: int, left: Alone, busy_until: float, *, held: bool) -> None:
         """What a waiting request needs to be admitted, and whether it must wait for a prefill that it shares."""
-        self._wanted[request.row] = request.wanted_blocks = blocks
-        self._remaining[request.row] = remaining_seconds
-        self._held[request.row] = held
+        row = request.row
+        self._wanted[row] = request.wanted_blocks = blocks
+        self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
+        self._held[row] = held
+        if busy_until != self._busy_until[row]:
+            kept = self._due[row] <= self._busy_until[row]
+            self._busy_until[row] = busy_until
+            if kept or self._due[row] < busy_until:
+                self._fall_due(row, busy_until)
 
-    def progressed(self, request: Request, remaining_seconds: float) -> None:
+    def _fall_due(self, row: int, due: float) -> None:
+        """Give a row another due, and its place by it."""
+        self._due[row] = due
+        if self._keeps_order:
+            rows = len(self.requests)
+            others = self._by_due[:rows]
+            others = others[others != row]
+            place = int(self._due[others].searchsorted(due, side="right"))
+            self._by_due[:rows] = np.insert(others, place, row)
+
+    def progressed(self, request: Request, left: Alone) -> None:
         """What is left of a prefill has changed; before correction."""
-        self._remaining[request.row] = remaining_seconds
+        self._remaining[request.row], self._busy[request.row] = left.seconds, left.busy_seconds
 
     # --- what a decision looks at -------------------------------------------------------------------
 
@@ -174,11 +197,26 @@ class Candidates:
             tie=self._tie[:rows],
         )
 
+    def stage_columns(self, correction: float, pace: float) -> Columns:
+        """The same with what prefills keep a stage busy, which adds up, and by when that should end."""
+        rows = len(self.requests)
+        return Columns(
+            arrival=self._arrival[:rows],
+            deadline=self._busy_until[:rows],
+            work_seconds=self._work[:rows],
+            remaining_seconds=self._busy[:rows] * (correction / pace),
+            tie=self._tie[:rows],
+        )
+
     @property
     def plan(self) -> Plan:
         """When each row is due: for `Guarded`, which brings it up to date."""
         rows = len(self.requests)
         return Plan(due=self._due[:rows], promise=self._promise[:rows], by_due=self._by_due[:rows])
+
+    def dispatched_by(self, request: Request) -> float:
+        """By when all of its prefill is to be dispatched: long ago if it is, later than its deadline if it was given up."""
+        return float(self._due[request.row]) if request.row != NOWHERE else -inf
 
     def remaining_seconds(self, request: Request) -> float:
         """What is left of one prefill, before correction."""
@@ -187,6 +225,11 @@ class Candidates:
     def due(self, request: Request) -> float:
         """When one is due: its deadline, or a later promise."""
         return float(self._due[request.row]) if request.row != NOWHERE else request.deadline
+
+    def busy_seconds(self, requests: Iterable[Request]) -> float:
+        """How long what is left of these would keep a stage busy if each were alone; before correction."""
+        busy = self._busy
+        return sum(float(busy[request.row]) for request in requests if request.row != NOWHERE)
 
     def total_remaining_seconds(self) -> float:
         """Of all rows, before correction."""

@@ -12,6 +12,7 @@ from medha.candidates import Candidates
 from medha.config import ReplicaConfig
 from medha.lanes import Lanes
 from medha.messages import Admit, Extent, StepEntry, decode_entry
+from medha.pace import Pace
 from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.predictor import Predictor
 from medha.request import NOWHERE, Request
@@ -20,6 +21,10 @@ from medha.urgency import Urgency
 
 MOST_ORDERS = 4
 """How often a step selects candidates anew because admissions have used up the room of others."""
+_USUAL_STEP_TOKENS = 512
+"""Whose hop counts as time between steps until some are measured."""
+_LEAST_OF_TARGET = 0.5
+"""Of a TPOT target is left for the steps themselves, whatever passes between them."""
 MOST_ELSEWHERE = 64
 """Waiting requests that a step may pass over because another lane should take them."""
 
@@ -53,7 +58,9 @@ class Filler:
         self._lanes = lanes
         self._long_threshold_tokens = config.long_threshold_tokens
         self._context_parallel = config.context_parallel
-        self._urgency = Urgency(config.scheduling, config.topology.kv)
+        self._stages = config.topology.stream
+        self._urgency = Urgency(config.scheduling, config.topology.kv, self._stages)
+        self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
 
     def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
@@ -69,20 +76,37 @@ class Filler:
             prefill.lane, prefill.context = request.lane, request.dispatched
             prefill.is_long = request.dispatched >= self._long_threshold_tokens
             prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+            prefill.rest = max(request.length - request.joins_at, 0)
             if request.in_ring:
                 prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
             return request.runs_on(lanes)  # else what is cached couples more of them
 
-        packed = pack(batch, self._tpot_targets(lanes), self._prefills(lanes, now), self._limits, admit)
+        targets = self._tpot_targets(lanes)
+        packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
         entries = _decode_entries(decodes)
         for request, count in prefills:
             entries += self._prefill_entries(request, count)
+        alone_seconds = self._candidates.busy_seconds(request for request, _ in prefills)
         for request, count in prefills:
             request.dispatch(count)
-        self._candidates.remove(request for request, _ in prefills if request.dispatched == request.length)
-        self._roster.progressed(request for request, _ in prefills if request.row != NOWHERE)
+        dispatched = [request for request, _ in prefills if request.dispatched == request.length]
+        self._candidates.remove(dispatched)
+        for request in dispatched:
+            self._admission.prefilled(request)
+        go_on = [request for request, _ in prefills if request.row != NOWHERE]
+        self._roster.progressed(go_on)
+        alone_seconds -= self._candidates.busy_seconds(go_on)
+        if entries:
+            self._pace.launched(
+                lanes,
+                now,
+                packed.predicted_seconds,
+                alone_seconds * self._predictor.correction,
+                with_decodes=targets is not None,
+                goes_on=bool(go_on),
+            )
         self._lanes.couple()
         return Filling(packed, entries, decodes, prefills)
 
@@ -129,12 +153,15 @@ class Filler:
         ]
 
     def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
-        """The tightest of all decodes on `lanes`."""
+        """The tightest of all decodes on `lanes`, without the time that passes between steps."""
         found = [target for lane in lanes if (target := self._lanes[lane].decodes.targets) is not None]
-        if len(found) < 2:
-            return found[0] if found else None
+        if not found:
+            return None
+        tightest = min(target.tpot_seconds for target in found)
+        fair = min(target.fair_tpot_seconds for target in found)
+        between = self._pace.between_seconds * self._stages
         return DecodeTargets(
-            min(target.tpot_seconds for target in found), min(target.fair_tpot_seconds for target in found)
+            max(tightest - between, tightest * _LEAST_OF_TARGET), max(fair - between, fair * _LEAST_OF_TARGET)
         )
 
     def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
@@ -145,7 +172,9 @@ class Filler:
         table = self._candidates
         if not len(table):
             return
-        ordered = self._urgency.look_at(table, self._predictor.correction, now)
+        ordered = self._urgency.look_at(table, self._predictor.correction, self._pace.of_prefills, now)
+        if self._urgency.gives_up:
+            self._roster.leave_given_up()
         seen = np.zeros(len(table), dtype=np.bool_)
         running = table.running(lanes)
         elsewhere = 0
@@ -195,7 +224,9 @@ class Filler:
             id=request.id,
             context=dispatched,
             remaining=min(request.length, request.joins_at) - dispatched,
+            rest=max(request.length - request.joins_at, 0),
             is_long=is_long,
+            of_long_prompt=request.is_long,
             relative_slack=relative_slack,
             lane=lane,
             lane_tokens=request.lane_tokens if len(request.lanes) > 1 else {},

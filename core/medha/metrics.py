@@ -132,7 +132,7 @@ CONTROLLER_METRICS = (
     Metric("medha_step_sequences", "histogram", "sequences", "Sequences of a step, by phase.", ("phase",), _POWERS_OF_TWO[:13]),
     Metric("medha_chunk_tokens", "histogram", "tokens", "Prefill tokens that one sequence got in a step.", (), _POWERS_OF_TWO),
     Metric("medha_prefill_slack_seconds", "histogram", "seconds", "Slack of a prefill when a chunk of it was packed: deadline - now - remaining work. Below 0 it will be late.", ("service_class",), _SLACK_SECONDS),
-    Metric("medha_decode_tpot_misses", "counter", "steps", "Steps whose decodes alone exceeded the tightest TPOT target, and that kept `minPrefillShare` for prefill nevertheless."),
+    Metric("medha_decode_tpot_misses", "counter", "steps", "Steps predicted to take longer than the tightest TPOT target of their decodes allows: decodes alone did, or prefills kept the share that no client can take from them (`minPrefillShare`, or the rate at the class's own target)."),
     Metric("medha_sequences_finished", "counter", "sequences", "Sequences that ended, by reason: `stop`, `length`, `cancelled`, or the reason of a failure.", ("reason",)),
     Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),
     Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),

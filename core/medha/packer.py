@@ -5,7 +5,8 @@ Paper B, algorithms 1 and 2, mended as DESIGN §5 says:
 * the *whole batch* is predicted for each candidate chunk, because the time of a step is not additive;
 * a prefill that does not fit is set aside for this step, never requeued into the same loop;
 * only long requests yield space, only while another prefill is runnable, and what nobody used is given back;
-* at most one long prefill runs per lane and step;
+* at most one long prefill runs per lane and step, and a long prompt gets KV only at its turn: no earlier than a step
+  in which those before it end, or KV would fill with long prompts that are all half done;
 * the most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
 
 Prefills are read lazily, most urgent first, and only as many as a step can use.
@@ -50,6 +51,8 @@ class PrefillCandidate:
     lane: int = 0  # that computes it
     lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
     waits: bool = False  # it holds no KV yet
+    rest: int = 0  # positions behind those, for later
+    of_long_prompt: bool = False  # its whole prompt is long, however little KV it has yet
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
 
 
@@ -74,6 +77,7 @@ class Packed:
     predicted_seconds: float = 0.0
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
+    misses_tpot: bool = False  # the whole step does: for its decodes, or for the share that prefills keep
 
 
 class Batch:
@@ -216,6 +220,9 @@ def pack(
         if prefill.id in packed.chunks or not chunks.has_long(prefill):
             chunks.add(prefill, packed.budget_seconds)
     packed.predicted_seconds = batch.seconds()
+    if targets is not None:
+        # What is lost in adding up is no miss.
+        packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
     return packed
 
 
@@ -258,6 +265,7 @@ class _Chunks:
         self._packed = packed
         self._limits = limits
         self._admit = admit
+        self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute behind this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
 
     @property
@@ -275,6 +283,8 @@ class _Chunks:
         if held:
             self._batch.remove(prefill, held)
         size = self._size(prefill, held, budget_seconds)
+        if prefill.waits and prefill.of_long_prompt and prefill.lane in self._going_on:
+            return False
         if prefill.waits and size:
             before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
             if not self._admit(prefill):
@@ -289,6 +299,8 @@ class _Chunks:
                 size = self._size(prefill, 0, budget_seconds)
             if prefill.is_long and self.has_long(prefill):
                 return False
+        if prefill.of_long_prompt and size < prefill.remaining + prefill.rest:
+            self._going_on.add(prefill.lane)
         if size == 0:
             return False
         self._batch.add(prefill, size)

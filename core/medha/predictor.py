@@ -18,7 +18,7 @@ import numpy as np
 
 from medha.errors import ConfigInvalid
 from medha.messages import StepProfile
-from medha.prefill import Chunking, Counts, PrefillTable, Seconds
+from medha.prefill import Alone, Chunking, Counts, PrefillTable, Seconds
 from medha.profile import Profile
 from medha.topology import Topology
 
@@ -204,6 +204,13 @@ class Predictor:
         attention += self.profile.exchange.seconds_one(exchanged_queries)
         return self._stage(tokens, sequences, attention)
 
+    def hop_seconds(self, tokens: int) -> float:
+        """From one stage to the next; 0 if there is one stage."""
+        if self.topology.stream == 1:
+            return 0.0
+        self._layer_seconds(tokens)
+        return self._hops[tokens] * self.correction
+
     def tally(self) -> Tally:
         """An empty step, to be filled."""
         return Tally(self)
@@ -234,10 +241,10 @@ class Predictor:
 
     def prefill_seconds(self, context: int, tokens: int) -> float:
         """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
-        return self.uncorrected_prefill_seconds(context, tokens) * self.correction
+        return self.uncorrected_prefill(context, tokens).seconds * self.correction
 
-    def uncorrected_prefill_seconds(self, context: int, tokens: int) -> float:
-        """The same before correction."""
+    def uncorrected_prefill(self, context: int, tokens: int) -> Alone:
+        """The same before correction, in its parts."""
         return self._table.one(context, tokens, self._lone_stage_one, self._lone_drain_one)
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,23 @@ Cost = Callable[[Counts, Counts], Seconds]
 """(contexts, counts) -> seconds of one sequence's chunk alone in a step; never less for more."""
 OneCost = Callable[[int, int], float]
 """The same of one chunk."""
+
+
+class Alone(NamedTuple):
+    """How long a prefill takes if nothing else runs: it keeps a stage busy, and then drains from the pipeline.
+
+    Others may use the pipeline while it drains, so what several prefills take together is the sum of `busy_seconds`.
+    """
+
+    busy_seconds: float  # of the slowest stage
+    drain_seconds: float  # from there until the result
+
+    @property
+    def seconds(self) -> float:
+        return self.busy_seconds + self.drain_seconds
+
+
+NOTHING = Alone(0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +105,23 @@ class PrefillTable:
         total += np.maximum(drain, np.where(last > first, self._drains[last], 0.0))
         return np.where(tokens > contexts, total, 0.0)
 
-    def one(self, context: int, tokens: int, stage: OneCost, drain: OneCost) -> float:
+    def one(self, context: int, tokens: int, stage: OneCost, drain: OneCost) -> Alone:
         """`seconds` of one sequence, for which numpy's calls would take longer than the sums; of the same costs."""
         if tokens <= context:
-            return 0.0
+            return NOTHING
         self._reach(tokens)
         rows = self._rows
         first = bisect_left(rows, (context,))
         last = bisect_right(rows, (tokens, inf)) - 1
         if last < first:
-            return stage(context, tokens - context) + drain(context, tokens - context)
+            return Alone(stage(context, tokens - context), drain(context, tokens - context))
         end, total, longest = rows[last]
         begun, before, _ = rows[first]
         total -= before
         parts = [(context, begun - context), (end, tokens - end)]
         total += sum(stage(start, count) for start, count in parts if count)
         waits = [drain(start, count) for start, count in parts if count]
-        return total + max(waits + [longest] * (last > first))
+        return Alone(total, max(waits + [longest] * (last > first)))
 
     def _reach(self, tokens: int) -> None:
         """Walk on until a chunk ends at `tokens` or beyond; runs of equal chunks are one numpy call."""

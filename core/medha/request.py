@@ -66,6 +66,7 @@ class Request:
     dispatched: int = 0
     computed: int = 0
     cached_tokens: int = 0  # of its prompt, whose KV was there before it came; expected ones while it waits
+    goes_alone: bool = False  # its prompt is being computed, but by nobody who will be done in time
     leader: Request | None = None  # a running prefill that computes the beginning of its prompt, too
     emitted: int = 0  # tokens drawn here
     steps_in_flight: int = 0
@@ -88,7 +89,9 @@ class Request:
     @property
     def is_held(self) -> bool:
         """It had better wait: its prompt, or the beginning of it, is being computed."""
-        return self.prompt.prefilling or (self.leader is not None and self.prompt.sharing is None)
+        if self.prompt.prefilling and not self.goes_alone:
+            return True
+        return self.leader is not None and self.prompt.sharing is None
 
     @property
     def waits(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from medha import intake
 from medha.admission import Admission
@@ -11,6 +12,7 @@ from medha.candidates import Candidates
 from medha.config import ReplicaConfig
 from medha.messages import Submit
 from medha.predictor import Predictor
+from medha.prefill import Alone
 from medha.request import Prompt, Request
 from medha.slo import targets
 
@@ -29,7 +31,8 @@ class Roster:
         self._predictor = predictor
         self._admission = admission
         self._candidates = candidates
-        self._alike = Alike(config.block_size_tokens)
+        self._alike = Alike(config.block_size_tokens, candidates.dispatched_by)
+        self._awaited: dict[str, Prompt] = {}  # prompts that are being computed, for which others wait
         self._arrivals = 0
 
     def find(self, request_id: str) -> Request | None:
@@ -68,11 +71,11 @@ class Roster:
         cached_tokens, _ = self._admission.pools.expected(
             submit.tokens, submit.block_hashes, is_long=may_spread
         )
-        seconds = uncorrected_seconds = self._predictor.uncorrected_prefill_seconds(0, submit.tokens)
+        whole = left = self._predictor.uncorrected_prefill(0, submit.tokens)
         if cached_tokens:
-            seconds = self._predictor.uncorrected_prefill_seconds(cached_tokens, submit.tokens)
+            left = self._predictor.uncorrected_prefill(cached_tokens, submit.tokens)
         # Promised by the whole prompt, whatever is cached: a cache must not make a promise tighter.
-        work_seconds = uncorrected_seconds * self._predictor.correction
+        work_seconds = whole.seconds * self._predictor.correction
         service_class = config.service_classes[intake.class_name(config, submit)]
         self._arrivals += 1
         request = Request(
@@ -95,7 +98,8 @@ class Roster:
         self.waiting[request.id] = request
         prompt.waiting[request.id] = request
         self._alike.wait(request)
-        self._candidates.add(request, seconds, self._admission.wanted_blocks(request))
+        wanted = self._admission.wanted_blocks(request)
+        self._candidates.add(request, left, self._busy_until(request, left), wanted)
         if request.is_held:
             self._look_again(request)
         if prompt.users > 1:
@@ -118,8 +122,22 @@ class Roster:
     def progressed(self, requests: Iterable[Request]) -> None:
         """Positions of unfinished prefills are dispatched, or were cached."""
         for request in requests:
-            seconds = self._predictor.uncorrected_prefill_seconds(request.dispatched, request.submit.tokens)
-            self._candidates.progressed(request, seconds)
+            left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
+            self._candidates.progressed(request, left)
+
+    def leave_given_up(self) -> None:
+        """Let nobody wait for a prefill that was given up, if it has more time than that."""
+        for request in self._alike.leave_given_up():
+            self._look_again(request)
+        for prompt in self._awaited.values():
+            holders = [holder for holder in prompt.holders.values() if not holder.ended]
+            due = min((self._candidates.dispatched_by(holder) for holder in holders), default=inf)
+            latest = max((holder.deadline for holder in holders), default=-inf)
+            for request in prompt.waiting.values():
+                alone = due > request.deadline > latest
+                if alone != request.goes_alone:
+                    request.goes_alone = alone
+                    self._wants(request, 0 if alone else prompt.tokens - 1)
 
     def computed(self, request: Request) -> None:
         """A chunk of a prompt is computed: others may find it cached, and fork the prompt if it is whole."""
@@ -149,6 +167,7 @@ class Roster:
         prompt.holders.pop(request.id, None)
         if prompt.users == 0:
             del self.prompts[prompt.name]
+            self._awaited.pop(prompt.name, None)
             self.forgets[prompt.name] = None
 
     # --- prompts that are shared ----------------------------------------------------------------------
@@ -159,17 +178,19 @@ class Roster:
         The latter may yet fail, and only what is computed can be shared.
         """
         if not prompt.waiting:
+            self._awaited.pop(prompt.name, None)
             return
         holders = [holder for holder in prompt.holders.values() if not holder.ended]
         sharing = next((holder for holder in holders if holder.computed >= prompt.tokens), None)
         prefilling = bool(holders) and sharing is None
         changed = (prompt.sharing, prompt.prefilling) != (sharing, prefilling)
         prompt.sharing, prompt.prefilling = sharing, prefilling
+        if prefilling:
+            self._awaited[prompt.name] = prompt
+        else:
+            self._awaited.pop(prompt.name, None)
         for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
-            there = prompt.tokens - 1 if sharing is not None else 0
-            seconds = self._predictor.uncorrected_prefill_seconds(there, prompt.tokens)
-            wanted = self._admission.wanted_blocks(request)
-            self._candidates.wants(request, wanted, seconds, held=request.is_held)
+            self._wants(request, prompt.tokens - 1 if sharing is not None or prefilling else 0)
 
     def _look_again(self, request: Request) -> None:
         """More or less of a waiting request's prompt is cached, or about to be: it needs other KV, and other time."""
@@ -179,6 +200,15 @@ class Roster:
             cached, _ = self._admission.pools.expected(prompt.tokens, hashes, is_long=request.may_spread)
             request.cached_tokens = cached
             there = min(max(cached, self._alike.awaited_tokens(request)), there)
-        seconds = self._predictor.uncorrected_prefill_seconds(there, prompt.tokens)
+        self._wants(request, there)
+
+    def _wants(self, request: Request, there_tokens: int) -> None:
+        """Note what a waiting request needs if KV of so many tokens is there, or will be."""
+        left = self._predictor.uncorrected_prefill(there_tokens, request.prompt.tokens)
         wanted = self._admission.wanted_blocks(request)
-        self._candidates.wants(request, wanted, seconds, held=request.is_held)
+        busy_until = self._busy_until(request, left)
+        self._candidates.wants(request, wanted, left, busy_until, held=request.is_held)
+
+    def _busy_until(self, request: Request, left: Alone) -> float:
+        """When the last chunk has to leave a stage, to be out of the pipeline by the deadline."""
+        return request.deadline - left.drain_seconds * self._predictor.correction

@@ -20,22 +20,32 @@ _BATCH = 256  # rows that are selected at once: a step reads a few
 class Urgency:
     """Applies the policy that the settings name."""
 
-    def __init__(self, scheduling: SchedulingSpec, lanes: int = 1) -> None:
+    def __init__(self, scheduling: SchedulingSpec, lanes: int = 1, stages: int = 1) -> None:
         self._policy = scheduling.policy
         self._lars_denominator = scheduling.lars_denominator
         self._guarded: Guarded | None = None
         if scheduling.policy == "guarded":
             self._guarded = Guarded(
-                GuardedSettings(scheduling.given_up_share, scheduling.max_step_seconds, lanes)
+                GuardedSettings(scheduling.given_up_share, scheduling.max_step_seconds / stages, lanes)
             )
 
-    def look_at(self, candidates: Candidates, correction: float, now: float) -> Ordered:
-        """Decide the order of all rows once; it is then read for one selection of them after another."""
-        columns = candidates.columns(correction)
+    @property
+    def gives_up(self) -> bool:
+        """Whether a prefill may become due later than its deadline."""
+        return self._guarded is not None
+
+    def look_at(self, candidates: Candidates, correction: float, pace: float, now: float) -> Ordered:
+        """Decide the order of all rows once; it is then read for one selection of them after another.
+
+        `guarded` sums work, so it looks at what keeps a stage busy, at the `pace` of prefills in company. The keys of
+        the others are those of the papers, by what each prefill takes alone.
+        """
         if self._guarded is not None:
             plan = candidates.plan
+            columns = candidates.stage_columns(correction, pace)
             first = next(self._guarded.order(columns, plan, now), None)
             return lambda chosen: _by_due(plan.by_due, first, chosen)
+        columns = candidates.columns(correction)
         urgency, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
         return lambda chosen: _by_key(urgency, tie, chosen)
 

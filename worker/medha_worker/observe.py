@@ -85,7 +85,7 @@ class Observer:
                 if sequences:
                     self._histograms["medha_step_tokens"].labels(phase=phase).observe(tokens)
                     self._histograms["medha_step_sequences"].labels(phase=phase).observe(sequences)
-            if core.last_packed.decode_overrun:
+            if core.last_packed.misses_tpot:
                 self._counters["medha_decode_tpot_misses"].inc()
         self._launched[step.step_id] = _Launched(step, now, prefill)
 
