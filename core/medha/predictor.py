@@ -29,10 +29,8 @@ _CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a chan
 _CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
 
 
-@dataclass(
-    slots=True, unsafe_hash=True
-)  # not frozen: freezing one takes longer than making it, and each decision makes dozens
-@dataclass(slots=True)  # not frozen: each decision makes dozens, and freezing one takes longer than making it
+# Not frozen: each decision makes dozens, and freezing one takes longer than making it.
+@dataclass(slots=True, unsafe_hash=True)
 class Work:
     """The part of one sequence in a step on one lane: `count` query tokens behind `context` tokens of KV.
 
