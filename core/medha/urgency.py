@@ -63,7 +63,9 @@ def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
 
 def _by_key(urgency: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
     if 2 * np.count_nonzero(chosen) > len(chosen):
-        yield from (row for row in urgent_first(urgency, tie) if chosen[row])
+        for row in urgent_first(urgency, tie):
+            if chosen[row]:
+                yield row
         return
     rows = np.flatnonzero(chosen)
     for place in urgent_first(urgency[rows], tie[rows]):
