@@ -1,0 +1,79 @@
+"""`benchmarks/campaign.py`: a campaign of two short runs, stopped, resumed and written again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from medha_sim.campaign_run import Run
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "campaign.py"
+RUNS = [Run("medha-lars", 0.05, seed, 4.0, rate=2.0) for seed in range(2)]
+
+
+@pytest.fixture
+def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("campaign", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "runs", lambda scale: RUNS)
+    return module
+
+
+@pytest.fixture
+def call(campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """The script, quick, with a page and results of its own."""
+    places = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["campaign", "--quick", "--jobs", "1", *places, *arguments])
+        found: int = campaign.main()
+        return found
+
+    return run
+
+
+def test_a_quick_campaign_resumes_and_writes_its_page_again(  # type: ignore[no-untyped-def]
+    call, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("--list") == 0
+    assert "2 runs" in capsys.readouterr().out
+    assert call("--minutes", "0") == 0
+    (file,) = (tmp_path / "results").glob("campaign-quick-*.json")
+    assert json.loads(file.read_text())["runs"] == {}
+    assert call() == 0
+    capsys.readouterr()
+    kept = json.loads(file.read_text())
+    assert set(kept["runs"]) == {run.key for run in RUNS}
+    assert kept["sources"] in file.name
+    assert call() == 0
+    assert "2 runs, 2 done before" in capsys.readouterr().out
+    page = (tmp_path / "page.md").read_text()
+    assert "2 of 2 runs" in page
+    assert "**This is a quick run**" in page
+    (tmp_path / "page.md").unlink()
+    assert call("--page-only") == 0
+    assert (tmp_path / "page.md").read_text() == page
+
+
+def test_a_page_of_results_of_older_code_says_so(  # type: ignore[no-untyped-def]
+    call,
+    campaign: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match="has no results of mode quick"):
+        call("--page-only")
+    assert call("--minutes", "0") == 0
+    monkeypatch.setattr(campaign, "digest", lambda files: "0" * 12)
+    capsys.readouterr()
+    assert call("--page-only") == 0
+    assert "no results of the present code (000000000000)" in capsys.readouterr().out
