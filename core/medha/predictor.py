@@ -18,7 +18,7 @@ import numpy as np
 
 from medha.errors import ConfigInvalid
 from medha.messages import StepProfile
-from medha.prefill import Chunking, Counts, PrefillTable, Seconds
+from medha.prefill import Alone, Chunking, Counts, PrefillTable, Seconds
 from medha.profile import Profile
 from medha.topology import Topology
 
@@ -29,7 +29,7 @@ _CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a chan
 _CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
 
 
-# Not frozen: each decision makes dozens, and freezing one takes longer than making it. Nobody changes one.
+# Not frozen: each decision makes dozens, and freezing one takes longer than making it.
 @dataclass(slots=True, unsafe_hash=True)
 class Work:
     """The part of one sequence in a step on one lane: `count` query tokens behind `context` tokens of KV.
@@ -202,6 +202,13 @@ class Predictor:
         attention += self.profile.exchange.seconds_one(exchanged_queries)
         return self._stage(tokens, sequences, attention)
 
+    def hop_seconds(self, tokens: int) -> float:
+        """From one stage to the next; 0 if there is one stage."""
+        if self.topology.stream == 1:
+            return 0.0
+        self._layer_seconds(tokens)
+        return self._hops[tokens] * self.correction
+
     def tally(self) -> Tally:
         """An empty step, to be filled."""
         return Tally(self)
@@ -232,10 +239,10 @@ class Predictor:
 
     def prefill_seconds(self, context: int, tokens: int) -> float:
         """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
-        return self.uncorrected_prefill_seconds(context, tokens) * self.correction
+        return self.uncorrected_prefill(context, tokens).seconds * self.correction
 
-    def uncorrected_prefill_seconds(self, context: int, tokens: int) -> float:
-        """The same before correction."""
+    def uncorrected_prefill(self, context: int, tokens: int) -> Alone:
+        """The same before correction, in its parts."""
         return self._table.one(context, tokens, self._lone_stage_one, self._lone_drain_one)
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
