@@ -193,9 +193,9 @@ class SpreadStep:
             merged[ring.rows] = merge_partials(outputs, part_sums)[0]
         for passed in self._passing:
             if isinstance(passed, _KeysRing) and passed.partials:
-                rows = passed.rows
-                outputs, part_sums = zip((output[rows], sums[rows]), *passed.partials, strict=True)
-                merged[rows] = merge_partials(outputs, part_sums)[0]
+                mine = passed.rows
+                outputs, part_sums = zip((output[mine], sums[mine]), *passed.partials, strict=True)
+                merged[mine] = merge_partials(outputs, part_sums)[0]
         return merged
 
     def _exchange(

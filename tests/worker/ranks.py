@@ -1,0 +1,170 @@
+"""All ranks of a replica in one process: threads that meet over gloo and run steps which a test has written."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.messages import Sample, Step, Tokens
+from medha.topology import Topology, stage_layers
+from medha_worker.cpu.choose import choose_kernels
+from medha_worker.executor import Executor
+from medha_worker.grid import Grid
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
+from medha_worker.spread import positions
+
+Result = TypeVar("Result")
+
+
+def free_endpoint() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Recording:
+    """A rank's model, which also computes the logits of every row of its last stage."""
+
+    def __init__(self, model: Transformer) -> None:
+        self._model = model
+        self.rows: list[torch.Tensor] = []  # of each step with rows, [rows, vocab], where they are gathered
+
+    def forward(self, *arguments: Any) -> torch.Tensor:
+        hidden = self._model.forward(*arguments)
+        if self._model.shard.is_last_stage and len(hidden):
+            logits = self._model.logits(hidden)
+            if logits is not None:
+                self.rows.append(logits)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return self._model.logits(hidden)
+
+
+class Ranks:
+    """Every rank of a grid with its part of a model."""
+
+    def __init__(self, topology: Topology, directory: Path) -> None:
+        self.topology = topology
+        self._config = config = ModelConfig.from_directory(directory)
+        self._pool = ThreadPoolExecutor(topology.ranks, initializer=torch.set_num_threads, initargs=(1,))
+        stages = stage_layers(config.num_layers, topology.stream)
+
+        def shard_of(rank: int) -> Shard:
+            here = topology.coordinates(rank)
+            layers = stages[here.stream]
+            return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
+
+        def load(rank: int) -> Transformer:
+            shard = shard_of(rank)
+            kernels = choose_kernels(config, torch.float32, torch.device("cpu"), shard)
+            return Transformer.load(directory, config, shard, kernels=kernels)
+
+        choose_kernels(
+            config, torch.float32, torch.device("cpu"), shard_of(0)
+        )  # compiled once, not on each thread
+
+        self._models = self.on_all(load)
+        self._grids: list[Grid] = []
+
+    def _meet(self) -> None:
+        endpoint, size = free_endpoint(), self._config.hidden_size
+
+        def meet(rank: int) -> Grid:
+            return Grid(
+                self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, dtype=torch.float32,
+                meet_seconds=30.0, warm_up_seconds=30.0,
+            )  # fmt: skip
+
+        self._grids = self.on_all(meet)
+
+    def on_all(self, work: Callable[[int], Result]) -> list[Result]:
+        """`work(rank)` on the thread of every rank at once; if one fails, the ranks have to meet anew."""
+        failed: list[tuple[float, BaseException]] = []
+
+        def guarded(rank: int) -> Result:
+            try:
+                return work(rank)
+            except BaseException as error:
+                failed.append((time.monotonic(), error))
+                if self._grids:
+                    self._grids[rank].close()  # so that those who wait for it do not wait long
+                raise
+
+        running = [self._pool.submit(guarded, rank) for rank in range(self.topology.ranks)]
+        wait(running)
+        if failed:
+            self._grids = []
+            raise min(failed, key=lambda one: one[0])[1]  # the others have failed because of it
+        return [one.result() for one in running]
+
+    def run(
+        self,
+        steps: Sequence[Step],
+        prompts: dict[str, npt.NDArray[np.int32]],
+        *,
+        kv_blocks: int,
+        block_tokens: int,
+    ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
+        """All steps on new KV pools: what was drawn, and the logits behind every position, by request and position.
+
+        Each rank runs them one after the other, as far ahead of the others as its inputs allow.
+        """
+
+        if not self._grids:
+            self._meet()
+
+        def work(rank: int) -> tuple[list[Sample], list[torch.Tensor]]:
+            grid = self._grids[rank]
+            model = self._models[rank].in_grid(grid.tensor_group, grid)
+            recording = Recording(model)
+            executor = Executor(
+                recording,
+                model.new_kv_cache(kv_blocks, block_tokens),
+                vocab_size=self._config.vocab_size,
+                eos_token_ids=(),
+                clock=lambda: 0.0,
+                lane=grid.lane,
+                pipeline=grid if self.topology.ranks > 1 else None,
+            )
+            samples: list[Sample] = []
+            for step in steps:
+                executor.prepare(step)
+                for name in executor.missing_prompts(step):
+                    ids = prompts[name]
+                    executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
+                done = executor.execute(step)
+                if done is not None:
+                    assert done.failures == (), done.failures
+                    samples += done.samples if rank == grid.drawing_rank else ()
+            while executor._expected:  # tokens of the last steps are still on their way
+                grid.receive_tokens(len(executor._expected.popleft()))
+            return samples, recording.rows
+
+        samples: list[Sample] = []
+        logits: dict[tuple[str, int], torch.Tensor] = {}
+        for rank, (drawn, recorded) in enumerate(self.on_all(work)):
+            grid = self._grids[rank]
+            if rank != grid.drawing_rank:
+                continue
+            samples += drawn
+            own = [[entry for entry in step.entries if entry.lane == grid.lane] for step in steps]
+            for entries, rows in zip(filter(None, own), recorded, strict=True):
+                at = [(entry.id, int(place)) for entry in entries for place in positions(entry.extents)]
+                logits |= dict(zip(at, rows, strict=True))
+        return samples, logits
+
+    def close(self) -> None:
+        for grid in self._grids:
+            grid.close()
+        self._pool.shutdown()

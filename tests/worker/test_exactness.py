@@ -1,0 +1,295 @@
+"""Every shape of grid computes the logits of `transformers`, whoever computes and whoever holds what.
+
+Steps are written here, at random, and run by real ranks: they meet over gloo, as threads of this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
+from medha.messages import Admit, Extent, Sampling, Step, StepEntry
+from medha.pools import KvPools, Placed
+from medha.prefix import PrefixHasher
+from medha.topology import Topology
+
+from .ranks import Ranks
+from .test_model_transformer import save_reference
+
+TOLERANCE = 1e-4
+BLOCK_TOKENS = 4
+KV_BLOCKS = 256
+VOCAB = 160
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+
+ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
+# Eight stages need as many layers, eight tensor ranks as many heads: four times as many as there are KV heads.
+SIZES = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.1}
+
+POWERS = (1, 2, 4, 8)
+SHAPES = [shape for shape in product(POWERS, repeat=3) if np.prod(shape) <= 8]
+# Each pair of sizes that fits eight ranks occurs, and so does each architecture.
+PAIRWISE = [
+    ((2, 2, 2), "llama"),
+    ((1, 2, 4), "qwen3"),
+    ((4, 1, 2), "qwen2"),
+    ((1, 8, 1), "mistral"),
+    ((8, 1, 1), "llama-biased"),
+    ((1, 1, 8), "llama"),
+    ((1, 4, 2), "llama-biased"),
+    ((2, 4, 1), "qwen2"),
+    ((4, 2, 1), "qwen3"),
+    ((2, 1, 4), "mistral"),
+]
+
+CASES = [
+    pytest.param((shape, architecture, 16 // max(shape[0], 2)), id=f"{Topology(*shape)} {architecture}")
+    for shape, architecture in PAIRWISE  # fewer examples where many all-reduces share two cores
+] + [
+    pytest.param(
+        (shape, ARCHITECTURES[index % len(ARCHITECTURES)], 40),
+        id=f"{Topology(*shape)} long",
+        marks=pytest.mark.long,
+    )
+    for index, shape in enumerate(SHAPES)
+]
+
+Cut = Callable[[int, int, int], list[tuple[Extent, ...]]]
+STRATEGIES: tuple[tuple[str, Cut], ...] = (
+    (OWNER, balanced),
+    (PASS_KV, balanced),
+    (PASS_Q, balanced),
+    (PASS_KV, striped),
+    (PASS_Q, striped),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and how much is drawn behind it. Prompts of one family begin alike; a fork has another's prompt."""
+
+    prompt_tokens: int
+    output_tokens: int
+    family: int = 0
+    fork: bool = False
+
+
+@dataclass
+class Running:
+    name: str
+    asked: Asked
+    prompt: str
+    computed: int
+    strategies: list[tuple[str, Cut]]
+    there: int = 0  # computed by others
+
+    @property
+    def length(self) -> int:
+        """Positions that will have been computed when it ends: the last token drawn is not."""
+        return self.asked.prompt_tokens + self.asked.output_tokens - 1
+
+
+@dataclass
+class Planner:
+    """Writes steps: the replica's ledgers are real, what goes into a step is a matter of chance."""
+
+    lanes: int
+    tokens_per_lane: int
+    deals: bool
+    rng: np.random.Generator
+    steps: list[Step] = field(default_factory=list)
+    prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    running: list[Running] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pools = KvPools(
+            lanes=self.lanes,
+            kv_blocks=KV_BLOCKS,
+            block_size_tokens=BLOCK_TOKENS,
+            tokens_per_lane=self.tokens_per_lane,
+            deals_prompts=self.deals,
+        )
+        self.hasher = PrefixHasher(BLOCK_TOKENS, b"secret")
+
+    def admit(self, asked: Asked, strategies: list[tuple[str, Cut]]) -> Admit:
+        """Give a request its KV: shared with one of the same prompt, cached, or new."""
+        name = f"r{len(self.prompts)}"
+        parent = next(
+            (one for one in self.running if asked.fork and one.computed >= one.asked.prompt_tokens), None
+        )
+        if parent is not None:
+            asked = Asked(parent.asked.prompt_tokens, asked.output_tokens, parent.asked.family)
+            self.prompts[name] = self.prompts[parent.name]
+        else:
+            ids = np.random.default_rng(asked.family).integers(0, VOCAB, asked.prompt_tokens)
+            self.prompts[name] = ids.astype(np.int32)
+        reserved = asked.prompt_tokens + asked.output_tokens
+        placed: Placed | None
+        if parent is not None:
+            shared = asked.prompt_tokens - 1
+            placed = self.pools.fork(parent.name, name, shared, reserved)
+        else:
+            shared = 0
+            hashes = self.hasher.hashes(self.prompts[name])
+            placed = self.pools.admit(name, asked.prompt_tokens, reserved, block_hashes=hashes)
+        assert placed is not None, "the pools of this test are large enough"
+        there = shared or placed.cached_tokens
+        self.running.append(Running(name, asked, name, there, strategies, there))
+        return Admit(
+            id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1,
+            sampling=GREEDY, reserved_tokens=reserved, fork_of=parent.name if parent else None,
+            shared_tokens=shared, segments=placed.segments, cached_tokens=placed.cached_tokens,
+            cached=placed.cached, evicts=placed.evicts,
+        )  # fmt: skip
+
+    def step(self, admits: list[Admit]) -> None:
+        """A step of some of the running requests; those that it finishes leave."""
+        entries: list[StepEntry] = []
+        publishes, releases = (
+            self.pools.take_publishes(range(self.lanes)),
+            self.pools.take_releases(range(self.lanes)),
+        )
+        for one in self.running:
+            if self.rng.random() < 0.3:
+                continue
+            prompt = one.asked.prompt_tokens
+            count = 1
+            if one.computed < prompt:
+                left = prompt - one.computed
+                count = min(left, int(self.rng.choice([1, 7, 16, 33, left])))
+            entries += self._entries(one, count)
+            one.computed += count
+        lanes = {lane for entry in entries for lane in self._lanes(entry)}
+        if self.rng.random() < 0.3:  # some take part without being needed
+            lanes = set(range(self.lanes))
+        hashes = tuple(self.pools.state_hash(lane) for lane in range(self.lanes))
+        self.steps.append(
+            Step(
+                step_id=len(self.steps), epoch=0, entries=tuple(entries), admits=tuple(admits),
+                publishes=publishes, releases=releases, lanes=tuple(sorted(lanes)), state_hashes=hashes,
+            )
+        )  # fmt: skip
+        for one in self.running:
+            self.pools.computed(one.name, min(one.computed, one.asked.prompt_tokens))
+        for one in [one for one in self.running if one.computed == one.length]:
+            self.running.remove(one)
+            self.pools.release(one.name, one.computed)
+
+    def _entries(self, one: Running, count: int) -> list[StepEntry]:
+        shards = self.pools.shards(one.name)
+        start, stop = one.computed, one.computed + count
+        samples = stop >= one.asked.prompt_tokens
+        if len(shards.lanes) == 1:
+            return [StepEntry(one.name, shards.owner, (Extent(start, count),), samples)]
+        strategy, cut = one.strategies[int(self.rng.integers(len(one.strategies)))]
+        extents: list[tuple[Extent, ...]] = [(Extent(start, count),)]
+        if strategy != OWNER and stop <= one.asked.prompt_tokens:  # outputs are known to the owner alone
+            extents = cut(start, stop, len(shards.lanes))
+        return [
+            StepEntry(one.name, lane, runs, samples and lane == shards.owner, strategy, shards.version)
+            for lane, runs in zip(shards.lanes, extents, strict=False)
+            if runs
+        ]
+
+    def _lanes(self, entry: StepEntry) -> set[int]:
+        """Those that a step with the entry needs."""
+        shards = self.pools.shards(entry.id)
+        if entry.strategy in (PASS_KV, PASS_Q):
+            return set(shards.lanes)
+        return {entry.lane, *shards.participants(entry.extents[-1].start + entry.extents[-1].count)}
+
+
+def check(
+    ranks: Ranks,
+    reference: torch.nn.Module,
+    planner: Planner,
+    asked: list[Asked],
+    strategies: list[tuple[str, Cut]],
+) -> None:
+    """Run random steps of these requests, and compare the logits of every position that was computed."""
+    waiting = list(asked)
+    everyone: dict[str, Running] = {}
+    while waiting or planner.running:
+        admits = []
+        if waiting and (not planner.running or planner.rng.random() < 0.5):
+            admits.append(planner.admit(waiting.pop(0), strategies))
+            everyone[admits[0].id] = planner.running[-1]
+        planner.step(admits)
+    samples, logits = ranks.run(
+        planner.steps, planner.prompts, kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS
+    )
+    for name, one in everyone.items():
+        drawn = [sample.token for sample in samples if sample.id == name]
+        assert len(drawn) == one.asked.output_tokens
+        ids = torch.tensor([*planner.prompts[name].tolist(), *drawn[:-1]])
+        with torch.inference_mode():
+            wanted = reference(ids[None]).logits[0]
+        computed = range(one.there, one.length)
+        found = torch.stack([logits[name, position] for position in computed])
+        error = float((found - wanted[one.there :]).abs().max())
+        assert error <= TOLERANCE, f"{name}: {error}"
+        greedy = wanted[one.asked.prompt_tokens - 1 :].argmax(-1)
+        assert drawn == greedy.tolist()
+
+
+def asked(most: int) -> st.SearchStrategy[Asked]:
+    lengths = st.one_of(st.integers(1, 12), st.integers(13, most), st.sampled_from([16, 32, 48, 64]))
+    return st.builds(Asked, lengths, st.integers(1, 5), st.integers(0, 1), st.booleans())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, torch.nn.Module]]:
+    made: dict[str, tuple[Path, torch.nn.Module]] = {}
+
+    def checkpoint(architecture: str) -> tuple[Path, torch.nn.Module]:
+        if architecture not in made:
+            directory = tmp_path_factory.mktemp(architecture)
+            head_dim = {} if architecture == "qwen2" else {"head_dim": 16}
+            made[architecture] = directory, save_reference(directory, architecture, **SIZES, **head_dim)
+        return made[architecture]
+
+    return checkpoint
+
+
+@pytest.fixture(params=CASES)
+def replica(
+    request: pytest.FixtureRequest, checkpoints: Callable[[str], tuple[Path, torch.nn.Module]]
+) -> Iterator[tuple[Ranks, torch.nn.Module, int]]:
+    shape, architecture, examples = request.param
+    directory, reference = checkpoints(architecture)
+    ranks = Ranks(Topology(*shape), directory)
+    yield ranks, reference, examples
+    ranks.close()
+
+
+def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module, int]) -> None:
+    """Short and long requests, forks and cached prefixes in one batch; lanes join, help each other, share prefills."""
+    ranks, reference, examples = replica
+
+    @given(
+        requests=st.lists(asked(150), min_size=1, max_size=5),
+        strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=5),
+        tokens_per_lane=st.sampled_from([16, 24, 60]),
+        deals=st.booleans(),
+        seed=st.integers(0, 1000),
+    )
+    @settings(
+        max_examples=8 // max(ranks.topology.tensor, 2)
+    )  # all-reduces are slow where ranks share two cores
+    def run(
+        requests: list[Asked], strategies: list[tuple[str, Cut]], tokens_per_lane: int, deals: bool, seed: int
+    ) -> None:
+        planner = Planner(ranks.topology.kv, tokens_per_lane, deals, np.random.default_rng(seed))
+        check(ranks, reference, planner, requests, strategies)
+
+    run()
