@@ -1,4 +1,4 @@
-"""A user's overrides laid over a rendered pod: maps are merged, lists of named entries by name, all else replaced."""
+"""Manifests laid over and compared: maps are merged, lists of named entries by name, all else replaced."""
 
 from __future__ import annotations
 
@@ -26,3 +26,19 @@ def overlaid(base: Any, over: Any) -> Any:
 
 def _is_named(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) and "name" in entry for entry in value)
+
+
+def holds(found: Any, wanted: Any) -> bool:
+    """Whether everything of `wanted` stands in `found`, which may have more: defaults, and others' fields."""
+    if isinstance(wanted, dict):
+        return hasattr(found, "get") and all(
+            holds(found.get(name), value) or (found.get(name) is None and value in ({}, [], None))
+            for name, value in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(holds(here, there) for here, there in zip(found, wanted, strict=True))
+        )
+    return bool(found == wanted)

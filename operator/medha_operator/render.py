@@ -13,6 +13,7 @@ from typing import Any
 
 from medha.api import MedhaReplicaSpec, ModelSource
 from medha_operator.overlay import overlaid
+from medha_operator.revision import Revision
 from medha_operator.settings import OperatorSettings
 
 Manifest = dict[str, Any]
@@ -125,7 +126,21 @@ def network_policy(owner: Owner) -> Manifest:
 
 
 def config_name(owner: Owner, revision: str) -> str:
+    """Name of a revision's ConfigMap and of its ControllerRevision."""
     return f"{owner.name}-{revision}"
+
+
+def keys_name(owner: Owner) -> str:
+    """Name of the Secret with the keys of the replica's links."""
+    return f"{owner.name}-keys"
+
+
+def controller_revision(owner: Owner, revision: Revision) -> Manifest:
+    """What pods of this revision were made of; such an object can never be changed."""
+    return _object(owner, "apps/v1", "ControllerRevision", config_name(owner, revision.name)) | {
+        "revision": revision.number,
+        "data": {"fields": revision.fields, "templates": list(revision.templates)},
+    }
 
 
 def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
@@ -198,7 +213,7 @@ def _pod_template(
         "containers": [_worker(owner, spec, lane_index, image, settings)],
         "volumes": [
             {"name": "config", "configMap": {"name": config_name(owner, revision)}},
-            {"name": "keys", "secret": {"secretName": f"{owner.name}-keys", "defaultMode": 0o440}},
+            {"name": "keys", "secret": {"secretName": keys_name(owner), "defaultMode": 0o440}},
             {"name": "run", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},

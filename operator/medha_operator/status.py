@@ -63,8 +63,12 @@ class ReplicaStatus(Model):
     """Hash of the fields whose change replaces the pods."""
     endpoint: str = Field(default="", max_length=512)
     """Where the replica's controller is found inside the cluster."""
+    newest_member: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """Creation of the youngest pod of the gang that started last. A younger pod has replaced one of them."""
+    restarted_member: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """`newestMember` of the gang that the operator has replaced last."""
     restarts: int = Field(default=0, ge=0)
-    """How often the operator has replaced all pods since the replica last served for `lifecycle.restart.stableSeconds`."""
+    """Gangs replaced since the replica last served for `lifecycle.restart.stableSeconds`."""
     last_restart_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
 
 

@@ -1,0 +1,154 @@
+"""What a replica's status says: conditions from facts, each with one reason that tells what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from medha.api import MedhaReplicaSpec
+from medha_operator.observed import Observed, Pod
+from medha_operator.status import Condition
+
+TERMINAL = frozenset({"Invalid", "ImagePullFailed", "ContainerNotCreated", "CrashLooping"})
+"""Reasons that do not mend themselves: kstatus' `Stalled`."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A condition before its times are known."""
+
+    type: str
+    holds: bool
+    reason: str
+    message: str = ""
+
+
+def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Judgement, ...]:
+    """Every condition of an accepted replica."""
+    expected = 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
+    current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
+    scheduled = _scheduled(current, expected, spec)
+    loaded = _weights_loaded(current, expected, scheduled)
+    serving = _serving(current, expected, loaded)
+    degraded = _degraded(observed, current, expected)
+    old = len(observed.pods) - len(current)
+    if spec.suspend:
+        ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
+    elif degraded.holds and not serving.holds:
+        ready = Judgement("Ready", False, degraded.reason, degraded.message)
+    elif not serving.holds:
+        ready = Judgement("Ready", False, serving.reason, serving.message)
+    elif old:
+        ready = Judgement("Ready", False, "RevisionChanging", f"{old} pods of an older revision are ending")
+    else:
+        ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
+    accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
+    return (ready, accepted, scheduled, loaded, serving, degraded, *_kstatus(ready, spec))
+
+
+def refuse(message: str) -> tuple[Judgement, ...]:
+    """Conditions of a replica whose spec cannot be served at all."""
+    return (
+        Judgement("Ready", False, "Invalid", message),
+        Judgement("Accepted", False, "Invalid", message),
+        Judgement("Reconciling", False, "Invalid", message),
+        Judgement("Stalled", True, "Invalid", message),
+    )
+
+
+def stamped(
+    judgements: Iterable[Judgement], before: Iterable[Condition], generation: int, now: float
+) -> tuple[Condition, ...]:
+    """`judgements` as conditions; one whose status is as before keeps the time of its last change."""
+    known = {condition.type: condition for condition in before}
+    return tuple(_stamp(judgement, known.get(judgement.type), generation, now) for judgement in judgements)
+
+
+def _stamp(judgement: Judgement, before: Condition | None, generation: int, now: float) -> Condition:
+    status = "True" if judgement.holds else "False"
+    since = before.last_transition_time if before is not None and before.status == status else _timestamp(now)
+    return Condition.model_validate(
+        {
+            "type": judgement.type,
+            "status": status,
+            "reason": judgement.reason,
+            "message": judgement.message[:1024],
+            "last_transition_time": since,
+            "observed_generation": generation,
+        }
+    )
+
+
+def _timestamp(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _scheduled(pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgement:
+    placed = sum(pod.is_scheduled for pod in pods)
+    if spec.suspend:
+        return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
+    if placed >= expected:
+        return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
+    told = _first_trouble(pods, "InsufficientCapacity", "WaitingForGang")
+    if told is not None:
+        return Judgement("Scheduled", False, told[0], f"{placed} of {expected} pods have a node; {told[1]}")
+    return Judgement("Scheduled", False, "Placing", f"{placed} of {expected} pods have a node")
+
+
+def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
+    started = sum(pod.is_started for pod in pods)
+    if scheduled.holds and started >= expected:
+        return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
+    if not scheduled.holds:
+        return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
+    told = _first_trouble(pods, "ImagePullFailed", "ContainerNotCreated", "CrashLooping")
+    counted = f"{started} of {expected} pods have loaded their weights"
+    if told is not None:
+        return Judgement("WeightsLoaded", False, told[0], f"{counted}; {told[1]}")
+    if any(pod.is_fetching for pod in pods):
+        return Judgement("WeightsLoaded", False, "FetchingModel", f"{counted}; others fetch the model")
+    return Judgement("WeightsLoaded", False, "Loading", counted)
+
+
+def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
+    ready = sum(pod.is_ready for pod in pods)
+    if loaded.holds and ready >= expected:
+        return Judgement("Serving", True, "Serving", f"{ready} pods are ready")
+    if not loaded.holds:
+        return Judgement("Serving", False, loaded.reason, loaded.message)
+    return Judgement(
+        "Serving", False, "RendezvousPending", f"{ready} of {expected} pods are ready; ranks meet"
+    )
+
+
+def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
+    """Whether something broke in what was complete before."""
+    for pod in pods:
+        node = observed.nodes.get(pod.node or "")
+        if node is not None and node.unreachable_since is not None:
+            return Judgement(
+                "Degraded", True, "NodeUnreachable", f"node {pod.node} of pod {pod.name} is not heard of"
+            )
+    if observed.status.newest_member is not None and expected:
+        crashed = _first_trouble(pods, "CrashLooping")
+        if crashed is not None:
+            return Judgement("Degraded", True, *crashed)
+        if len(pods) < expected or any(pod.is_failed for pod in pods):
+            return Judgement("Degraded", True, "MemberLost", f"{len(pods)} of {expected} pods are left")
+    return Judgement("Degraded", False, "Healthy")
+
+
+def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
+    """The trouble of the first pod that has one of `reasons`, the earlier reasons first."""
+    told = [(pod.trouble[0], f"pod {pod.name}: {pod.trouble[1]}") for pod in pods if pod.trouble is not None]
+    return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
+
+
+def _kstatus(ready: Judgement, spec: MedhaReplicaSpec) -> tuple[Judgement, ...]:
+    is_stalled = ready.reason in TERMINAL
+    is_at_rest = ready.holds or spec.suspend or is_stalled
+    return (
+        Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
+        Judgement("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),
+    )

@@ -1,0 +1,156 @@
+"""What is known of one replica: the resource itself, its objects, pods and their nodes, as facts without API types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from medha_operator.revision import Revision
+from medha_operator.status import ReplicaStatus
+
+Object = Mapping[str, Any]
+
+ASKS_RESTART = 75
+"""Exit code of a pod whose ranks have failed to meet three times in ten minutes: `EX_TEMPFAIL`."""
+_PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+
+
+@dataclass(frozen=True)
+class Node:
+    """What matters of a node that a pod of ours is on."""
+
+    unreachable_since: float | None = None
+    """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
+    cordoned: bool = False
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One member of a replica's gang."""
+
+    name: str
+    uid: str
+    resource_version: str
+    lane: int
+    revision: str
+    created: float
+    """Seconds of Unix time, by the API server's clock."""
+    is_deleting: bool = False
+    is_failed: bool = False
+    """It has ended for good, e.g. evicted; only its object is left."""
+    is_scheduled: bool = False
+    is_started: bool = False
+    """Its startup probe has passed: weights are loaded and the ranks have met."""
+    is_ready: bool = False
+    asks_restart: bool = False
+    trouble: tuple[str, str] | None = None
+    """Reason and message of what keeps it from starting."""
+    is_fetching: bool = False
+    """An init container is at work."""
+    node: str | None = None
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One replica and everything that belongs to it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    resource_version: str
+    spec: Mapping[str, Any]
+    status: ReplicaStatus
+    is_deleting: bool = False
+    deployment: str | None = None
+    """The MedhaDeployment that owns it."""
+    objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)
+    """(kind, name) -> object, of those that we render."""
+    revisions: tuple[Revision, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+
+
+def seconds(timestamp: str) -> float:
+    """Unix time of a timestamp as Kubernetes writes it."""
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
+def pod_of(document: Object) -> Pod:
+    """The facts of a pod's document."""
+    metadata, status = document["metadata"], document.get("status", {})
+    labels = metadata.get("labels", {})
+    conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
+    containers = status.get("containerStatuses", ())
+    first = status.get("initContainerStatuses", ())
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        resource_version=metadata["resourceVersion"],
+        lane=int(labels.get("medha.dev/lane", 0)),
+        revision=labels.get("medha.dev/revision", ""),
+        created=seconds(metadata["creationTimestamp"]),
+        is_deleting="deletionTimestamp" in metadata,
+        is_failed=status.get("phase") in ("Failed", "Succeeded"),
+        is_scheduled=_is_true(conditions.get("PodScheduled")),
+        is_started=bool(containers) and all(entry.get("started") for entry in containers),
+        is_ready=_is_true(conditions.get("Ready")),
+        asks_restart=any(_exit_code(entry) == ASKS_RESTART for entry in containers),
+        trouble=_trouble(conditions.get("PodScheduled"), [*first, *containers]),
+        is_fetching=any("running" in entry.get("state", {}) for entry in first),
+        node=document.get("spec", {}).get("nodeName"),
+    )
+
+
+def node_of(document: Object) -> Node:
+    """The facts of a node's document."""
+    ready = next(
+        (entry for entry in document.get("status", {}).get("conditions", ()) if entry["type"] == "Ready"),
+        None,
+    )
+    silent = ready is not None and ready["status"] == "Unknown"
+    return Node(
+        unreachable_since=seconds(ready["lastTransitionTime"]) if ready is not None and silent else None,
+        cordoned=bool(document.get("spec", {}).get("unschedulable")),
+    )
+
+
+def _is_true(condition: Object | None) -> bool:
+    return condition is not None and condition["status"] == "True"
+
+
+def _exit_code(container: Object) -> int | None:
+    for state in (container.get("state", {}), container.get("lastState", {})):
+        if "terminated" in state:
+            return int(state["terminated"]["exitCode"])
+    return None
+
+
+def _trouble(scheduled: Object | None, containers: Iterable[Object]) -> tuple[str, str] | None:
+    if scheduled is not None and scheduled["status"] == "False":
+        if scheduled.get("reason") == "SchedulingGated":
+            return "WaitingForGang", scheduled.get("message", "a gang scheduler holds the pod back")
+        return "InsufficientCapacity", scheduled.get("message", "no node fits")
+    for container in containers:
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason", ""), waiting.get("message", "")
+        if reason in _PULL_TROUBLE:
+            return "ImagePullFailed", f"container {container['name']}: {message or reason}"
+        if reason in _START_TROUBLE:
+            return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
+        if reason == "CrashLoopBackOff":
+            return "CrashLooping", f"container {container['name']}: {_last_words(container) or message}"
+    return None
+
+
+def _last_words(container: Object) -> str:
+    ended = container.get("lastState", {}).get("terminated", {})
+    if not ended:
+        return ""
+    words = " ".join(ended.get("message", "").split())[-300:]
+    return f"ended with exit code {ended['exitCode']} ({ended.get('reason', 'Error')})" + (
+        f": {words}" if words else ""
+    )

@@ -1,0 +1,352 @@
+"""What to do for one replica: `plan(observed, now)`, pure and level-triggered.
+
+It looks at what is there, never at what has happened, so that any event, or none, leads to the same end. Actions are
+given in an order in which the operator may die after any of them: whoever comes next plans the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from medha.api import MedhaReplicaSpec
+from medha.api_cluster import RestartSpec
+from medha_operator.conditions import judge, refuse, stamped
+from medha_operator.observed import Observed, Pod, seconds
+from medha_operator.overlay import holds
+from medha_operator.render import (
+    Manifest,
+    Owner,
+    config_map,
+    config_name,
+    controller_revision,
+    disruption_budget,
+    keys_name,
+    lane,
+    lane_name,
+    leader_address,
+    network_policy,
+    pod_templates,
+    service,
+)
+from medha_operator.revision import Revision, begin, find
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import ReplicaStatus, RoleCount
+
+REVISION_HISTORY = 5
+
+
+@dataclass(frozen=True)
+class CreateKeys:
+    """Make the Secret of wire keys, unless it is there: made once, never rendered again."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Server-side apply of a whole object."""
+
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete one object, if it is still the one that was looked at."""
+
+    kind: str
+    name: str
+    uid: str
+    resource_version: str
+    reason: str
+    is_forced: bool = False
+    """With no grace: its node cannot confirm its end."""
+
+
+@dataclass(frozen=True)
+class SetStatus:
+    """Write the status, if the replica is still the one that was looked at."""
+
+    status: ReplicaStatus
+
+
+@dataclass(frozen=True)
+class Tell:
+    """An event for `kubectl describe`."""
+
+    reason: str
+    message: str
+    is_warning: bool = False
+
+
+Action = CreateKeys | Apply | Delete | SetStatus | Tell
+
+
+@dataclass(frozen=True)
+class Plan:
+    actions: tuple[Action, ...]
+    again_seconds: float | None = None
+    """When to look again though nothing may have happened."""
+
+
+def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
+    """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
+    if observed.is_deleting:
+        return Plan(())  # the garbage collector takes everything that is owned
+    try:
+        spec = MedhaReplicaSpec.model_validate(observed.spec)
+    except ValidationError as error:
+        return Plan(_status(observed, _refused(observed, error, now)))
+    owner = Owner(observed.name, observed.namespace, observed.uid)
+    revision, actions = _revision(owner, spec, observed, settings)
+    actions += _objects(owner, spec, revision, observed)
+    replaced, status, again = _gang(observed, spec, revision.name, now)
+    status = _described(status, observed, spec, revision, owner, now)
+    return Plan((*actions, *_status(observed, status), *replaced, *_history(observed, revision)), again)
+
+
+# --- objects --------------------------------------------------------------------------------------------
+
+
+def _revision(
+    owner: Owner, spec: MedhaReplicaSpec, observed: Observed, settings: OperatorSettings
+) -> tuple[Revision, list[Action]]:
+    """The revision that `spec` asks for; a new one is kept before anything is made of it."""
+    known = find(spec, observed.revisions)
+    if known is not None:
+        return known, []
+    fresh = begin(spec, observed.revisions)
+    fresh = replace(fresh, templates=pod_templates(owner, spec, fresh.name, settings))
+    return fresh, [
+        Apply(controller_revision(owner, fresh)),
+        Tell("RevisionStarted", f"revision {fresh.name} begins"),
+    ]
+
+
+def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
+    """Whatever is missing or differs, in the order in which it is needed; then what is too much."""
+    stages = spec.parallelism.stream
+    wanted = [
+        service(owner),
+        network_policy(owner),
+        disruption_budget(owner),
+        config_map(owner, spec, revision.name),
+        *(
+            lane(owner, index, stages, 0 if spec.suspend else stages, template)
+            for index, template in enumerate(revision.templates)
+        ),
+    ]
+    actions: list[Action] = []
+    if ("Secret", keys_name(owner)) not in observed.objects:
+        actions.append(CreateKeys(keys_name(owner)))
+    for manifest in wanted:
+        found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
+        if found is None or not holds(found, manifest):
+            actions.append(Apply(manifest))
+    lanes = {lane_name(owner.name, index) for index in range(len(revision.templates))}
+    for (kind, name), found in observed.objects.items():
+        if kind == "StatefulSet" and name not in lanes:
+            actions.append(_delete(kind, found, f"the grid has {len(lanes)} lanes"))
+    return actions
+
+
+def _history(observed: Observed, current: Revision) -> list[Action]:
+    """Revisions too old to go back to, and the settings of those that no pod runs any more."""
+    in_use = {current.name} | {pod.revision for pod in observed.pods}
+    others = sorted(
+        (one for one in observed.revisions if one.name not in in_use), key=lambda one: -one.number
+    )
+    owner = Owner(observed.name, observed.namespace, observed.uid)
+    actions: list[Action] = []
+    for index, old in enumerate(others):
+        name = config_name(owner, old.name)
+        for kind in ("ConfigMap", *(("ControllerRevision",) if index >= REVISION_HISTORY else ())):
+            found = observed.objects.get((kind, name))
+            if found is not None:
+                actions.append(_delete(kind, found, f"revision {old.name} is not in use"))
+    return actions
+
+
+def _delete(kind: str, found: Any, reason: str) -> Delete:
+    metadata = found["metadata"]
+    return Delete(kind, metadata["name"], metadata["uid"], metadata["resourceVersion"], reason)
+
+
+# --- pods -----------------------------------------------------------------------------------------------
+
+
+def _gang(
+    observed: Observed, spec: MedhaReplicaSpec, revision: str, now: float
+) -> tuple[list[Action], ReplicaStatus, float | None]:
+    """Pods that must go, the gang's record after it, and when to look again.
+
+    A gang is recorded once all of its members have started. It is broken when a member's object is gone, a younger pod
+    has taken a member's place, a member has ended for good or asks for a restart. Then the others go too, once: at once
+    the first time, later after a back-off. Members that have never all started are left alone.
+    """
+    status, restart = observed.status, spec.lifecycle.restart
+    alive = [pod for pod in observed.pods if not pod.is_deleting]
+    if spec.suspend:
+        return [], status.model_copy(update=_NO_GANG), None
+    outdated = [pod for pod in alive if pod.revision != revision]
+    if outdated:
+        told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
+        return [told, *_end(outdated, "an older revision")], status.model_copy(update=_NO_GANG), None
+    actions, again = _from_lost_nodes(observed, restart, now)
+    expected = spec.parallelism.stream * spec.parallelism.kv
+    cordoned = [pod for pod in alive if pod.node and _is_cordoned(observed, pod.node)]
+    if cordoned and observed.deployment is None:  # a deployment brings up another one first
+        told = Tell("NodeCordoned", f"node {cordoned[0].node} is being emptied: the replica moves")
+        return [told, *_end(alive, "its node is being emptied")], status.model_copy(update=_NO_GANG), again
+    if status.newest_member is None:
+        ended = [pod for pod in alive if pod.is_failed]
+        if ended:  # only its object is left, which keeps its successor away
+            return [*actions, *_end(ended, "it has ended")], status, again
+        if len(alive) == expected and all(pod.is_started for pod in alive):
+            newest = max(pod.created for pod in alive)
+            return actions, status.model_copy(update={"newest_member": _timestamp(newest)}), again
+        return actions, status, again
+    broken = _broken(alive, expected, seconds(status.newest_member))
+    if broken is None:
+        return actions, _settled(status, restart, now), again
+    members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
+    if not members:  # all are gone: those that come are the next gang
+        return actions, status.model_copy(update=_NO_GANG), again
+    if status.restarted_member != status.newest_member:
+        wait = _backoff_seconds(status, restart) - _since_restart(status, now)
+        if wait > 0:
+            return actions, status, min(wait, again or wait)
+        status = status.model_copy(
+            update={
+                "restarted_member": status.newest_member,
+                "restarts": status.restarts + 1,
+                "last_restart_time": _timestamp(now),
+            }
+        )
+        actions.append(Tell("GangRestarted", f"{broken}; all pods start anew", is_warning=True))
+    return [*actions, *_end(members, broken)], status, again
+
+
+_NO_GANG = {"newest_member": None}
+
+
+def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
+    """Why the recorded gang is not whole any more."""
+    for pod in alive:
+        if pod.created > newest:
+            return f"pod {pod.name} was replaced"
+        if pod.is_failed:
+            return f"pod {pod.name} has ended"
+        if pod.asks_restart:
+            return f"the ranks of pod {pod.name} cannot meet the others"
+    return None if len(alive) >= expected else f"{expected - len(alive)} pods are gone"
+
+
+def _from_lost_nodes(
+    observed: Observed, restart: RestartSpec, now: float
+) -> tuple[list[Action], float | None]:
+    """Pods whose node has been silent for too long, which nobody else would ever remove."""
+    actions: list[Action] = []
+    again: float | None = None
+    for pod in observed.pods:
+        node = observed.nodes.get(pod.node or "")
+        if node is None or node.unreachable_since is None:
+            continue
+        left = node.unreachable_since + restart.node_lost_seconds - now
+        if left > 0:
+            again = min(left, again or left)
+            continue
+        reason = f"node {pod.node} is not heard of for {restart.node_lost_seconds:g} s"
+        actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
+        actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
+    return actions, again
+
+
+def _is_cordoned(observed: Observed, node: str) -> bool:
+    known = observed.nodes.get(node)
+    return known is not None and known.cordoned
+
+
+def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
+    return [Delete("Pod", pod.name, pod.uid, pod.resource_version, reason) for pod in pods]
+
+
+def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> ReplicaStatus:
+    """A gang that has served long enough begins with no wait again."""
+    if status.restarts and _since_restart(status, now) >= restart.stable_seconds:
+        return status.model_copy(update={"restarts": 0})
+    return status
+
+
+def _backoff_seconds(status: ReplicaStatus, restart: RestartSpec) -> float:
+    if status.restarts == 0:
+        return 0.0
+    doubled = restart.backoff_seconds * 2.0 ** min(status.restarts - 1, 32)
+    return float(min(doubled, restart.backoff_limit_seconds))
+
+
+def _since_restart(status: ReplicaStatus, now: float) -> float:
+    return float("inf") if status.last_restart_time is None else now - seconds(status.last_restart_time)
+
+
+# --- status ---------------------------------------------------------------------------------------------
+
+
+def _described(
+    status: ReplicaStatus,
+    observed: Observed,
+    spec: MedhaReplicaSpec,
+    revision: Revision,
+    owner: Owner,
+    now: float,
+) -> ReplicaStatus:
+    shape = spec.parallelism
+    pods = shape.stream * shape.kv
+    current = [pod for pod in observed.pods if pod.revision == revision.name and not pod.is_deleting]
+    ready = sum(pod.is_ready for pod in current)
+    lead = sum(pod.is_ready for pod in current if pod.lane == 0)
+    desired = {"lead": shape.stream, "kv": pods - shape.stream}
+    return status.model_copy(
+        update={
+            "observed_generation": observed.generation,
+            "conditions": stamped(
+                judge(observed, spec, revision.name), observed.status.conditions, observed.generation, now
+            ),
+            "shape": f"TP{shape.tensor} x SPP{shape.stream} x KVP{shape.kv}",
+            "accelerators": 0 if spec.resources.accelerator == "none" else pods * shape.tensor,
+            "pods": pods,
+            "ready_pods": ready,
+            "ready_text": f"{ready}/{pods}",
+            "roles": tuple(
+                RoleCount(role=role, desired=count, ready=lead if role == "lead" else ready - lead)
+                for role, count in desired.items()
+                if count
+            ),
+            "revision": revision.name,
+            "endpoint": leader_address(owner),
+        }
+    )
+
+
+def _refused(observed: Observed, error: ValidationError, now: float) -> ReplicaStatus:
+    """Status of a spec that the schema let through and the models do not."""
+    problems = "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
+        for problem in error.errors()
+    )
+    conditions = stamped(refuse(problems), observed.status.conditions, observed.generation, now)
+    return observed.status.model_copy(
+        update={"observed_generation": observed.generation, "conditions": conditions}
+    )
+
+
+def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
+    return () if status == observed.status else (SetStatus(status),)
+
+
+def _timestamp(unix_seconds: float) -> str:
+    return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,0 +1,302 @@
+"""The planner reaches what a spec asks for from wherever the cluster stands, and then writes nothing more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_operator.observed import Node
+from medha_operator.plan import Delete, Plan
+from reconcile.world import World
+
+GRID: dict[str, Any] = {"parallelism": {"tensor": 2, "stream": 2, "kv": 2}}
+
+
+def condition(world: World, kind: str) -> tuple[str, str]:
+    found = next(entry for entry in world.status.conditions if entry.type == kind)
+    return found.status, found.reason
+
+
+def uids(world: World) -> set[str]:
+    return {pod.uid for pod in world.pods.values()}
+
+
+def deleted_pods(planned: Plan) -> set[str]:
+    return {action.name for action in planned.actions if isinstance(action, Delete) and action.kind == "Pod"}
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(**GRID)
+    assert world.settle() == 0
+    return world
+
+
+def test_a_new_replica_becomes_ready_and_then_nothing_is_written(world: World) -> None:
+    assert sorted(world.pods) == ["r-l0-0", "r-l0-1", "r-l1-0", "r-l1-1"]
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert (world.status.ready_text, world.status.accelerators) == ("4/4", 8)
+    assert world.status.shape == "TP2 x SPP2 x KVP2"
+    assert world.plan().actions == ()
+
+
+def test_a_replica_that_is_being_deleted_is_left_to_the_garbage_collector(world: World) -> None:
+    from medha_operator.plan import plan
+    from reconcile.world import SETTINGS
+
+    assert plan(replace(world.observe(), is_deleting=True), world.now, SETTINGS).actions == ()
+
+
+def test_live_fields_reach_the_settings_and_no_pod_is_touched(world: World) -> None:
+    before = uids(world)
+    world.spec = world.spec | {"scheduling": {"policy": "edf"}}
+    assert world.settle() == 0
+    assert uids(world) == before
+    config = world.objects["ConfigMap", f"r-{world.status.revision}"]
+    assert '"policy": "edf"' in config["data"]["replica.json"]
+
+
+def test_fields_that_restart_replace_all_pods_once(world: World) -> None:
+    before, made = uids(world), world.created_pods
+    world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
+    assert world.settle() == 0
+    assert not before & uids(world)
+    assert world.created_pods == made + 4
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert world.status.restarts == 0
+
+
+def test_fewer_lanes_leave_no_lane_behind(world: World) -> None:
+    world.spec = world.spec | {"parallelism": {"tensor": 2, "stream": 2, "kv": 1}}
+    assert world.settle() == 0
+    assert sorted(world.pods) == ["r-l0-0", "r-l0-1"]
+    assert ("StatefulSet", "r-l1") not in world.objects
+
+
+def test_a_newer_operator_that_renders_differently_touches_no_pod(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from reconcile import world as module
+
+    before = uids(world)
+    monkeypatch.setattr(module, "SETTINGS", module.SETTINGS.model_copy(update={"worker_image": "worker:new"}))
+    assert world.settle() == 0
+    assert uids(world) == before
+
+
+def test_a_suspended_replica_has_no_pods_and_comes_back(world: World) -> None:
+    world.spec = world.spec | {"suspend": True}
+    assert world.settle() == 0
+    assert world.pods == {}
+    assert condition(world, "Ready") == ("False", "Suspended")
+    world.spec = world.spec | {"suspend": False}
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def test_what_others_have_changed_or_deleted_is_put_back(world: World) -> None:
+    world.objects["Service", "r"]["spec"]["publishNotReadyAddresses"] = False
+    del world.objects["PodDisruptionBudget", "r"]
+    assert world.settle() == 0
+    assert world.objects["Service", "r"]["spec"]["publishNotReadyAddresses"] is True
+    assert ("PodDisruptionBudget", "r") in world.objects
+
+
+def test_a_field_that_others_have_added_stays(world: World) -> None:
+    world.objects["Service", "r"]["metadata"]["labels"]["theirs"] = "1"
+    assert world.plan().actions == ()
+
+
+def test_keys_are_made_once(world: World) -> None:
+    uid = world.objects["Secret", "r-keys"]["metadata"]["uid"]
+    world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
+    world.settle()
+    assert world.objects["Secret", "r-keys"]["metadata"]["uid"] == uid
+
+
+# --- restarts -------------------------------------------------------------------------------------------
+
+
+def test_one_lost_pod_makes_exactly_one_restart(world: World) -> None:
+    before, made = uids(world), world.created_pods
+    del world.pods["r-l1-0"]
+    assert world.settle() == 0
+    assert not before & uids(world)
+    assert world.created_pods == made + 4
+    assert world.status.restarts == 1
+    assert [told.reason for told in world.told].count("GangRestarted") == 1
+
+
+def test_a_pod_that_was_replaced_while_no_operator_ran_is_noticed(world: World) -> None:
+    del world.pods["r-l0-1"]
+    world.now += 100
+    world.controllers()
+    world.kubelets()
+    before = uids(world)
+    assert world.settle() == 0
+    survivors = before & uids(world)
+    assert len(survivors) == 1  # the youngest; the others are of the broken gang
+    assert world.status.restarts == 1
+
+
+def test_an_evicted_pod_is_taken_away_with_its_gang(world: World) -> None:
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], is_failed=True, is_ready=False)
+    before = uids(world)
+    assert world.settle() == 0
+    assert not before & uids(world)
+
+
+def test_pods_that_have_never_all_started_are_left_alone() -> None:
+    world = World(**GRID)
+    world.do(world.plan().actions)
+    world.controllers()
+    trouble = ("ImagePullFailed", "container worker: no such image")
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_scheduled=True, trouble=trouble)
+    for name in ("r-l0-0", "r-l1-0", "r-l1-1"):
+        world.pods[name] = replace(world.pods[name], is_scheduled=True, is_started=True)
+    before = uids(world)
+    for _ in range(5):
+        world.do(world.plan().actions)
+        world.now += 600
+        world.controllers()
+    assert uids(world) == before
+    assert condition(world, "Ready") == ("False", "ImagePullFailed")
+    assert condition(world, "Stalled") == ("True", "ImagePullFailed")
+
+
+def test_the_second_restart_waits_and_later_ones_wait_longer(world: World) -> None:
+    waits = []
+    for _ in range(4):
+        del world.pods["r-l1-1"]
+        world.controllers()
+        began = world.now
+        while not deleted_pods(planned := world.plan()):
+            world.do(planned.actions)
+            assert planned.again_seconds is not None
+            world.now += planned.again_seconds
+        waits.append(world.now - began)
+        assert world.settle() == 0
+        world.now += 1
+    assert waits[0] == 0
+    assert 0 < waits[1] <= 30 < waits[2] <= 60 < waits[3] <= 120
+
+
+def test_a_long_stable_time_forgets_earlier_restarts(world: World) -> None:
+    del world.pods["r-l1-1"]
+    world.settle()
+    assert world.status.restarts == 1
+    world.now += 700
+    world.settle()
+    assert world.status.restarts == 0
+
+
+# --- nodes ----------------------------------------------------------------------------------------------
+
+
+def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.settle()
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    assert deleted_pods(world.plan()) == set()
+    world.now += 121
+    assert world.settle() == 0
+    assert condition(world, "Degraded") == ("False", "Healthy")
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert world.status.restarts == 1
+
+
+def test_a_node_that_comes_back_in_time_costs_nothing(world: World) -> None:
+    before = uids(world)
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="slow")
+    world.nodes["slow"] = Node(unreachable_since=world.now)
+    world.settle()
+    world.now += 60
+    world.nodes["slow"] = Node()
+    assert world.settle() == 0
+    assert uids(world) == before
+
+
+def test_a_cordoned_node_is_emptied_but_a_deployment_surges_first(world: World) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    assert deleted_pods(world.plan()) == set()
+    world.deployment = None
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+# --- from anywhere --------------------------------------------------------------------------------------
+
+DISTURBANCES = st.one_of(
+    st.tuples(st.just("lose pod"), st.integers(0, 7)),
+    st.tuples(st.just("fail pod"), st.integers(0, 7)),
+    st.tuples(st.just("lose object"), st.integers(0, 20)),
+    st.tuples(st.just("spec"), st.integers(0, 5)),
+    st.tuples(st.just("die after"), st.integers(0, 12)),
+    st.tuples(st.just("wait"), st.sampled_from([1, 40, 1000])),
+    st.tuples(st.just("cluster"), st.just(0)),
+)
+SPECS: list[dict[str, Any]] = [
+    GRID,
+    {"parallelism": {"tensor": 1, "stream": 2, "kv": 1}},
+    GRID | {"kvCache": {"size": "1Gi"}},
+    GRID | {"scheduling": {"policy": "edf"}},
+    GRID | {"suspend": True},
+    {"parallelism": {"tensor": 1, "stream": 1, "kv": 3}},
+]
+
+
+def disturb(world: World, kind: str, index: int) -> None:
+    if kind == "lose pod" and world.pods:
+        del world.pods[sorted(world.pods)[index % len(world.pods)]]
+    elif kind == "fail pod" and world.pods:
+        name = sorted(world.pods)[index % len(world.pods)]
+        world.pods[name] = replace(world.pods[name], is_failed=True, is_ready=False)
+    elif kind == "lose object":
+        losable = sorted(key for key in world.objects if key[0] != "ControllerRevision")
+        if losable:
+            del world.objects[losable[index % len(losable)]]
+    elif kind == "spec":
+        world.spec = {"model": world.spec["model"]} | SPECS[index]
+        world.generation += 1
+    elif kind == "die after":
+        world.do(world.plan().actions[:index])
+    elif kind == "wait":
+        world.now += index
+    else:
+        world.controllers()
+        world.kubelets()
+
+
+@settings(max_examples=150)
+@given(st.lists(DISTURBANCES, max_size=14))
+def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
+    disturbances: list[tuple[str, int]],
+) -> None:
+    """Eventually stable reconciliation: once nothing disturbs it any more, the cluster is a function of the spec."""
+    world = World(**GRID)
+    for kind, index in disturbances:
+        disturb(world, kind, index)
+    for _ in range(8):  # restarts may have to wait for their back-off
+        world.settle()
+        world.now += 700
+    assert world.settle() == 0
+    fresh = World(**{key: value for key, value in world.spec.items() if key != "model"})
+    assert fresh.settle() == 0
+    live = [kind_name for kind_name in world.objects if kind_name[0] != "ControllerRevision"]
+    expected = [kind_name for kind_name in fresh.objects if kind_name[0] != "ControllerRevision"]
+    assert sorted(live) == sorted(expected)
+    assert sorted(world.pods) == sorted(fresh.pods)
+    assert {pod.revision for pod in world.pods.values()} <= {world.status.revision}
+    assert condition(world, "Ready") == condition(fresh, "Ready")
+    for key in expected:
+        mine, theirs = (dict(one.objects[key]) for one in (world, fresh))
+        for one in (mine, theirs):
+            one["metadata"] = {k: v for k, v in one["metadata"].items() if k in ("name", "labels")}
+        assert mine == theirs

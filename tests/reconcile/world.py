@@ -1,0 +1,160 @@
+"""A small cluster in memory for the planner: it takes actions and does what StatefulSets and kubelets would do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+from medha_operator.observed import Node, Observed, Pod
+from medha_operator.plan import Action, Apply, CreateKeys, Delete, Plan, SetStatus, Tell, plan
+from medha_operator.revision import Revision
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import ReplicaStatus
+
+SETTINGS = OperatorSettings()
+
+
+class World:
+    """One replica and its objects."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
+        self.spec: dict[str, Any] = {"model": {"name": "m", "source": {"path": "x"}}} | spec
+        self.generation = 1
+        self.status = ReplicaStatus()
+        self.objects: dict[tuple[str, str], dict[str, Any]] = {}
+        self.revisions: dict[str, Revision] = {}
+        self.pods: dict[str, Pod] = {}
+        self.nodes: dict[str, Node] = {}
+        self.deployment: str | None = None
+        self.told: list[Tell] = []
+        self.created_pods = 0
+        self.writes = 0
+        self._serial = 0
+
+    # --- the operator's side ----------------------------------------------------------------------------
+
+    def observe(self) -> Observed:
+        return Observed(
+            name="r",
+            namespace="default",
+            uid="u",
+            generation=self.generation,
+            resource_version="1",
+            spec=self.spec,
+            status=self.status,
+            deployment=self.deployment,
+            objects=copy.deepcopy(self.objects),
+            revisions=tuple(self.revisions.values()),
+            pods=tuple(self.pods.values()),
+            nodes=dict(self.nodes),
+        )
+
+    def plan(self) -> Plan:
+        return plan(self.observe(), self.now, SETTINGS)
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self.writes += not isinstance(action, Tell)
+            match action:
+                case Apply(manifest):
+                    self._apply(manifest)
+                case CreateKeys(name):
+                    self.objects["Secret", name] = self._stored(
+                        {"kind": "Secret", "metadata": {"name": name}}
+                    )
+                case Delete(kind="Pod", name=name, uid=uid):
+                    if name in self.pods and self.pods[name].uid == uid:
+                        if action.is_forced:
+                            del self.pods[name]
+                        else:
+                            self.pods[name] = replace(self.pods[name], is_deleting=True)
+                case Delete(kind=kind, name=name, uid=uid):
+                    if (kind, name) in self.objects and self.objects[kind, name]["metadata"]["uid"] == uid:
+                        del self.objects[kind, name]
+                        self.revisions = {
+                            key: one for key, one in self.revisions.items() if f"r-{key}" != name
+                        }
+                case SetStatus(status):
+                    self.status = status
+                case Tell():
+                    self.told.append(action)
+
+    def settle(self, rounds: int = 12) -> int:
+        """Plan and do until nothing is left to do, with the cluster at work between; writes of the last round."""
+        for _ in range(rounds):
+            before = self.writes
+            self.do(self.plan().actions)
+            self.controllers()
+            self.kubelets()
+            if self.writes == before:
+                return 0
+            self.now += 2
+        return self.writes - before
+
+    # --- the cluster's side -----------------------------------------------------------------------------
+
+    def controllers(self) -> None:
+        """StatefulSets make what pods are missing; pods that were told to end have ended."""
+        self.pods = {name: pod for name, pod in self.pods.items() if not self._has_ended(pod)}
+        for (kind, _), found in sorted(self.objects.items()):
+            if kind == "StatefulSet":
+                self._make_pods(found)
+        wanted = {
+            f"{name}-{ordinal}"
+            for (kind, name), found in self.objects.items()
+            if kind == "StatefulSet"
+            for ordinal in range(found["spec"]["replicas"])
+        }
+        self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
+
+    def kubelets(self) -> None:
+        """Every pod is placed, starts, and is ready once all of its gang have started."""
+        self.pods = {
+            name: pod
+            if pod.is_failed or self._is_silent(pod)
+            else replace(pod, is_scheduled=True, is_started=True, is_ready=True, node=pod.node or "node")
+            for name, pod in self.pods.items()
+        }
+
+    def _has_ended(self, pod: Pod) -> bool:
+        return pod.is_deleting and not self._is_silent(pod)
+
+    def _is_silent(self, pod: Pod) -> bool:
+        node = self.nodes.get(pod.node or "")
+        return node is not None and node.unreachable_since is not None
+
+    def _make_pods(self, lane: dict[str, Any]) -> None:
+        template = lane["spec"]["template"]["metadata"]["labels"]
+        for ordinal in range(lane["spec"]["replicas"]):
+            name = f"{lane['metadata']['name']}-{ordinal}"
+            if name not in self.pods:
+                self.created_pods += 1
+                self._serial += 1
+                self.pods[name] = Pod(
+                    name=name,
+                    uid=f"pod-{self._serial}",
+                    resource_version="1",
+                    lane=int(template["medha.dev/lane"]),
+                    revision=template["medha.dev/revision"],
+                    created=self.now,
+                )
+
+    def _apply(self, manifest: dict[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        if manifest["kind"] == "ControllerRevision":
+            data = copy.deepcopy(manifest["data"])
+            key = name.removeprefix("r-")
+            self.revisions[key] = Revision(
+                key, manifest["revision"], data["fields"], tuple(data["templates"])
+            )
+        self.objects[manifest["kind"], name] = self._stored(manifest)
+
+    def _stored(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        self._serial += 1
+        stored = copy.deepcopy(manifest)
+        stored["metadata"] |= {"uid": f"uid-{self._serial}", "resourceVersion": str(self._serial)}
+        return stored
