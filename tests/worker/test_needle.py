@@ -125,10 +125,8 @@ def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: M
     token_codes, name_codes = model.embedding[tokens, IS], model.embedding[names, NAMED]
     some_token, some_name = token_codes[:1], name_codes[:1]
     still = [dimension for pair in range(7, 16) for dimension in (pair, pair + 16)]
-    token_dimensions, name_dimensions = (
-        still[:10],
-        still[10:],
-    )  # with the names, the score of the text's beginning
+    token_dimensions = [*still[:9], still[16]]
+    name_dimensions = [*still[9:16], still[17]]  # and the score of the text's beginning
 
     for head in range(HEADS):
         q_names = model.projected(1, "q", stream(some_token, name_codes, some_token))[head]
@@ -154,7 +152,7 @@ def test_the_right_place_wins_against_every_wrong_one_at_every_distance(model: M
 
 
 def _only(vectors: torch.Tensor, dimensions: list[int]) -> torch.Tensor:
-    """The part in some dimensions. Each pair of RoPE lies in one part, so turned parts still add up."""
+    """The part in some dimensions; what RoPE turns from one part into the other is counted with it."""
     mask = torch.zeros(HEAD_DIM)
     mask[dimensions] = 1.0
     return vectors * mask

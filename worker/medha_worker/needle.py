@@ -221,16 +221,19 @@ def _first_layer() -> dict[str, _Array]:
 def _second_layer() -> dict[str, _Array]:
     """Both heads look for the same place, and each copies a half of the code that is found there."""
     heads = _Heads()
-    # The pairs of slow rotation, 7 to 15: tokens on the first five, names on the others, which turn least.
+    # The pairs of slow rotation, 7 to 15. Where no name is near, its entries are almost zero but not quite. So the score
+    # of the beginning, which is zero for all other keys, shares its pair with a token's entry: turning a tiny entry
+    # into it would make a subnormal number, and those are slow.
     still = [dimension for pair in range(7, HEAD_DIM // 2) for dimension in _dimensions(0, pair)]
+    token_dimensions, name_dimensions, start = [*still[:9], still[16]], still[9:16], still[17]
     for head in range(HEADS):
-        for dimension, now, before in zip(still[:_TOKEN], _range(IS), _range(BEFORE), strict=True):
+        for dimension, now, before in zip(token_dimensions, _range(IS), _range(BEFORE), strict=True):
             heads.standing(head, dimension, _SAME_TOKEN, _unit(now), _unit(before))
-        for dimension, near in zip(still[_TOKEN:-1], _range(NEAR), strict=True):
+        for dimension, near in zip(name_dimensions, _range(NEAR), strict=True):
             heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
         # The beginning has neither a name nor a token before it, which makes its normed keys longer than others.
         nats = _NOT_FOUND * math.sqrt((_NORMS[1] - 2.0) / _NORMS[1])
-        heads.standing(head, still[-1], nats, _unit(ONE), _unit(START) / _START)
+        heads.standing(head, start, nats, _unit(ONE), _unit(START) / _START)
         half = slice(head * _TOKEN // HEADS, (head + 1) * _TOKEN // HEADS)
         heads.copy(head, [*_range(IS)[half], START], [*_range(NEXT)[half], END])
     return heads.weights()
