@@ -102,7 +102,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended(beside: Beside) -> No
     run(beside, (1.0, 2.0, 3.0))
     step = beside.submit("b", 4.0)
     beside.take(Cancel("b"), 4.1)
-    beside.finish(step, 4.2)
+    beside.finish(beside.finish(step, 4.2), 4.3)
     kept = (
         beside.watch._promises,
         beside.watch._first_token_at,

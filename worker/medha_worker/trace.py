@@ -42,6 +42,7 @@ MOST_BYTES = 256 * 2**20
 """Where a trace ends, however long it was to be."""
 MOST_QUEUED = 20_000
 """Happenings that may wait to be written; further ones are left out, and counted."""
+PIECE_EVENTS = 2000  # about as many are written at once
 KNOWN_STEPS = 4096
 MOST_NAMED = 32  # decodes of a step that are named
 COUNTER_SECONDS = 0.02  # counters are written at most this often
@@ -197,16 +198,14 @@ class Tracing:
 
     def _events(self) -> list[Event] | None:
         """What has happened meanwhile; None once nothing more can come."""
+        found: list[Event] = []
         try:
-            found = [self._queue.get(timeout=IDLE_SECONDS)]
+            found = self._format.events(*self._queue.get(timeout=IDLE_SECONDS))
+            while len(found) < PIECE_EVENTS:
+                found += self._format.events(*self._queue.get_nowait())
         except Empty:
-            return None if self._closed else []
-        while len(found) < 1000:
-            try:
-                found.append(self._queue.get_nowait())
-            except Empty:
-                break
-        return [event for at, happening in found for event in self._format.events(at, happening)]
+            return found or (None if self._closed else [])
+        return found
 
     def write_to(self, path: Path) -> None:
         """Write a file from a thread of its own, until the trace is closed.
@@ -354,9 +353,10 @@ class TraceFormat:
                 continue
             stage = here.stream if leaving else here.stream - 1
             id_ = f"{epoch}.{times.step_id}.{here.kv}.{here.tensor}.{stage}"
-            middle = (since + until) / 2 if leaving else until - min(1e-6, (until - since) / 2)
+            # What is sent may have come before the call that sends it returns, but never before it began.
+            moment = since if leaving else until - min(1e-6, (until - since) / 2)
             arrow = self._event(
-                "s" if leaving else "f", "hidden states", middle + offset, cat="stage", id=id_
+                "s" if leaving else "f", "hidden states", moment + offset, cat="stage", id=id_
             )
             found.append(arrow | where | ({} if leaving else {"bp": "e"}))
         return found
@@ -443,8 +443,10 @@ def read_trace(text: str | bytes) -> list[Event]:
         text = text.decode("utf-8", errors="ignore")
     if not text.startswith("["):
         raise ValueError("a trace begins with [")
-    try:
-        return list(json.loads(text))
-    except ValueError:
-        whole = text[: text.rindex(",\n")] if ",\n" in text else "["
-        return list(json.loads(whole + "]"))
+    before_last = text[: text.rindex(",\n")] if ",\n" in text else "["
+    for attempt in (text, f"{text}]"):
+        try:
+            return list(json.loads(attempt))
+        except ValueError:
+            pass
+    return list(json.loads(f"{before_last}]"))

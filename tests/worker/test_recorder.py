@@ -1,0 +1,145 @@
+"""A rank's clock: it costs nothing while nobody asks, and is bounded while somebody does."""
+
+from __future__ import annotations
+
+import pytest
+
+from medha.messages import StepTimes, TracePart
+from medha_worker.recorder import MOST_STEPS, SEND_SECONDS, StepRecorder, machine
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Links:
+    """Other ranks; what is asked of them takes a while."""
+
+    stages = 2
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def receive(self, rows: int, *, name: str = "") -> str:
+        self.clock.now += 1.0
+        return f"{rows} {name}"
+
+    def reduce(self) -> None:
+        self.clock.now += 0.25
+
+    def breaks(self) -> None:
+        self.clock.now += 0.5
+        raise RuntimeError("a rank has gone")
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def recorder(clock: Clock) -> StepRecorder:
+    return StepRecorder(3, clock)
+
+
+def run_step(recorder: StepRecorder, clock: Clock, step_id: int, *, ran: bool = True) -> None:
+    recorder.begin(step_id)
+    clock.now += 0.5
+    recorder.forward_done()
+    clock.now += 0.25
+    recorder.end(ran=ran)
+
+
+def parts(recorder: StepRecorder, clock: Clock, epoch: int = 0) -> list[TracePart]:
+    clock.now += SEND_SECONDS
+    part = recorder.take(epoch)
+    return [] if part is None else [part]
+
+
+def test_nothing_is_recorded_until_it_is_asked_for_nor_when_the_time_is_over(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    run_step(recorder, clock, 1)
+    assert parts(recorder, clock) == []
+    recorder.record(1.0)
+    run_step(recorder, clock, 2)
+    clock.now += 1.0
+    run_step(recorder, clock, 3)
+    (part,) = parts(recorder, clock)
+    assert [step.step_id for step in part.steps] == [2]
+    recorder.record(10.0)
+    recorder.record(0.0)
+    run_step(recorder, clock, 4)
+    assert parts(recorder, clock) == []
+
+
+def test_a_step_has_its_forward_pass_and_who_recorded_it(recorder: StepRecorder, clock: Clock) -> None:
+    recorder.record(60.0)
+    run_step(recorder, clock, 7)
+    (part,) = parts(recorder, clock, epoch=2)
+    assert part.steps == (StepTimes(7, 100.0, 100.75, (("forward", 100.0, 100.5),)),)
+    assert (part.rank, part.epoch, part.machine, part.clock_seconds) == (3, 2, machine(), clock.now)
+
+
+def test_calls_are_timed_one_by_one_or_summed_up_and_pass_unchanged(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    links = recorder.watch(Links(clock), spans={"receive": "hidden"}, waits={"reduce": "all_reduce"})
+    assert (links.receive(1), links.stages) == ("1 ", 2)  # outside of a step
+    recorder.record(60.0)
+    recorder.begin(1)
+    assert links.receive(2, name="b") == "2 b"
+    for _ in range(3):
+        links.reduce()
+    recorder.end(ran=True)
+    (part,) = parts(recorder, clock)
+    assert part.steps[0].spans == (("hidden", 101.0, 102.0),)
+    assert part.steps[0].waits == (("all_reduce", 0.75),)
+
+
+def test_a_call_that_raises_is_timed_and_the_next_step_begins_afresh(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    links = recorder.watch(Links(clock), spans={"breaks": "receive"})
+    recorder.record(60.0)
+    recorder.begin(1)
+    with pytest.raises(RuntimeError, match="a rank has gone"):
+        links.breaks()
+    assert recorder.take(0) is None
+    run_step(recorder, clock, 2)
+    (part,) = parts(recorder, clock)
+    assert [(step.step_id, step.spans[0][0]) for step in part.steps] == [(2, "forward")]
+
+
+def test_steps_for_other_lanes_are_left_out_without_being_missed(
+    recorder: StepRecorder, clock: Clock
+) -> None:
+    recorder.record(60.0)
+    run_step(recorder, clock, 1, ran=False)
+    run_step(recorder, clock, 2)
+    (part,) = parts(recorder, clock)
+    assert ([step.step_id for step in part.steps], part.left_out) == ([2], 0)
+
+
+def test_steps_are_sent_together_and_no_more_are_kept_than_fit(recorder: StepRecorder, clock: Clock) -> None:
+    recorder.record(1e6)
+    run_step(recorder, clock, 0)
+    recorder.take(0)
+    recorder.begin(1)
+    recorder.end(ran=True)
+    assert recorder.take(0) is None  # not yet: more may come
+    for step in range(MOST_STEPS + 5):
+        run_step(recorder, clock, step)
+    (part,) = parts(recorder, clock)
+    assert (len(part.steps), part.left_out) == (MOST_STEPS, 6)
+
+
+def test_what_was_recorded_last_is_sent_when_the_time_is_over(recorder: StepRecorder, clock: Clock) -> None:
+    recorder.record(0.8)
+    run_step(recorder, clock, 1)
+    clock.now += 0.06
+    assert recorder.take(0) is not None
