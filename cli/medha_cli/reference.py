@@ -15,6 +15,7 @@ from medha_cli.main import main
 _ROOT = Path(__file__).resolve().parents[2]  # the pages are written in a checkout, never in an installation
 _PACKAGES = (
     "core/medha",
+    "core/medha_links",
     "router/medha_router",
     "worker/medha_worker",
     "worker/medha_worker/model",

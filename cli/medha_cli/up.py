@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import click
 from pydantic import BaseModel, TypeAdapter
@@ -31,6 +32,10 @@ from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.runs import announced
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_cli.supervisor import Part, supervise
+from medha_worker.process import free_port
+
+if TYPE_CHECKING:
+    from medha_links.keys import KeyFiles
 
 READY_TIMEOUT_SECONDS = 1.0  # of one look at /ready; the next follows soon
 SOCKET_PATH_BYTES = (
@@ -40,6 +45,7 @@ SOCKET_PATH_BYTES = (
 # thread that spins beside one that was put aside makes a step take ten times as long; threads that sleep at once
 # (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
 RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
+KEYS = "keys"  # in the run directory
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 
@@ -136,6 +142,15 @@ class RunFiles:
         path.write_text(text, encoding="utf-8")
         return str(path)
 
+    def fresh_keys(self) -> KeyFiles:
+        """Keys of the parts for this run: a part that is started again finds its own, the next run makes others."""
+        from medha_links.keys import (
+            KeyFiles,
+        )  # it needs pyzmq, and whether that is installed is for us to say
+
+        shutil.rmtree(self.directory / KEYS, ignore_errors=True)
+        return KeyFiles.create(self.directory / KEYS)
+
     def url(self) -> str:
         """Where the router listens; only once it does."""
         return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
@@ -167,6 +182,7 @@ def write_parts(
     """Write each part's settings, and name the parts in the order in which they are asked to stop."""
     spec = replica.spec
     router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
+    keys = files.fresh_keys()
     rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
     router = files.write(
         "router",
@@ -175,6 +191,8 @@ def write_parts(
             "port": spec.router.port,
             "control_endpoint": router_control,
             "tokens_endpoint": router_tokens,
+            "key_file": str(keys.router),
+            "enrolment_file": str(keys.enrolment),
             "ready_file": str(files.router_ready),
             "scratch_directory": str(files.directory),
             "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
@@ -191,8 +209,12 @@ def write_parts(
             "model_directory": str(directory),
             "router_control": router_control,
             "router_tokens": router_tokens,
+            "router_key_file": str(keys.router_public),
+            "enrolment_file": str(keys.enrolment),
             "rank_control": rank_control,
             "rank_tokens": rank_tokens,
+            "key_file": str(keys.controller),
+            "rank_keys_file": str(keys.ranks_public),
             "ready_file": str(files.ranks_ready),
             "epoch_file": str(files.directory / "epoch"),
             "record_file": str(record.absolute()) if record else None,
@@ -212,6 +234,8 @@ def write_parts(
                 "model_directory": str(directory),
                 "control": rank_control,
                 "tokens": rank_tokens,
+                "key_file": str(keys.ranks),
+                "controller_key_file": str(keys.controller_public),
                 "log_level": log_level,
             },
         )
@@ -221,13 +245,6 @@ def write_parts(
         (_part("controller", "medha_worker.controller", controller),),
         tuple(rank_parts),
     )
-
-
-def _free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _part(
@@ -241,7 +258,7 @@ def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
     comes back under the same URL."""
     port = replica.spec.router.port if port is None else port
     if port == 0:
-        port = _free_port()
+        port = free_port(replica.spec.router.host)
     router = replica.spec.router.model_copy(update={"port": port})
     return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
 
@@ -270,7 +287,7 @@ def _require_free_port(replica: MedhaReplica) -> None:
 
 @contextmanager
 def _run_directory(wanted: Path | None) -> Iterator[Path]:
-    """A directory of mode 0700; a temporary one is removed at the end."""
+    """A directory of mode 0700; a temporary one is removed at the end, from any other the keys are."""
     if wanted is None:
         run = Path(tempfile.mkdtemp(prefix="medha-"))
     else:
@@ -290,3 +307,5 @@ def _run_directory(wanted: Path | None) -> Iterator[Path]:
     finally:
         if wanted is None:
             shutil.rmtree(run, ignore_errors=True)
+        else:
+            shutil.rmtree(run / KEYS, ignore_errors=True)

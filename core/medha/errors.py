@@ -35,7 +35,14 @@ class RequestInvalid(MedhaError):
 
 
 class WireInvalid(MedhaError):
-    """A peer sent a message that cannot be decoded. The message is dropped and counted; the peer mends it."""
+    """A peer sent what cannot be read, or is out of place. The message is dropped and counted; the peer mends it.
+
+    `reason` is the word that it is counted by (`medha.wire.REASONS`).
+    """
+
+    def __init__(self, message: str, *, reason: str = "state") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class OutOfMemory(MedhaError):

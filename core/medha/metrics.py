@@ -11,9 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from medha.wire import REASONS
+
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
-    "seconds", "tokens", "bytes", "ratio", "requests", "steps", "sequences", "messages", "replicas", ""
+    "seconds", "tokens", "bytes", "ratio", "requests", "steps", "sequences", "messages", "connections", "replicas", ""
 ]
 
 
@@ -68,6 +70,7 @@ _STEP_SECONDS = (
 _SLACK_SECONDS = (-600.0, -60.0, -10.0, -2.0, -0.5, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0, 600.0)
 _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
+_REASONS = ", ".join(f"`{reason}` ({meaning})" for reason, meaning in REASONS.items())
 _BY_CLASS = ("model", "service_class")
 _BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
 
@@ -89,7 +92,8 @@ ROUTER_METRICS = (
     Metric("medha_router_replicas", "gauge", "replicas", "Replicas that are heard, by state: `ready`, `draining`, `starting`.", ("model", "state")),
     Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again after a refusal, a lost rank or a lost replica."),
     Metric("medha_router_tokenize_seconds", "histogram", "seconds", "Parsing, template and tokenising of a request, by where: `thread` or `process` (large bodies).", ("place",), _WORK_SECONDS),
-    Metric("medha_router_malformed_messages", "counter", "messages", "Messages from replicas that could not be read and were dropped."),
+    Metric("medha_router_dropped_messages", "counter", "messages", f"Messages from replicas that were dropped, by link (`control`, `tokens`) and reason: {_REASONS}.", ("link", "reason")),
+    Metric("medha_router_refused_connections", "counter", "connections", "Connections that did not get past the handshake: plaintext, a wrong key, or no enrolment token of this router's.", ("link",)),
     Metric("medha_replica_sequences_running", "gauge", "sequences", "Sequences that hold KV in a replica, as it announced.", ("model", "replica")),
     Metric("medha_replica_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV in a replica, as it announced.", ("model", "replica")),
     Metric("medha_replica_kv_used_ratio", "gauge", "ratio", "Reserved share of a replica's KV pool, 0 to 1, as it announced.", ("model", "replica")),
@@ -137,7 +141,8 @@ CONTROLLER_METRICS = (
     Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),
     Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),
     Metric("medha_epoch", "gauge", "", "Epoch of the replica: it rises when its ranks meet anew."),
-    Metric("medha_malformed_messages", "counter", "messages", "Messages from routers or ranks that could not be read and were dropped."),
+    Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link (`router_control`, `router_tokens`, `rank_control`, `rank_tokens`) and reason, as in `medha_router_dropped_messages`. Ranks log theirs.", ("link", "reason")),
+    Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that did not get past the handshake: plaintext, or a key that is no rank's of this replica.", ("link",)),
 )  # fmt: skip
 """What a replica's controller exports."""
 

@@ -28,6 +28,22 @@ from medha.messages import Message
 VERSION = 1
 TOKENS_PER_FRAME = 262_144
 """Ids per `Tokens` frame (1 MiB): a 40 MB prompt passes in pieces, so that others pass between them."""
+MAX_HEADER_BYTES = 16 * 2**20
+MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version may cut in other pieces
+
+REASONS = {
+    "header": "no frame, or one that is no JSON object",
+    "version": "of a version that is not read here",
+    "type": "of an unknown type",
+    "frames": "with a frame too many or too few",
+    "fields": "with a field that is missing or of the wrong type",
+    "size": "with a frame that is too large",
+    "payload": "with a raw frame that ends within a token id",
+    "unexpected": "of a type that does not belong on this link",
+    "peer": "from a peer that may not say it",
+    "state": "of the right form, but contradicting what is known",
+}
+"""Why a message is dropped, as metrics count it."""
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -50,27 +66,35 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
         WireInvalid: the frames are not a message of a version that this peer reads.
     """
     if not frames:
-        raise WireInvalid("an empty message: expected a header frame")
+        raise WireInvalid("an empty message: expected a header frame", reason="header")
+    if len(frames[0]) > MAX_HEADER_BYTES:
+        raise WireInvalid(
+            f"a header of {len(frames[0])} bytes, expected at most {MAX_HEADER_BYTES}", reason="size"
+        )
     try:
         header = from_json(bytes(frames[0]))
     except ValueError as error:
-        raise WireInvalid(f"header is not JSON: {error}") from error
+        raise WireInvalid(f"header is not JSON: {error}", reason="header") from error
     if not isinstance(header, dict):
-        raise WireInvalid(f"header is a JSON {type(header).__name__}, expected an object")
+        raise WireInvalid(f"header is a JSON {type(header).__name__}, expected an object", reason="header")
     version, kind = header.get("v"), header.get("type")
     if type(version) is not int or version not in (VERSION, VERSION - 1):
-        raise WireInvalid(f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}")
+        raise WireInvalid(
+            f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}", reason="version"
+        )
     if not isinstance(kind, str) or kind not in _ADAPTERS:
-        raise WireInvalid(f"unknown message type {kind!r}")
+        raise WireInvalid(f"unknown message type {kind!r}", reason="type")
     expected = 2 if kind in _WITH_PAYLOAD else 1
     if len(frames) != expected:
-        raise WireInvalid(f"{kind} has {len(frames)} frames, expected {expected}")
+        raise WireInvalid(f"{kind} has {len(frames)} frames, expected {expected}", reason="frames")
     try:
         message = _ADAPTERS[kind].validate_python(header.get("body"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise WireInvalid(f"{kind}.{where}: {first['msg']}") from error
+        raise WireInvalid(f"{kind}.{where}: {first['msg']}", reason="fields") from error
+    if kind == "Tokens":
+        _require_whole_ids(frames[1])
     return message, memoryview(frames[1]) if expected == 2 else None
 
 
@@ -95,6 +119,14 @@ def tokens_from_frame(frame: bytes | memoryview) -> TokenIds:
     Raises:
         WireInvalid: the frame's length is no multiple of four bytes.
     """
-    if len(frame) % 4:
-        raise WireInvalid(f"a token frame has {len(frame)} bytes, expected a multiple of 4")
+    _require_whole_ids(frame)
     return np.frombuffer(frame, dtype="<i4").astype(np.int32, copy=False)
+
+
+def _require_whole_ids(frame: bytes | memoryview) -> None:
+    if len(frame) > MAX_TOKENS_FRAME_BYTES:
+        raise WireInvalid(
+            f"a token frame of {len(frame)} bytes, expected at most {MAX_TOKENS_FRAME_BYTES}", reason="size"
+        )
+    if len(frame) % 4:
+        raise WireInvalid(f"a token frame has {len(frame)} bytes, expected a multiple of 4", reason="payload")

@@ -1,9 +1,9 @@
 """The link to replicas: two ZeroMQ ROUTER sockets around a RouterCore.
 
 Replica controllers connect a DEALER to each of the two: *control* for all messages, *tokens* for token ids, so
-that a 40 MB prompt never stands in front of a `Cancel`. A controller sends its `Announce` on **both** sockets;
-that is how the router learns which peer of the token socket belongs to which replica, and a replica whose token
-socket has not been heard is not used. Nothing here blocks: sends go to ZeroMQ's queues, which are unbounded
+that a 40 MB prompt never stands in front of a `Cancel`. A controller connects both under one identity, its name and a
+number of this connection, and sends its `Announce` on **both**; a replica that has been heard on one only is not used.
+Who comes with another number has lost what was on its way, and is sent everything anew. Nothing here blocks: sends go to ZeroMQ's queues, which are unbounded
 because what they hold is bounded by the open requests.
 """
 
@@ -41,7 +41,11 @@ from medha.routing import (
     SendPrompt,
 )
 from medha.wire import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair, read_tokens
+from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind
 from medha_router.observe import Observer
+from medha_router.peers import Peers, require_in_vocabulary, require_plausible
 from medha_router.prepare import Catalog, ModelTerms
 from medha_router.settings import RouterSettings
 from medha_router.tokenizing import Tokenizing
@@ -68,12 +72,21 @@ class ReplicaLink:
         self._hasher = PrefixHasher(MARK_BLOCK_TOKENS, secrets.token_bytes(32))
         self._tokenizing = tokenizing
         self._observer = observer
+        self._drops = Drops(log, observer.message_dropped)
+        keys = KeyPair.read(settings.key_file)
+        enrolled = [KeyPair.of_token(token).public for token in read_tokens(settings.enrolment_file)]
         self._context = zmq.asyncio.Context()
-        self._control = self._bind(settings.control_endpoint)
-        self._tokens = self._bind(settings.tokens_endpoint)
-        self._control_peer: dict[str, bytes] = {}  # replica -> ZeroMQ identity
-        self._replica_of: dict[bytes, str] = {}  # control identity -> replica
-        self._tokens_peer: dict[str, bytes] = {}
+        self._doorkeeper = Doorkeeper(self._context, enrolled)
+        self._links = {
+            "control": bind(
+                self._context, settings.control_endpoint, keys, largest_frame_bytes=MAX_BUNDLE_BYTES
+            ),
+            "tokens": bind(
+                self._context, settings.tokens_endpoint, keys, largest_frame_bytes=TOKENS_FRAME_BYTES
+            ),
+        }
+        self._control, self._tokens = (link.socket for link in self._links.values())
+        self._peers = Peers()
         self._early: dict[str, Announce] = {}  # cards of replicas whose token socket is still unheard
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are on their way
         self._prompts: dict[str, TokenIds] = {}
@@ -81,17 +94,6 @@ class ReplicaLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken = asyncio.Event()
         """A bug ended one of the loops: the process must not go on half alive."""
-
-    def _bind(self, endpoint: str) -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unreachable peer is an error, not silence
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer may come back under its old identity
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BUNDLE_BYTES)
-        socket.bind(endpoint)
-        return socket
 
     @property
     def control_endpoint(self) -> str:
@@ -121,8 +123,9 @@ class ReplicaLink:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         # A moment for the last Cancels to leave; peers that are gone must not hold the router up.
-        for socket in (self._control, self._tokens):
-            socket.close(linger=200)
+        for link in self._links.values():
+            link.close(linger_milliseconds=200)
+        self._doorkeeper.close()
         self._context.term()
 
     # For the HTTP side ----------------------------------------------------------------------------
@@ -191,7 +194,7 @@ class ReplicaLink:
                 case Send(replica=replica, message=message):
                     if isinstance(message, Submit) and "~" in message.id:
                         self._observer.resubmitted()
-                    self._send(self._control, self._control_peer, replica, encode(message))
+                    self._send(self._control, replica, encode(message))
                 case Reject(replica=replica, reason=reason):
                     log.warning("replica %s is not used: %s", replica, reason)
 
@@ -202,23 +205,22 @@ class ReplicaLink:
             part = ids[offset : offset + TOKENS_PER_FRAME]
             piece = Tokens(command.prompt, offset, total, command.sequences)
             frames = encode(piece, tokens_to_frame(part))
-            self._send(self._tokens, self._tokens_peer, command.replica, frames)
+            self._send(self._tokens, command.replica, frames)
         if emitted:
             raw = tokens_to_frame(np.asarray(emitted, dtype=np.int32))
             piece = Tokens(command.prompt, len(ids), total, command.sequences)
             frames = encode(piece, raw)
-            self._send(self._tokens, self._tokens_peer, command.replica, frames)
+            self._send(self._tokens, command.replica, frames)
 
     def _send(
         self,
         socket: zmq.asyncio.Socket,
-        peers: dict[str, bytes],
         replica: str,
         frames: Sequence[bytes | memoryview],
     ) -> None:
         # Without a high-water mark pyzmq sends within this call, so the order of calls is the order of messages.
         sent: asyncio.Future[Any] = asyncio.ensure_future(
-            socket.send_multipart([peers[replica], *frames], copy=False)
+            socket.send_multipart([self._peers.identity(replica), *frames], copy=False)
         )
         sent.add_done_callback(lambda future: self._sent(future, replica))
 
@@ -230,75 +232,87 @@ class ReplicaLink:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
+            for name, link in self._links.items():
+                self._observer.connections_refused(name, link.connections.refused())
             self._handle(Tick())
 
     async def _receive_tokens(self) -> None:
         """Only `Announce` comes here: it tells whose peer this is."""
         while True:
-            identity, *frames = await self._tokens.recv_multipart()
-            message, _ = self._decode(frames)
-            if not isinstance(message, Announce):
-                self._drop("on the token socket only Announce is expected")
+            frames = await self._tokens.recv_multipart()
+            try:
+                identity, message, _ = self._read(frames)
+                if not isinstance(message, Announce):
+                    raise WireInvalid("on the token link only Announce is expected", reason="unexpected")
+                self._peers.heard_on_tokens(message.replica, identity)
+            except WireInvalid as error:
+                self._drops.drop("tokens", error)
                 continue
-            self._tokens_peer[message.replica] = identity
             early = self._early.pop(message.replica, None)
             if early is not None:
-                self._handle(Received(early.replica, early))
+                self._announced(early)
 
     async def _receive_control(self) -> None:
         while True:
-            identity, *frames = await self._control.recv_multipart()
-            message, payload = self._decode(frames)
-            match message:
-                case Announce():
-                    self._announced(identity, message)
-                case Emit() | Refused() | Failed() if identity in self._replica_of:
-                    self._handle(Received(self._replica_of[identity], message))
-                case BundlePart() if payload is not None:
-                    self._bundle_part(identity, message, payload)
-                case None:
-                    pass
-                case _:
-                    self._drop(f"{type(message).__name__} is not expected from this peer")
+            frames = await self._control.recv_multipart()
+            try:
+                self._take(*self._read(frames))
+            except WireInvalid as error:
+                self._drops.drop("control", error)
 
-    def _decode(self, frames: Sequence[bytes]) -> tuple[Message | None, memoryview | None]:
-        try:
-            return decode(frames)
-        except WireInvalid as error:
-            self._drop(str(error))
-            return None, None
+    def _read(self, frames: Sequence[bytes]) -> tuple[bytes, Message, memoryview | None]:
+        identity, *rest = frames
+        return identity, *decode(rest)
 
-    def _drop(self, reason: str) -> None:
-        self._observer.malformed_message()
-        log.warning("dropped a message: %s", reason)
+    def _take(self, identity: bytes, message: Message, payload: memoryview | None) -> None:
+        """
+        Raises:
+            WireInvalid: the message is out of place.
+        """
+        match message:
+            case Announce() as card:
+                require_plausible(card)
+                former = self._peers.heard_on_control(card, identity)
+                if former is not None:
+                    self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
+                    self._handle(LinkLost(card.replica))
+                self._announced(card)
+            case Emit() | Refused() | Failed() as answer:
+                card = self._peers.card(identity)
+                if isinstance(answer, Emit):
+                    require_in_vocabulary(answer, card.vocab_size)
+                self._handle(Received(card.replica, answer))
+            case BundlePart() as part if payload is not None:
+                self._bundle_part(identity, part, payload)
+            case other:
+                raise WireInvalid(f"{type(other).__name__} is not expected of a replica", reason="unexpected")
 
-    def _announced(self, identity: bytes, card: Announce) -> None:
-        before = self._control_peer.get(card.replica)
-        if before is not None and before != identity:
-            self._replica_of.pop(before, None)  # it has reconnected
-        self._control_peer[card.replica] = identity
-        self._replica_of[identity] = card.replica
-        if card.replica in self._tokens_peer:
+    def _announced(self, card: Announce) -> None:
+        if self._peers.is_whole(card.replica):
             self._handle(Received(card.replica, card))
         else:
             self._early[card.replica] = card
 
     def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
+        if part.digest != self._peers.card(identity).digest:
+            raise WireInvalid(f"bundle {part.digest:.12} is not the one that was announced")
         if part.name not in BUNDLE_FILES:  # a name becomes a file's: no other is taken
-            self._drop(f"{part.name[:80]!r} is no file of a bundle")
-            return
+            raise WireInvalid(f"{part.name:.80} is no file of a bundle")
         parts = self._parts.setdefault((identity, part.digest), {})
         parts[part.name] = bytes(payload)
         if sum(map(len, parts.values())) > MAX_BUNDLE_BYTES:
             del self._parts[identity, part.digest]
-            self._drop(f"bundle {part.digest[:12]} is larger than {MAX_BUNDLE_BYTES} bytes")
-        elif part.remaining == 0:
+            raise WireInvalid(
+                f"bundle {part.digest:.12} is larger than {MAX_BUNDLE_BYTES} bytes", reason="size"
+            )
+        if part.remaining == 0:
             del self._parts[identity, part.digest]
             self._spawn(asyncio.create_task(self._load_bundle(part.digest, parts)))
 
     async def _load_bundle(self, digest: str, files: dict[str, bytes]) -> None:
         if bundle_digest(files) != digest:
-            self._drop(f"bundle {digest[:12]} does not have the content that its digest names")
+            error = WireInvalid(f"bundle {digest:.12} does not have the content that its digest names")
+            self._drops.drop("control", error)
             return
         try:
             await self._tokenizing.add_bundle(files)

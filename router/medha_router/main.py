@@ -19,6 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
+from medha.errors import ConfigInvalid
 from medha_router.app import Door, build_app
 from medha_router.heartbeat import Heartbeat
 from medha_router.link import ReplicaLink
@@ -146,6 +147,9 @@ def main(settings_file: Path) -> None:
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         sys.exit(uvloop.run(serve(settings, parent_pid)))
+    except ConfigInvalid as error:
+        log.error("%s", error)  # noqa: TRY400
+        sys.exit(1)
     except OSError as error:
         log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
         sys.exit(1)

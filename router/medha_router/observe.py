@@ -57,8 +57,11 @@ class Observer:
     def tokenized(self, place: str, seconds: float) -> None:
         self._observe("medha_router_tokenize_seconds", seconds, place)
 
-    def malformed_message(self) -> None:
-        self._count("medha_router_malformed_messages", 1)
+    def message_dropped(self, link: str, reason: str) -> None:
+        self._count("medha_router_dropped_messages", 1, link, reason)
+
+    def connections_refused(self, link: str, connections: int) -> None:
+        self._count("medha_router_refused_connections", connections, link)
 
     def resubmitted(self) -> None:
         self._count("medha_router_resubmissions", 1)

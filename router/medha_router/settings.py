@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,6 +19,10 @@ class RouterSettings(BaseModel):
     """ZeroMQ ROUTER that replica controllers connect their control DEALER to."""
     tokens_endpoint: str = "tcp://127.0.0.1:*"
     """ZeroMQ ROUTER that replica controllers connect their token DEALER to."""
+    key_file: Path
+    """The router's secret key; replicas know the public half (docs/security.md)."""
+    enrolment_file: Path
+    """Tokens, one a line: a replica that holds one of them is admitted."""
     ready_file: str | None = None
     """Written as JSON {"url", "control", "tokens"} once everything is bound; the same line is logged."""
     scratch_directory: str | None = None

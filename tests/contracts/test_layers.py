@@ -19,6 +19,8 @@ CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["c
 LAYERS, CORE, NO_TORCH, MODEL, LOOP = range(5)
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
+    (LAYERS, "core/medha/wire.py", "import medha_links"),
+    (LAYERS, "core/medha_links/keys.py", "import medha_router"),
     (LAYERS, "router/medha_router/settings.py", "import medha_worker.bundle"),
     (LAYERS, "worker/medha_worker/bundle.py", "import medha_cli"),
     (LAYERS, "operator/medha_operator/__init__.py", "import medha_sim"),

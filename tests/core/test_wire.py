@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from medha.errors import WireInvalid
 from medha.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
-from medha.wire import VERSION, decode, digest, encode, tokens_from_frame, tokens_to_frame
+from medha.wire import (
+    MAX_HEADER_BYTES,
+    MAX_TOKENS_FRAME_BYTES,
+    REASONS,
+    VERSION,
+    decode,
+    digest,
+    encode,
+    tokens_from_frame,
+    tokens_to_frame,
+)
 
 RECORDED = Path(__file__).parent / "recorded" / "wire_v1.jsonl"
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -30,7 +40,7 @@ def frame(**header: object) -> bytes:
 
 
 @settings(max_examples=400)
-@given(message=MESSAGES, payload=st.binary(max_size=20))
+@given(message=MESSAGES, payload=st.binary(max_size=5).map(lambda raw: raw * 4))
 def test_every_message_comes_back_as_it_went(message: Message, payload: bytes) -> None:
     has_payload = type(message).__name__ in WITH_PAYLOAD
     frames = encode(message, payload if has_payload else None)
@@ -128,6 +138,15 @@ def test_any_other_version_is_refused_by_its_number(version: object) -> None:
 @pytest.mark.parametrize(
     ("frames", "message"),
     [
+        ([b" " * (MAX_HEADER_BYTES + 1)], "a header of 16777217 bytes"),
+        ([frame(v=1, type="Tokens", body={"prompt": "p", "offset": 0, "total": 2}), b"12345"], "has 5 bytes"),
+        (
+            [
+                frame(v=1, type="Tokens", body={"prompt": "p", "offset": 0, "total": 2}),
+                bytes(MAX_TOKENS_FRAME_BYTES + 4),
+            ],
+            "a token frame of 4194308 bytes",
+        ),
         ([], "an empty message"),
         ([b""], "not JSON"),
         ([b"\xff\xfe"], "not JSON"),
@@ -148,8 +167,9 @@ def test_any_other_version_is_refused_by_its_number(version: object) -> None:
     ],
 )
 def test_garbage_is_refused_with_the_place_and_the_reason(frames: list[bytes], message: str) -> None:
-    with pytest.raises(WireInvalid, match=message):
+    with pytest.raises(WireInvalid, match=message) as caught:
         decode(frames)
+    assert caught.value.reason in REASONS
 
 
 JSON_VALUES = st.recursive(

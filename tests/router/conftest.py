@@ -33,6 +33,8 @@ from medha.messages import (
     Tokens,
 )
 from medha.wire import decode, encode, tokens_from_frame
+from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.sockets import connect
 from medha_router.bundle import Bundle
 
 MODEL = "tiny"
@@ -100,8 +102,7 @@ class Script:
 class ScriptedReplica:
     """A test double of a replica's controller, at the wire: it emits what `script` says."""
 
-    control_endpoint: str
-    tokens_endpoint: str
+    router: Router
     files: dict[str, bytes]
     name: str = "r0"
     script: Script = field(default_factory=Script)
@@ -150,11 +151,15 @@ class ScriptedReplica:
             assert self.changed.wait_for(condition, timeout=20), "the replica never saw it"
 
     def _run(self) -> None:
-        context = zmq.Context()
-        control, tokens = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
-        for socket, endpoint in ((control, self.control_endpoint), (tokens, self.tokens_endpoint)):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(endpoint)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        keys = KeyPair.of_token(read_tokens(self.router.keys.enrolment)[0])
+        server = read_public_key(self.router.keys.router_public)
+        identity = f"{self.name}/{id(self)}".encode()
+        links = [
+            connect(context, endpoint, identity, keys, server)
+            for endpoint in (self.router.control, self.router.tokens)
+        ]
+        control, tokens = (link.socket for link in links)
         poller = zmq.Poller()
         poller.register(control, zmq.POLLIN)
         poller.register(tokens, zmq.POLLIN)
@@ -176,7 +181,9 @@ class ScriptedReplica:
                 self._take_tokens(tokens)
             if control in ready:
                 self._take(control, tokens)
-        context.destroy(linger=0)
+        for link in links:
+            link.close(0)
+        context.term()
 
     def _take_tokens(self, tokens: zmq.Socket[bytes]) -> None:
         while tokens.poll(0):
@@ -237,6 +244,7 @@ class Router:
     control: str
     tokens: str
     http: httpx.Client
+    keys: KeyFiles
 
     def post(self, path: str, body: object, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -254,7 +262,15 @@ class Router:
 
 def start_router(folder: Path, **settings: Any) -> Router:
     ready = folder / "ready.json"
-    given = {"port": 0, "ready_file": str(ready), "log_level": "warning", **settings}
+    keys = KeyFiles.create(folder / "keys")
+    given = {
+        "port": 0,
+        "ready_file": str(ready),
+        "log_level": "warning",
+        "key_file": str(keys.router),
+        "enrolment_file": str(keys.enrolment),
+        **settings,
+    }
     (folder / "settings.json").write_text(json.dumps(given))
     command = [sys.executable, "-m", "medha_router", "--settings", str(folder / "settings.json")]
     process = subprocess.Popen(command)
@@ -265,7 +281,7 @@ def start_router(folder: Path, **settings: Any) -> Router:
         time.sleep(0.02)
     bound = json.loads(ready.read_text())
     client = httpx.Client(base_url=bound["url"], timeout=30)
-    return Router(process, bound["url"], bound["control"], bound["tokens"], client)
+    return Router(process, bound["url"], bound["control"], bound["tokens"], client, keys)
 
 
 def stop_router(router: Router) -> int:
@@ -285,7 +301,7 @@ def shared_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
 
 @pytest.fixture(scope="session")
 def shared_replica(shared_router: Router, bundle_files: dict[str, bytes]) -> Iterator[ScriptedReplica]:
-    replica = ScriptedReplica(shared_router.control, shared_router.tokens, bundle_files)
+    replica = ScriptedReplica(shared_router, bundle_files)
     shared_router.wait_ready()
     yield replica
     replica.stop()

@@ -350,7 +350,7 @@ def test_metrics_have_our_names_and_those_of_vllm(router: Router) -> None:
 
 
 def test_malformed_messages_are_counted_and_change_nothing(router: Router, replica: ScriptedReplica) -> None:
-    before = router.metric("medha_router_malformed_messages_total")
+    before = router.metric("medha_router_dropped_messages_total")
     traversal = [bytes(frame) for frame in encode(BundlePart("d", "../../etc/passwd", 0), b"x")]
     for frames in (
         traversal,
@@ -361,4 +361,4 @@ def test_malformed_messages_are_counted_and_change_nothing(router: Router, repli
         replica.order("raw", frames)
     answer = router.post("/v1/completions", {"model": MODEL, "prompt": "x"})
     assert answer.status_code == 200
-    assert router.metric("medha_router_malformed_messages_total") == before + 4
+    assert router.metric("medha_router_dropped_messages_total") == before + 4

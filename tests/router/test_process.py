@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from medha.messages import Emit
+from medha_links.keys import KeyFiles
 from medha_router.bundle import Bundle
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
@@ -41,7 +42,7 @@ def test_without_a_replica_it_lives_is_not_ready_and_answers_503(lone_router: Ro
 def test_it_follows_its_replica_refuses_when_full_and_drains(
     lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
-    replica = ScriptedReplica(lone_router.control, lone_router.tokens, bundle_files)
+    replica = ScriptedReplica(lone_router, bundle_files)
     lone_router.wait_ready()
 
     # A replica without room: one request may wait here, the next is told to come back.
@@ -81,7 +82,7 @@ def test_what_is_open_after_the_drain_limit_ends_with_an_error_and_is_cancelled(
     tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
     router = start_router(tmp_path, drain_seconds=0.1)
-    replica = ScriptedReplica(router.control, router.tokens, bundle_files)
+    replica = ScriptedReplica(router, bundle_files)
     router.wait_ready()
     replica.script = Script(tokens=say(bundle, "Hello"), hold=True)
     with router.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
@@ -111,7 +112,9 @@ def test_what_it_writes_lies_in_its_scratch_directory_until_it_ends(tmp_path: Pa
 def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     ready = tmp_path / "ready.json"
     settings_file = tmp_path / "settings.json"
-    settings_file.write_text(json.dumps({"port": 0, "ready_file": str(ready)}))
+    keys = KeyFiles.create(tmp_path / "keys")
+    files = {"key_file": str(keys.router), "enrolment_file": str(keys.enrolment), "ready_file": str(ready)}
+    settings_file.write_text(json.dumps({"port": 0, **files}))
     parent = subprocess.Popen(
         [
             sys.executable,
@@ -157,10 +160,7 @@ def test_a_prompt_goes_where_its_beginning_went(
     lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle
 ) -> None:
     """Of two replicas with equal loads: there its KV may be cached."""
-    replicas = [
-        ScriptedReplica(lone_router.control, lone_router.tokens, bundle_files, name=name)
-        for name in ("r0", "r1")
-    ]
+    replicas = [ScriptedReplica(lone_router, bundle_files, name=name) for name in ("r0", "r1")]
     try:
         end = time.monotonic() + 20
         while lone_router.metric('medha_router_replicas{model="tiny",state="ready"}') < 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import numpy as np
@@ -28,6 +30,7 @@ from medha.messages import (
     Extent,
     FetchBundle,
     Meet,
+    Message,
     RankFault,
     RankHello,
     RankReady,
@@ -42,7 +45,10 @@ from medha.messages import (
     Tokens,
 )
 from medha.profile import Profile
-from medha.wire import decode, tokens_from_frame, tokens_to_frame
+from medha.wire import decode, encode, tokens_from_frame, tokens_to_frame
+from medha_links.drops import Drops
+from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.sockets import Doorkeeper, Opened, bind, connect
 from medha_worker.controller import ControllerSettings
 from medha_worker.link import Link, Received
 
@@ -64,6 +70,28 @@ IDS = np.arange(20, dtype=np.int32)
 SPEC = MedhaReplicaSpec(model=ModelSpec(name="m", source=ModelSource(path="unused")))
 
 
+ANY = get_args(Message)
+DROPS = Drops(logging.getLogger())
+
+
+class Router:
+    """A link of a router to the one controller that there is."""
+
+    def __init__(self, opened: Opened[zmq.Socket[bytes]]) -> None:
+        self.socket = opened.socket
+        self.close = opened.close
+        self.peer = b""  # who was heard last
+
+    def receive(self, timeout_seconds: float) -> Received | None:
+        if not self.socket.poll(round(timeout_seconds * 1000)):
+            return None
+        self.peer, *frames = self.socket.recv_multipart()
+        return Received(self.peer, *decode(frames))
+
+    def send(self, message: Message, payload: bytes | None = None) -> None:
+        self.socket.send_multipart([self.peer, *encode(message, payload)])
+
+
 class Stage:
     """A controller process, and the two peers that the test plays."""
 
@@ -75,25 +103,50 @@ class Stage:
         }
         self.record = folder / "record.jsonl"
         self.ready_file = folder / "ready.json"
+        keys = KeyFiles.create(folder / "keys")
         settings = ControllerSettings(
             replica="r0",
             spec=spec,
             model_directory=folder,
             ready_file=self.ready_file,
             record_file=self.record,
+            router_key_file=keys.router_public,
+            enrolment_file=keys.enrolment,
+            key_file=keys.controller,
+            rank_keys_file=keys.ranks_public,
             **endpoints,
         )
         (folder / "settings.json").write_text(settings.model_dump_json(by_alias=True))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.router = Link.bind(self.context, endpoints["router_control"])
-        self.router_tokens = Link.bind(self.context, endpoints["router_tokens"])
+        self.endpoints, self.keys = endpoints, keys
+        self.open_router()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "medha_worker.controller", "--settings", str(folder / "settings.json")],
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.rank = Link.connect(self.context, endpoints["rank_control"], b"rank-0")
-        self.rank_tokens = Link.connect(self.context, endpoints["rank_tokens"], b"rank-0")
+        rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
+        self.rank, self.rank_tokens = (
+            Link(
+                connect(self.context, endpoints[name], b"rank-0", rank_keys, server), name, DROPS, accepts=ANY
+            )
+            for name in ("rank_control", "rank_tokens")
+        )
+
+    def open_router(self) -> None:
+        """Listen as a router does."""
+        enrolled = KeyPair.of_token(read_tokens(self.keys.enrolment)[0]).public
+        self.doorkeeper = Doorkeeper(self.context, [enrolled])
+        self.router, self.router_tokens = (
+            Router(bind(self.context, self.endpoints[name], KeyPair.read(self.keys.router)))
+            for name in ("router_control", "router_tokens")
+        )
+
+    def close_router(self) -> None:
+        """Go, as a router does that is killed."""
+        for link in (self.router, self.router_tokens):
+            link.close(0)
+        self.doorkeeper.close()
 
     def hello(self, incarnation: str = "first") -> Meet:
         """The rank says that it is here, again and again as ranks do, until it is called."""
@@ -130,13 +183,13 @@ class Stage:
 
     def submit(self, name: str, prompt: str = "p", **fields: object) -> None:
         message = Submit(id=name, prompt=prompt, tokens=20, prompt_length=20, seed=1, **fields)  # type: ignore[arg-type]
-        self.router.send(message, peer=b"r0")
+        self.router.send(message)
 
     def send_tokens(self, prompt: str = "p", sequences: int = 1) -> None:
         piece = Tokens(prompt, 0, len(IDS), sequences)
-        self.router_tokens.send(piece, tokens_to_frame(IDS), peer=b"r0")
+        self.router_tokens.send(piece, tokens_to_frame(IDS))
 
-    def _next(self, link: Link, kind: type) -> Received:
+    def _next(self, link: Link | Router, kind: type) -> Received:
         while (received := link.receive(timeout_seconds=20)) is not None:
             if isinstance(received.message, kind):
                 return received
@@ -148,8 +201,9 @@ class Stage:
 
     def close(self) -> None:
         self.kill()
-        for link in (self.router, self.router_tokens, self.rank, self.rank_tokens):
-            link.socket.close(linger=0)
+        self.close_router()
+        for link in (self.rank, self.rank_tokens):
+            link.close(0)
         self.context.term()
 
 
@@ -217,7 +271,7 @@ def test_a_cancel_frees_what_the_request_held(stage: Stage) -> None:
     stage.send_tokens()
     stage.submit("a")
     step = stage.step()
-    stage.router.send(Cancel("a"), peer=b"r0")
+    stage.router.send(Cancel("a"))
     # The cancel and the answers of the rank come on different links, in no order: steps may run meanwhile.
     while step.releases != ("a",):
         stage.finish(step, *(Sample(entry.id, 7) for entry in step.entries))
@@ -234,7 +288,7 @@ def test_the_bundle_is_sent_to_who_asks_by_its_digest(stage: Stage) -> None:
     stage.ready()
     announce = stage.from_controller(Announce)
     assert isinstance(announce, Announce)
-    stage.router.send(FetchBundle(announce.digest), peer=b"r0")
+    stage.router.send(FetchBundle(announce.digest))
     part = stage.from_controller(BundlePart)
     assert part == BundlePart(announce.digest, "tokenizer.json", 0)
 
@@ -269,9 +323,9 @@ def test_a_rank_that_fails_ends_the_controller_with_its_reason(stage: Stage) -> 
 
 def test_malformed_frames_are_dropped_and_the_controller_serves_on(stage: Stage) -> None:
     stage.ready()
-    for frames in ([b"r0", b"garbage"], [b"r0", b'{"v":1,"type":"Submit","body":{}}'], [b"r0"]):
-        stage.router.socket.send_multipart(frames)
-        stage.router_tokens.socket.send_multipart(frames)
+    for frames in ([b"garbage"], [b'{"v":1,"type":"Submit","body":{}}'], []):
+        for link in (stage.router, stage.router_tokens):
+            link.socket.send_multipart([link.peer, *frames])
     stage.send_tokens()
     stage.submit("a")
     assert [admit.id for admit in stage.step().admits] == ["a"]

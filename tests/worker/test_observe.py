@@ -31,7 +31,7 @@ def new_core(epoch: int, queried_tokens: int) -> ReplicaController:
 
 def test_a_count_goes_on_where_the_epoch_before_left_it() -> None:
     registry = CollectorRegistry()
-    observer = Observer(registry, malformed=lambda: 0)
+    observer = Observer(registry)
     for core in (new_core(0, 100), new_core(0, 150), new_core(1, 0), new_core(1, 30)):
         observer.state(core)
     assert registry.get_sample_value("medha_prefix_cache_queried_tokens_total") == 180
@@ -39,7 +39,7 @@ def test_a_count_goes_on_where_the_epoch_before_left_it() -> None:
 
 def test_every_lane_has_its_blocks_by_state() -> None:
     registry = CollectorRegistry()
-    Observer(registry, malformed=lambda: 0).state(new_core(0, 0))
+    Observer(registry).state(new_core(0, 0))
     for lane in ("0", "1"):
         free = registry.get_sample_value("medha_kv_blocks", {"lane": lane, "state": "free"})
         cached = registry.get_sample_value("medha_kv_blocks", {"lane": lane, "state": "cached"})

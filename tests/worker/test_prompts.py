@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from medha.errors import WireInvalid
 from medha.messages import Submit, Tokens
 from medha.prefix import PrefixHasher
+from medha.wire import TokenIds
 from medha_worker.prompts import PromptStore
 
 IDS = np.arange(10, dtype=np.int32)
@@ -18,7 +22,7 @@ def submit(name: str, tokens: int = 10, prompt: str = "p") -> Submit:
 
 
 def test_a_request_that_comes_after_its_ids_need_not_wait() -> None:
-    store = PromptStore(longest_tokens=100)
+    store = PromptStore(longest_tokens=100, vocab_size=50)
     assert store.receive(Tokens("p", 0, 10), IDS[:6]) == []
     assert store.receive(Tokens("p", 6, 10), IDS[6:]) == []
     assert not store.hold(submit("a"))
@@ -29,7 +33,7 @@ def test_a_request_that_comes_after_its_ids_need_not_wait() -> None:
 
 
 def test_a_request_that_comes_before_its_ids_waits_for_the_last_of_them() -> None:
-    store = PromptStore(longest_tokens=100)
+    store = PromptStore(longest_tokens=100, vocab_size=50)
     assert store.hold(submit("a"))
     assert store.receive(Tokens("p", 0, 10, sequences=2), IDS[:6]) == []
     assert store.hold(submit("b"))
@@ -39,7 +43,7 @@ def test_a_request_that_comes_before_its_ids_waits_for_the_last_of_them() -> Non
 
 
 def test_a_prompt_is_kept_for_the_requests_still_to_come() -> None:
-    store = PromptStore(longest_tokens=100)
+    store = PromptStore(longest_tokens=100, vocab_size=50)
     store.receive(Tokens("p", 0, 10, sequences=2), IDS)
     assert not store.hold(submit("a"))
     assert store.take_unsent("p") is not None
@@ -52,7 +56,7 @@ def test_a_prompt_is_kept_for_the_requests_still_to_come() -> None:
 
 
 def test_a_cancelled_request_leaves_nothing_behind() -> None:
-    store = PromptStore(longest_tokens=100)
+    store = PromptStore(longest_tokens=100, vocab_size=50)
     store.hold(submit("a"))
     store.receive(Tokens("p", 0, 10), IDS[:6])
     store.withdraw("a")
@@ -60,17 +64,63 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
     assert len(store) == 0
 
 
-def test_pieces_out_of_order_and_prompts_too_long_are_dropped() -> None:
-    store = PromptStore(longest_tokens=100)
-    assert store.receive(Tokens("q", 0, 101), IDS) == []
-    assert not store.hold(submit("a", tokens=101, prompt="q")), "the controller refuses it"
+@pytest.mark.parametrize(
+    ("piece", "ids", "message"),
+    [
+        (Tokens("q", 0, 101), IDS, "101 tokens"),
+        (Tokens("q", 0, -1), IDS, "-1 tokens"),
+        (Tokens("q", 0, 10, sequences=0), IDS, "0 requests"),
+        (Tokens("q", 3, 10), IDS[3:], "expected some at 0"),  # its beginning went to somebody who is dead
+        (Tokens("q", 0, 5), IDS, "10 ids at 0, expected some at 0 of 5"),
+        (Tokens("q", 0, 10), IDS[:0], "0 ids"),
+        (Tokens("q", 0, 10), IDS + 41, "not within 0 .. 49"),
+        (Tokens("q", 0, 10), IDS - 1, "not within 0 .. 49"),
+        (Tokens("p", 3, 10), IDS[3:], "expected some at 6"),
+        (Tokens("p", 0, 10), IDS, "expected some at 6"),
+        (Tokens("p", 6, 11), IDS[6:], "has 10 tokens, not 11"),
+        (Tokens("p", 6, 10), IDS[5:], "expected some at 6"),
+    ],
+)
+def test_a_piece_that_is_out_of_place_is_refused_and_leaves_nothing(
+    piece: Tokens, ids: TokenIds, message: str
+) -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    store.receive(Tokens("p", 0, 10), IDS[:6])
+    with pytest.raises(WireInvalid, match=re.escape(message)):
+        store.receive(piece, ids)
+    assert len(store) == 1
+    store.receive(Tokens("p", 6, 10), IDS[6:])
+    sent = store.take_unsent("p")
+    assert sent is not None
+    assert sent.tolist() == IDS.tolist()
+
+
+def test_a_request_that_contradicts_its_prompt_is_known_before_it_is_held() -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    assert store.contradicts(submit("a", tokens=7)) is None
+    store.receive(Tokens("p", 0, 10, sequences=2), IDS[:6])
+    assert "has 10 tokens, not 7" in str(store.contradicts(submit("a", tokens=7)))
+    assert store.hold(submit("a"))
+    assert "already here" in str(store.contradicts(submit("a")))
+
+
+def test_nothing_is_left_of_a_router_that_has_gone() -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    store.receive(Tokens("half", 0, 10), IDS[:6])
+    store.hold(submit("a", prompt="unheard"))
+    store.receive(Tokens("waits", 0, 10, sequences=2), IDS)
+    store.receive(Tokens("runs", 0, 10, sequences=2), IDS)
+    assert store.take_unsent("runs") is not None
+    store.abandon()
+    assert len(store) == 1, "ranks have it, until the step that forgets it"
+    store.forgotten("runs")
     assert len(store) == 0
-    store.receive(Tokens("p", 3, 10), IDS[3:])
-    store.receive(Tokens("p", 0, 10), IDS)
-    store.receive(Tokens("p", 10, 10), IDS[:1])
-    ids = store.take_unsent("p")
-    assert ids is not None
-    assert ids.tolist() == IDS.tolist()
+
+
+def test_a_request_that_is_too_long_is_left_to_the_controller_to_refuse() -> None:
+    store = PromptStore(longest_tokens=100, vocab_size=50)
+    assert not store.hold(submit("a", tokens=101, prompt="q"))
+    assert len(store) == 0
 
 
 # --- hashes -------------------------------------------------------------------------------------------
@@ -78,7 +128,7 @@ def test_pieces_out_of_order_and_prompts_too_long_are_dropped() -> None:
 
 def test_a_request_is_handed_on_with_the_hashes_of_its_prompt_however_it_came() -> None:
     hasher = PrefixHasher(4, b"secret")
-    store = PromptStore(longest_tokens=100, hasher=hasher)
+    store = PromptStore(longest_tokens=100, vocab_size=50, hasher=hasher)
     assert store.hold(replace(submit("early"), block_hashes="made up by a router"))
     assert store.receive(Tokens("p", 0, 10, sequences=2), IDS[:3]) == []
     [early] = store.receive(Tokens("p", 3, 10, sequences=2), IDS[3:])
@@ -88,6 +138,6 @@ def test_a_request_is_handed_on_with_the_hashes_of_its_prompt_however_it_came() 
 
 
 def test_without_a_hasher_no_hashes_are_handed_on() -> None:
-    store = PromptStore(longest_tokens=100)
+    store = PromptStore(longest_tokens=100, vocab_size=50)
     store.receive(Tokens("p", 0, 10), IDS)
     assert store.hashed(replace(submit("a"), block_hashes="made up by a router")) == submit("a")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import psutil
@@ -36,6 +38,9 @@ from medha.messages import (
     Tokens,
 )
 from medha.wire import encode, tokens_to_frame
+from medha_links.drops import Drops
+from medha_links.keys import KeyFiles, KeyPair, read_public_keys
+from medha_links.sockets import Doorkeeper, bind
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.link import Link, rank_identity
 from medha_worker.rank import RankSettings, eos_token_ids
@@ -64,9 +69,26 @@ class Stage:
     def __init__(self, folder: Path, checkpoint: Path, spec: MedhaReplicaSpec = SPEC) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = {name: f"ipc://{folder}/{name}" for name in ("control", "tokens")}
-        self.control = Link.bind(self.context, endpoints["control"])
-        self.tokens = Link.bind(self.context, endpoints["tokens"])
-        settings = RankSettings(rank=0, spec=spec, model_directory=checkpoint, **endpoints)
+        keys = KeyFiles.create(folder / "keys")
+        self.doorkeeper = Doorkeeper(self.context, read_public_keys(keys.ranks_public))
+        self.control, self.tokens = (
+            Link(
+                bind(self.context, endpoint, KeyPair.read(keys.controller)),
+                name,
+                Drops(logging.getLogger()),
+                accepts=get_args(Message),
+                peers=[rank_identity(0)],
+            )
+            for name, endpoint in endpoints.items()
+        )
+        settings = RankSettings(
+            rank=0,
+            spec=spec,
+            model_directory=checkpoint,
+            key_file=keys.ranks,
+            controller_key_file=keys.controller_public,
+            **endpoints,
+        )
         self.settings = folder / "settings.json"
         self.settings.write_text(settings.model_dump_json(by_alias=True))
         self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
@@ -139,6 +161,7 @@ class Stage:
         self.process.communicate()
         self.control.close()
         self.tokens.close()
+        self.doorkeeper.close()
         self.context.term()
 
 

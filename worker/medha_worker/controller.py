@@ -13,7 +13,6 @@ import json
 import logging
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -32,7 +31,7 @@ from pydantic_core import to_json
 from medha.api import MedhaReplicaSpec, ServiceClass
 from medha.config import ReplicaConfig, derive
 from medha.engine import Load, ReplicaController
-from medha.errors import ConfigInvalid, MedhaError, PartFailed
+from medha.errors import ConfigInvalid, MedhaError, PartFailed, WireInvalid
 from medha.messages import (
     Announce,
     BundlePart,
@@ -62,14 +61,17 @@ from medha.messages import (
 from medha.prefix import PrefixHasher
 from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair, read_public_key, read_public_keys, read_tokens
+from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind, crosses_network
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.inspection import Inspection
-from medha_worker.link import Link, rank_identity
+from medha_worker.link import Link, Received, RouterLinks, rank_identity
 from medha_worker.lock_step import LockStep
-from medha_worker.muster import LinkName, Muster
+from medha_worker.muster import LinkName, Muster, implausible
 from medha_worker.observe import Observer
 from medha_worker.outputs import OutputHasher
-from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
+from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent, free_port
 from medha_worker.prompts import PromptStore
 from medha_worker.telemetry import serve
 from medha_worker.watchdog import Watchdog
@@ -92,15 +94,23 @@ class ControllerSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     replica: str
-    """Name of the replica, and its identity on the router's links."""
+    """Name of the replica, by which routers know it."""
     spec: MedhaReplicaSpec
     model_directory: Path
     router_control: str
     """ZeroMQ endpoint of the router's control link; the controller connects."""
     router_tokens: str
+    router_key_file: Path
+    """The router's public key (docs/security.md)."""
+    enrolment_file: Path
+    """A token by which the router admits replicas."""
     rank_control: str
     """ZeroMQ endpoint that the ranks connect to; the controller binds."""
     rank_tokens: str
+    key_file: Path
+    """The controller's secret key; its ranks know the public half."""
+    rank_keys_file: Path
+    """Public keys of the ranks: nobody else is admitted."""
     ready_file: Path | None = None
     """Written once, when all ranks are ready: a JSON `Readiness`."""
     rendezvous_host: str = "127.0.0.1"
@@ -120,27 +130,51 @@ class Controller:
     def __init__(self, settings: ControllerSettings, bundle: Bundle) -> None:
         self._settings = settings
         self._bundle = bundle
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._rank_control = Link.bind(context, settings.rank_control)
-        self._rank_tokens = Link.bind(context, settings.rank_tokens)
-        identity = settings.replica.encode()
-        self._router_control = Link.connect(context, settings.router_control, identity)
-        self._router_tokens = Link.connect(context, settings.router_tokens, identity)
+        self._registry = CollectorRegistry()
+        self._observer = Observer(self._registry)
+        shape = settings.spec.parallelism
+        self._muster = Muster(shape.tensor * shape.stream * shape.kv, _next_epoch(settings.epoch_file))
+        context, drops = zmq.Context[zmq.Socket[bytes]](), Drops(_log, self._observer.dropped)
+        keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
+        router_key = read_public_key(settings.router_key_file)
+        enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
+        self._doorkeeper = Doorkeeper(context, rank_keys)
+        peers = [rank_identity(rank) for rank in range(self._muster.expected)]
+        self._rank_control = Link(
+            bind(context, settings.rank_control, keys, heartbeats=crosses_network(settings.rank_control)),
+            "rank_control",
+            drops,
+            accepts=(StageFree, Done, RankHello, RankReady, RankFault, TracePart),
+            peers=peers,
+        )
+        self._rank_tokens = Link(
+            bind(
+                context,
+                settings.rank_tokens,
+                keys,
+                largest_frame_bytes=TOKENS_FRAME_BYTES,
+                heartbeats=crosses_network(settings.rank_tokens),
+            ),
+            "rank_tokens",
+            drops,
+            accepts=(RankHello,),
+            peers=peers,
+        )
+        endpoints = settings.router_control, settings.router_tokens
+        self._router = RouterLinks(context, endpoints, settings.replica, enrolment, router_key, drops)
         self._poller = zmq.Poller()
-        for link in (self._router_control, self._router_tokens, self._rank_control, self._rank_tokens):
+        for link in (self._rank_control, self._rank_tokens):
             self._poller.register(link.socket, zmq.POLLIN)
+        self._router_sockets: tuple[zmq.Socket[bytes], ...] = ()
+        self._poll_router()
         self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
         self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
         self._context = context
-        shape = settings.spec.parallelism
-        self._muster = Muster(shape.tensor * shape.stream * shape.kv, _next_epoch(settings.epoch_file))
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
         self._stopping = False
         self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
         self._record: TextIO | None = None
-        self._registry = CollectorRegistry()
-        self._observer = Observer(self._registry, malformed=self._malformed)
         self._announced: Load | None = None
         self._card: Announce | None = None
         self._announced_at = float("-inf")  # the first turn of the loop that can announce does
@@ -157,6 +191,7 @@ class Controller:
         while drain_until is None or not self._drained(drain_until):
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._poller.poll(POLL_MILLISECONDS)
+            self._look_at_links()
             self._hear_ranks()
             for event in self._events():
                 self._step(event)
@@ -186,8 +221,9 @@ class Controller:
 
     def close(self) -> None:
         """Close the links; messages still queued get a moment to leave."""
-        for link in (self._router_control, self._router_tokens, self._rank_control, self._rank_tokens):
+        for link in (self._router, self._rank_control, self._rank_tokens):
             link.close()
+        self._doorkeeper.close()
         self._context.term()
         self._inspection.close()
         if self._record is not None:
@@ -208,12 +244,60 @@ class Controller:
         self._observer.observe(event, commands, core, now, handle_seconds)
         self._inspection.observe(event, commands, core, now)
 
+    # --- links --------------------------------------------------------------------------------------
+
+    def _look_at_links(self) -> None:
+        """Count who was not let in, and notice when the router comes or goes."""
+        for link in (self._rank_control, self._rank_tokens):
+            self._observer.refused(link.name, link.connections.refused())
+        match self._router.look(time.monotonic()):
+            case "came":
+                _log.info("the router is there")
+                self._announce(force=True)
+            case "gone":
+                _log.warning("the router has gone: all its requests end here")
+                self._end_all()
+            case "refused":
+                _log.error(
+                    "the router at %s does not admit this replica: the token in %s is none of its enrolment tokens, or it "
+                    "has another key than %s; trying again",
+                    self._settings.router_control,
+                    self._settings.enrolment_file,
+                    self._settings.router_key_file,
+                )
+        self._poll_router()
+
+    def _poll_router(self) -> None:
+        """Poll the links to the router that there are now; former ones are closed."""
+        sockets = self._router.sockets
+        if sockets == self._router_sockets:
+            return
+        for former in self._router_sockets:
+            self._poller.unregister(former)
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._router_sockets = sockets
+
+    def _end_all(self) -> None:
+        """Nobody wants what runs and waits here any more; a router that comes back submits it anew."""
+        if self._core is None:
+            return
+        self._prompts.abandon()
+        for request in list(self._core.requests()):
+            self._outputs.end(request.id)
+            self._step(Cancel(request.id))
+
+    def _answer(self, answer: Announce | Emit | Refused | Failed) -> None:
+        """Tell the router, if it is there; who has gone gets nothing late."""
+        if self._router.connected:
+            self._router.control.send(answer)
+
     # --- epochs -------------------------------------------------------------------------------------
 
     def _hear_ranks(self) -> None:
         """Take what ranks say of themselves on the token link, and call them together once all are here."""
         while (received := self._rank_tokens.receive()) is not None:
-            if isinstance(received.message, RankHello):
+            if isinstance(received.message, RankHello) and self._is_of(received, self._rank_tokens):
                 self._hello("tokens", received.message)
         if self._muster.complete and self._muster.epoch is None:
             self._call_together()
@@ -251,6 +335,14 @@ class Controller:
         elif silent:
             self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
 
+    def _is_of(self, received: Received, link: Link) -> bool:
+        """Whether a rank speaks of itself; else the message is dropped."""
+        rank = getattr(received.message, "rank", None)
+        if rank is None or received.peer == rank_identity(rank):
+            return True
+        link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
+        return False
+
     def _hello(self, link: LinkName, hello: RankHello) -> None:
         if self._muster.refuses(hello):
             return
@@ -281,7 +373,11 @@ class Controller:
     def _call_together(self) -> None:
         shape = self._settings.spec.parallelism
         is_alone = shape.tensor * shape.stream * shape.kv == 1
-        rendezvous = "" if is_alone else f"tcp://{self._settings.rendezvous_host}:{_free_port()}"
+        rendezvous = (
+            ""
+            if is_alone
+            else f"tcp://{self._settings.rendezvous_host}:{free_port(self._settings.rendezvous_host)}"
+        )
         meet = self._muster.meet(rendezvous)
         if self._settings.epoch_file is not None:
             partial = self._settings.epoch_file.with_suffix(".partial")
@@ -304,7 +400,7 @@ class Controller:
         if spec.kv_cache.prefix_caching:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
-        self._prompts = PromptStore(config.max_model_len, hasher)
+        self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         self._outputs = OutputHasher()
         self._open_record(profile, slowest)
         self._inspection.begin_epoch(self._core, time.monotonic())
@@ -344,15 +440,24 @@ class Controller:
     def _events(self) -> Iterator[ControllerEvent]:
         """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
         while (received := self._rank_control.receive()) is not None:
+            if not self._is_of(received, self._rank_control):
+                continue
             match received.message:
-                case StageFree() | Done() as part if self._core is None or part.epoch != self._core.epoch:
-                    pass  # of an epoch that was lost
                 case StageFree() | Done() as part:
+                    core = self._core
+                    if core is None or part.epoch < core.epoch:
+                        continue  # of an epoch that was lost
+                    contradiction = self._lock_step.contradiction(part, core.epoch, self._vocab_size)
+                    if contradiction is not None:
+                        self._rank_control.drop(WireInvalid(contradiction))
+                        continue
                     event = self._lock_step.join(part)
                     if event is not None:
                         yield self._with_hashes(event) if isinstance(event, Done) else event
                 case RankHello() as hello:
                     self._hello("control", hello)
+                case RankReady() as ready if (contradiction := implausible(ready)) is not None:
+                    self._rank_control.drop(WireInvalid(contradiction))
                 case RankReady() as ready:
                     everyone = self._muster.ready(ready)
                     if everyone is not None:
@@ -361,24 +466,29 @@ class Controller:
                     self._fault(fault)
                 case TracePart() as part:
                     self._inspection.part(part, time.monotonic())
-                case other:
-                    _log.warning("unexpected %s from %r", type(other).__name__, received.peer)
-        while (received := self._router_tokens.receive()) is not None:
+        while (received := self._router.tokens.receive()) is not None:
             match received.message, received.payload:
                 case Tokens(), _ if self._core is None:
                     pass  # they come again with the next attempt
                 case Tokens() as tokens, memoryview() as frame:
-                    yield from self._prompts.receive(tokens, tokens_from_frame(frame))
-                case other, _:
-                    _log.warning("unexpected %s on the token link", type(other).__name__)
-        while (received := self._router_control.receive()) is not None:
+                    try:
+                        released = self._prompts.receive(tokens, tokens_from_frame(frame))
+                    except WireInvalid as error:
+                        self._router.tokens.drop(error)
+                        continue
+                    yield from released
+        while (received := self._router.control.receive()) is not None:
             match received.message:
                 case Submit() as submit if self._core is None:
-                    self._router_control.send(Refused(submit.id, "not_ready", "the ranks are gathering"))
+                    self._answer(Refused(submit.id, "not_ready", "the ranks are gathering"))
                 case Cancel() if self._core is None:
                     pass
                 case Submit() as submit:
-                    if not self._prompts.hold(submit):
+                    contradiction = self._prompts.contradicts(submit)
+                    if contradiction is not None:
+                        self._router.control.drop(WireInvalid(contradiction))
+                        self._answer(Refused(submit.id, "invalid", contradiction))
+                    elif not self._prompts.hold(submit):
                         yield self._prompts.hashed(submit)
                 case Cancel() as cancel:
                     self._prompts.withdraw(cancel.id)
@@ -386,8 +496,6 @@ class Controller:
                     yield cancel
                 case FetchBundle() as fetch:
                     self._send_bundle(fetch)
-                case other:
-                    _log.warning("unexpected %s from the router", type(other).__name__)
 
     def _with_hashes(self, done: Done) -> Done:
         """The step's end with the hashes of the blocks that its samples fill."""
@@ -406,10 +514,6 @@ class Controller:
                 hashes.append((sample.id, filled))
         return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
 
-    def _malformed(self) -> int:
-        links = (self._rank_control, self._router_control, self._router_tokens)
-        return sum(link.malformed for link in links)
-
     # --- commands -----------------------------------------------------------------------------------
 
     def _carry_out(self, command: ControllerCommand) -> None:
@@ -419,7 +523,7 @@ class Controller:
                 self._send_prompts(step)
                 self._to_ranks(self._rank_control, step)
             case Emit() | Refused() | Failed() as answer:
-                self._router_control.send(answer)
+                self._answer(answer)
                 if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
                     self._outputs.end(answer.id)
 
@@ -452,12 +556,12 @@ class Controller:
 
     def _send_bundle(self, fetch: FetchBundle) -> None:
         if fetch.digest != self._bundle.digest:
-            _log.warning("the router asks for bundle %s, which is not ours", fetch.digest)
+            self._router.control.drop(WireInvalid(f"bundle {fetch.digest:.80} is not ours"))
             return
         remaining = len(self._bundle.files)
         for name, content in self._bundle.files.items():
             remaining -= 1
-            self._router_control.send(BundlePart(self._bundle.digest, name, remaining), content)
+            self._router.control.send(BundlePart(self._bundle.digest, name, remaining), content)
 
     def _announce(self, *, force: bool = False) -> None:
         """Tell the router our load when it has changed, and at least every heartbeat."""
@@ -479,8 +583,9 @@ class Controller:
             card = replace(card, ready=False)  # between two epochs
         self._announced_at = now
         # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
-        self._router_control.send(card)
-        self._router_tokens.send(card)
+        if self._router.connected:
+            self._router.control.send(card)
+            self._router.tokens.send(card)
 
     def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
         lengths = np.array([tokens for tokens in PREFILL_POINTS if tokens <= config.max_model_len], np.int64)
@@ -532,13 +637,6 @@ def _next_epoch(path: Path | None) -> int:
         return 1 + int(path.read_text(encoding="utf-8")) if path is not None else 0
     except (FileNotFoundError, ValueError):
         return 0
-
-
-def _free_port() -> int:
-    """A port that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def chunk_seconds(profile: StepProfile) -> float:

@@ -1,25 +1,34 @@
-"""ZeroMQ sockets of the worker's processes, made and read in one place.
+"""Links of the worker's processes: sockets that speak `medha.wire`, and drop what does not belong on them.
 
 Each pair of processes is joined by two links, so that a 40 MB prompt never blocks a step: `control` carries
-small messages, `tokens` carries token ids. A link is a ROUTER that is bound and a DEALER that connects under an
-identity, both without a limit on queued messages: dropping one would fork the replicated state.
+small messages, `tokens` carries token ids.
 """
 
 from __future__ import annotations
 
-import logging
+import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 import zmq
 
-from medha.errors import WireInvalid
-from medha.messages import Message
+from medha.errors import PartFailed, WireInvalid
+from medha.messages import Cancel, FetchBundle, Message, Submit, Tokens
 from medha.wire import decode, encode
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair
+from medha_links.sockets import CONTROL_FRAME_BYTES, LINGER_MILLISECONDS, TOKENS_FRAME_BYTES, Opened, connect
 
-LARGEST_FRAME_BYTES = 256 * 2**20  # a bundle's tokenizer.json is the largest frame there is
-LINGER_MILLISECONDS = 2000  # a last message (RankFault, Refused) is still delivered when its sender exits
+ROUTER_RECONNECT_MILLISECONDS = 500
+"""The controller must have noticed a lost connection, and given its sockets up, before ZeroMQ makes a new one."""
 
-_log = logging.getLogger(__name__)
+REFUSED_SECONDS = 5.0
+"""After which a router that does not admit this replica is asked again: its tokens may have been changed."""
+
+RouterNews = Literal["came", "gone", "refused"]
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,36 +45,25 @@ def rank_identity(rank: int) -> bytes:
 
 
 class Link:
-    """One socket that speaks `medha.wire`; messages that cannot be decoded are dropped and counted."""
+    """One socket; messages that cannot be read or do not belong here are dropped and counted."""
 
-    def __init__(self, socket: zmq.Socket[bytes], *, bound: bool) -> None:
-        self.socket = socket
-        self.malformed = 0
-        self._bound = bound
-
-    @classmethod
-    def bind(cls, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> Link:
-        """A link that many peers connect to."""
-        socket = _socket(context, zmq.ROUTER)
-        _beat(socket, endpoint)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
-        socket.setsockopt(
-            zmq.ROUTER_HANDOVER, 1
-        )  # a restarted peer takes its identity over from its former self
-        socket.bind(endpoint)
-        return cls(socket, bound=True)
-
-    @classmethod
-    def connect(
-        cls, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, identity: bytes, *, beats: bool = False
-    ) -> Link:
-        """A link to one peer, under `identity`; `beats` says that it may connect anew and lose messages."""
-        socket = _socket(context, zmq.DEALER)
-        if beats:
-            _beat(socket, endpoint)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.connect(endpoint)
-        return cls(socket, bound=False)
+    def __init__(
+        self,
+        opened: Opened[Socket],
+        name: str,
+        drops: Drops,
+        *,
+        accepts: Collection[type[Message]],
+        peers: Collection[bytes] | None = None,
+    ) -> None:
+        """`accepts` are the types that may come; `peers` the identities, if the link is bound here."""
+        self.socket = opened.socket
+        self.connections = opened.connections
+        self.name = name
+        self._opened = opened
+        self._drops = drops
+        self._accepts = frozenset(accepts)
+        self._peers = None if peers is None else frozenset(peers)
 
     def send(self, message: Message, payload: bytes | memoryview | None = None, *, peer: bytes = b"") -> None:
         """Queue a message; `peer` says for whom where the link is bound here.
@@ -74,42 +72,126 @@ class Link:
             zmq.ZMQError: the peer is not connected (EHOSTUNREACH).
         """
         frames = encode(message, payload)
-        self.socket.send_multipart([peer, *frames] if self._bound else frames, copy=False)
+        self.socket.send_multipart(frames if self._peers is None else [peer, *frames], copy=False)
 
     def receive(self, timeout_seconds: float = 0.0) -> Received | None:
-        """The next well-formed message, or None when none comes within the time-out."""
+        """The next message that belongs here, or None when none comes within the time-out."""
         while self.socket.poll(round(timeout_seconds * 1000)):
             frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
-            peer = bytes(frames.pop(0)) if self._bound else b""
             try:
-                message, payload = decode(frames)
+                return self._read(frames)
             except WireInvalid as error:
-                self.malformed += 1
-                _log.warning("dropped a malformed message (%d so far): %s", self.malformed, error)
-                continue
-            return Received(peer, message, payload)
+                self.drop(error)
         return None
 
-    def close(self) -> None:
-        self.socket.close()
+    def _read(self, frames: list[memoryview]) -> Received:
+        peer = b""
+        if self._peers is not None:
+            peer = bytes(frames.pop(0))
+            if peer not in self._peers:
+                raise WireInvalid(f"{peer[:80]!r} is not expected here", reason="peer")
+        message, payload = decode(frames)
+        if type(message) not in self._accepts:
+            raise WireInvalid(f"{type(message).__name__} is not expected here", reason="unexpected")
+        return Received(peer, message, payload)
+
+    def drop(self, error: WireInvalid) -> None:
+        """Count a message that was read and turned out to be out of place."""
+        self._drops.drop(self.name, error)
+
+    def require_admitted(self, mend: str) -> None:
+        """Look whether the server has let this peer in, or is still to be heard.
+
+        Raises:
+            PartFailed: it has refused this peer's key; ZeroMQ does not try again.
+        """
+        if zmq.Event.HANDSHAKE_FAILED_AUTH in self.connections.take():
+            raise PartFailed(f"{self.name}: the other side does not admit this key; {mend}")
+
+    def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
+        """Messages that are queued get a moment to leave."""
+        self._opened.close(linger_milliseconds)
 
 
-def _beat(socket: zmq.Socket[bytes], endpoint: str) -> None:
-    """Let ZeroMQ's own threads notice a peer that a network has cut off, and connect anew as soon as it is back.
+class RouterLinks:
+    """The two links of a controller to its router, made anew each time a connection is lost.
 
-    What was under way is lost then, which only those links may do whose peers count their messages: those of ranks. A
-    socket of this machine breaks by nothing but the end of a process, so there it could only do harm.
+    What was on its way then is lost without a trace, in either direction. So nothing may go on that was in progress: the
+    new links have another identity, by which the router knows that they are new, and what was queued goes with the old.
     """
-    if endpoint.startswith("tcp:"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 4000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
 
+    def __init__(
+        self,
+        context: Context,
+        endpoints: tuple[str, str],
+        replica: str,
+        keys: KeyPair,
+        server: bytes,
+        drops: Drops,
+    ) -> None:
+        """`endpoints` are those of the router's control and token links, `server` is its public key."""
+        self._context = context
+        self._endpoints = endpoints
+        self._replica = replica
+        self._keys = keys
+        self._server = server
+        self._drops = drops
+        self._open()
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.LINGER, LINGER_MILLISECONDS)
-    socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME_BYTES)
-    return socket
+    def _open(self) -> None:
+        identity = f"{self._replica}/{secrets.token_hex(8)}".encode()
+
+        def opened(endpoint: str, largest_frame_bytes: int) -> Opened[Socket]:
+            return connect(
+                self._context,
+                endpoint,
+                identity,
+                self._keys,
+                self._server,
+                largest_frame_bytes=largest_frame_bytes,
+                reconnect_milliseconds=ROUTER_RECONNECT_MILLISECONDS,
+            )
+
+        control = opened(self._endpoints[0], CONTROL_FRAME_BYTES)
+        tokens = opened(self._endpoints[1], TOKENS_FRAME_BYTES)
+        self.control = Link(control, "router_control", self._drops, accepts=(Submit, Cancel, FetchBundle))
+        self.tokens = Link(tokens, "router_tokens", self._drops, accepts=(Tokens,))
+        self._met: set[str] = set()
+        self._reopen_at: float | None = None
+
+    @property
+    def connected(self) -> bool:
+        """Whether the router is there; until then nothing should be sent."""
+        return len(self._met) == 2
+
+    @property
+    def sockets(self) -> tuple[Socket, ...]:
+        """Those to be polled; others after `look` has found that the router has gone."""
+        links = (self.control, self.tokens)
+        return (*(link.socket for link in links), *(link.connections.socket for link in links))
+
+    def look(self, now: float) -> RouterNews | None:
+        """Take what has happened to the connections. Where the router has gone, the links are new."""
+        if self._reopen_at is not None and now >= self._reopen_at:
+            self._reopen()
+        before = self.connected
+        for link in (self.control, self.tokens):
+            for event in link.connections.take():
+                match event:
+                    case zmq.Event.HANDSHAKE_SUCCEEDED:
+                        self._met.add(link.name)
+                    case zmq.Event.HANDSHAKE_FAILED_AUTH if self._reopen_at is None:
+                        self._reopen_at = now + REFUSED_SECONDS  # ZeroMQ itself does not try again
+                        return "refused"
+                    case zmq.Event.DISCONNECTED if link.name in self._met:
+                        self._reopen()
+                        return "gone"
+        return "came" if self.connected and not before else None
+
+    def _reopen(self) -> None:
+        self.close(0)
+        self._open()
+
+    def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
+        for link in (self.control, self.tokens):
+            link.close(linger_milliseconds)

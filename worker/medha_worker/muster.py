@@ -7,7 +7,8 @@ process that was replaced and comes back, because it was only stopped or cut off
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from math import isfinite
 from typing import Literal
 
 from medha.messages import Meet, RankHello, RankReady
@@ -102,3 +103,14 @@ class Muster:
         found = [self._ranks[rank].ready for rank in sorted(self._ranks)]
         everyone = [one for one in found if one is not None]
         return everyone if len(everyone) == self.expected else None
+
+
+def implausible(ready: RankReady) -> str | None:
+    """What no rank can have measured of itself."""
+    counts = (ready.block_size_tokens, ready.kv_blocks, ready.max_model_len, ready.vocab_size)
+    if min(counts) < 1:
+        return f"rank {ready.rank} has (block size, blocks, longest text, vocabulary) {counts}"
+    seconds = astuple(ready.profile)[:4]
+    if not all(isfinite(one) and one >= 0 for one in seconds):
+        return f"rank {ready.rank} measured {seconds} seconds"
+    return None

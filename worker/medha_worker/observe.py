@@ -7,7 +7,7 @@ it led to, and at the state behind. The simulator can be drawn on the same panel
 from __future__ import annotations
 
 from collections import Counter as Counted
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -28,12 +28,11 @@ class _Launched:
 class Observer:
     """Metrics of one replica controller, in a registry that is passed in."""
 
-    def __init__(self, registry: CollectorRegistry, malformed: Callable[[], int]) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
         collectors = {metric.name: _collector(metric, registry) for metric in CONTROLLER_METRICS}
         self._counters = {name: one for name, one in collectors.items() if isinstance(one, Counter)}
         self._gauges = {name: one for name, one in collectors.items() if isinstance(one, Gauge)}
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
-        self._malformed = malformed
         self._totals = Counted[str]()
         self._launched: dict[int, _Launched] = {}
 
@@ -103,6 +102,14 @@ class Observer:
     def _finished(self, reason: str) -> None:
         self._counters["medha_sequences_finished"].labels(reason=reason).inc()
 
+    def dropped(self, link: str, reason: str) -> None:
+        """A message was dropped."""
+        self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc()
+
+    def refused(self, link: str, connections: int) -> None:
+        """Peers were not let in."""
+        self._counters["medha_refused_connections"].labels(link=link).inc(connections)
+
     def state(self, core: ReplicaController) -> None:
         """Set the gauges; it looks at every request, so drivers call it when they announce their load."""
         load, pools = core.load(), core.pools
@@ -124,7 +131,6 @@ class Observer:
         self._gauges["medha_sequences_waiting"].set(load.waiting)
         self._gauges["medha_pending_prefill_seconds"].set(load.pending_prefill_seconds)
         self._gauges["medha_epoch"].set(core.epoch)
-        self._count_up("medha_malformed_messages", self._malformed())
 
     def _count_up(self, name: str, total: int) -> None:
         """Bring a counter to a total that is counted elsewhere, and there begins anew with each epoch."""

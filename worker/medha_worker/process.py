@@ -1,4 +1,4 @@
-"""What the worker's processes have in common: logs on stderr, no life without their parent, no long pauses."""
+"""What processes have in common: logs on stderr, no life without their parent, no long pauses, ports that are free."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -41,3 +42,11 @@ def collect_garbage_rarely() -> None:
     """
     gc.freeze()
     gc.set_threshold(1_000_000, 10, 10)
+
+
+def free_port(host: str) -> int:
+    """A TCP port of an address that nobody listens on now."""
+    family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

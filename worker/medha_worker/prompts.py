@@ -10,16 +10,14 @@ and nothing behind it needs the ids to find out which prompts begin alike.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from medha.errors import WireInvalid
 from medha.messages import Submit, Tokens
 from medha.prefix import PrefixHasher, PromptHash
 from medha.wire import TokenIds
-
-_log = logging.getLogger("medha.prompts")
 
 
 @dataclass(slots=True)
@@ -39,9 +37,10 @@ class _Prompt:
 class PromptStore:
     """Prompts by name."""
 
-    def __init__(self, longest_tokens: int, hasher: PrefixHasher | None = None) -> None:
+    def __init__(self, longest_tokens: int, vocab_size: int, hasher: PrefixHasher | None = None) -> None:
         """Without a `hasher` requests are handed on without hashes, and share no prefix."""
         self._longest_tokens = longest_tokens
+        self._vocab_size = vocab_size
         self._hasher = hasher
         self._prompts: dict[str, _Prompt] = {}
 
@@ -49,19 +48,31 @@ class PromptStore:
         return len(self._prompts)
 
     def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
-        """Add a piece of a prompt; return the requests that waited for its last one."""
-        if not 0 < tokens.total <= self._longest_tokens:
-            _log.warning("dropped prompt %s: %d tokens", tokens.prompt, tokens.total)
-            return []
-        prompt = self._prompts.get(tokens.prompt) or self._expect(tokens.prompt, tokens.total)
-        end = prompt.received + len(ids)
-        if tokens.offset != prompt.received or end > len(prompt.ids):
-            _log.warning("dropped a piece of prompt %s: offset %d", tokens.prompt, tokens.offset)
-            return []
+        """Add a piece of a prompt; return the requests that waited for its last one.
+
+        Raises:
+            WireInvalid: the piece does not continue what is here, or has an id that no model token has.
+        """
+        name, total = tokens.prompt, tokens.total
+        prompt = self._prompts.get(name)
+        if not 0 < total <= self._longest_tokens or tokens.sequences < 1:
+            raise WireInvalid(f"prompt {name:.80} of {total} tokens for {tokens.sequences} requests")
+        if prompt is not None and total != len(prompt.ids):
+            raise WireInvalid(f"prompt {name:.80} has {len(prompt.ids)} tokens, not {total}")
+        # Before anything is kept: the rest of a prompt whose beginning went to somebody else is never whole.
+        received = 0 if prompt is None else prompt.received
+        if tokens.offset != received or not 0 < len(ids) <= total - received:
+            raise WireInvalid(
+                f"prompt {name:.80}: {len(ids)} ids at {tokens.offset}, expected some at {received} of {total}"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+            raise WireInvalid(f"prompt {name:.80}: an id is not within 0 .. {self._vocab_size - 1}")
+        if prompt is None:
+            prompt = self._expect(name, total)
         if tokens.offset == 0:
             prompt.awaited += tokens.sequences
-        prompt.ids[prompt.received : end] = ids
-        prompt.received = end
+        prompt.ids[received : received + len(ids)] = ids
+        prompt.received = received + len(ids)
         if prompt.hash is not None:
             prompt.hash.update(ids)
         if not prompt.complete:
@@ -70,7 +81,7 @@ class PromptStore:
         prompt.held.clear()
         prompt.awaited -= len(released)
         if prompt.awaited <= 0 and not released:
-            del self._prompts[tokens.prompt]  # all its requests were cancelled meanwhile
+            del self._prompts[name]  # all its requests were cancelled meanwhile
         return [self.hashed(submit) for submit in released]
 
     def hashed(self, submit: Submit) -> Submit:
@@ -83,6 +94,15 @@ class PromptStore:
         """The hash of a prompt that is here whole, if prompts are hashed."""
         prompt = self._prompts.get(name)
         return prompt.hash if prompt is not None and prompt.complete else None
+
+    def contradicts(self, submit: Submit) -> str | None:
+        """What is wrong with a request beside the prompt that it names."""
+        prompt = self._prompts.get(submit.prompt)
+        if prompt is None:
+            return None
+        if submit.tokens != len(prompt.ids):
+            return f"prompt {submit.prompt:.80} has {len(prompt.ids)} tokens, not {submit.tokens}"
+        return f"request {submit.id:.80} is already here" if submit.id in prompt.held else None
 
     def hold(self, submit: Submit) -> bool:
         """Keep a request whose ids are not all here yet; False: it need not wait."""
@@ -101,6 +121,14 @@ class PromptStore:
             if prompt.held.pop(request_id, None) is not None:
                 prompt.awaited -= 1  # below zero if no piece has come: the first one adds all its requests
                 return
+
+    def abandon(self) -> None:
+        """No request will come any more for what is here, and none is held; ranks are told by whom they ran."""
+        for name, prompt in list(self._prompts.items()):
+            prompt.held.clear()
+            prompt.awaited = 0
+            if not prompt.on_ranks:
+                del self._prompts[name]
 
     def take_unsent(self, name: str) -> TokenIds | None:
         """The ids (int32 [n]) of a prompt that the ranks lack; they count as sent from here on."""

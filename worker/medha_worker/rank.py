@@ -31,6 +31,9 @@ from medha.errors import CheckpointInvalid, MedhaError, PartFailed, WireInvalid
 from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens, Trace
 from medha.topology import Topology, stage_layers
 from medha.wire import tokens_from_frame
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair, read_public_key
+from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
 from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
 from medha_worker.grid import Grid
@@ -81,6 +84,10 @@ class RankSettings(BaseModel):
     """ZeroMQ endpoint of its token link."""
     address: str = "127.0.0.1"
     """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
+    key_file: Path
+    """The secret key that the ranks of the replica share (docs/security.md)."""
+    controller_key_file: Path
+    """The controller's public key."""
     log_level: str = "info"
 
     @property
@@ -95,9 +102,24 @@ class Rank:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        identity = rank_identity(settings.rank)
-        self._control = Link.connect(self._context, settings.control, identity, beats=True)
-        self._tokens = Link.connect(self._context, settings.tokens, identity, beats=True)
+        identity, drops = rank_identity(settings.rank), Drops(_log)
+        keys, server = KeyPair.read(settings.key_file), read_public_key(settings.controller_key_file)
+
+        def opened(endpoint: str, largest_frame_bytes: int) -> Opened[zmq.Socket[bytes]]:
+            return connect(
+                self._context,
+                endpoint,
+                identity,
+                keys,
+                server,
+                largest_frame_bytes=largest_frame_bytes,
+                heartbeats=crosses_network(endpoint),
+            )
+
+        control = opened(settings.control, CONTROL_FRAME_BYTES)
+        tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
+        self._control = Link(control, "control", drops, accepts=(Meet, Step, Trace, Shutdown))
+        self._tokens = Link(tokens, "tokens", drops, accepts=(Tokens,))
         self._hello = RankHello(settings.rank, secrets.token_hex(8))
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
@@ -155,6 +177,7 @@ class Rank:
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
             for link in (self._control, self._tokens):
+                link.require_admitted(f"see {self._settings.key_file} and the controller's rank_keys_file")
                 link.send(self._hello)
 
     def _send_trace(self) -> None:
@@ -202,7 +225,7 @@ class Rank:
         self._watchdog.allow(bound_seconds(step.predicted_seconds), f"step {step.step_id}")
         self._recorder.begin(step.step_id)
         executor.prepare(step)
-        self._take_tokens(executor, step)
+        self._take_tokens(engine, step)
 
         def stage_is_free() -> None:
             self._recorder.forward_done()
@@ -215,8 +238,9 @@ class Rank:
             self._control.send(done)
         self._recorder.end(ran=done is not None)
 
-    def _take_tokens(self, executor: Executor, step: Step) -> None:
+    def _take_tokens(self, engine: Engine, step: Step) -> None:
         """Read token ids until the step lacks none."""
+        executor = engine.executor
         while executor.missing_prompts(step):
             received = self._tokens.receive(timeout_seconds=TOKENS_TIMEOUT_SECONDS)
             if received is None:
@@ -224,7 +248,12 @@ class Rank:
                 raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
             match received.message, received.payload:
                 case Tokens() as tokens, memoryview() as frame if tokens.epoch == executor.epoch:
-                    executor.add_tokens(tokens, tokens_from_frame(frame))
+                    try:
+                        if not 0 < tokens.total <= engine.ready.max_model_len:
+                            raise WireInvalid(f"prompt {tokens.prompt:.80} of {tokens.total} tokens")
+                        executor.add_tokens(tokens, tokens_from_frame(frame))
+                    except WireInvalid as error:
+                        self._tokens.drop(error)
 
 
 @dataclass(frozen=True)
@@ -460,7 +489,11 @@ def main(settings_file: Path) -> None:
     settings = RankSettings.model_validate_json(settings_file.read_bytes())
     configure_logging(settings.log_level)
     end_with_parent()
-    rank = Rank(settings)
+    try:
+        rank = Rank(settings)
+    except MedhaError as error:
+        _log.error("%s", error)
+        sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: rank.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us by SIGTERM
     try:

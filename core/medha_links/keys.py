@@ -1,0 +1,199 @@
+"""Key files: 40 characters of Z85 (ZeroMQ RFC 32), one key a line, and the tokens by which replicas enrol at a router.
+
+A server (router, controller) has a pair of its own, and its clients know the public half. A controller admits the
+public keys that a file lists, those of its ranks. A router admits who holds one of its enrolment tokens: a token is
+the seed of the key pair that a replica connects with, so that it never crosses the wire, and who does not hold it
+fails in the handshake, before a message of his is read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import zmq
+from zmq.utils import z85
+
+from medha.errors import ConfigInvalid
+
+SHORTEST_TOKEN = 32  # characters: 192 bits as `secrets.token_urlsafe` writes them
+KEY_BYTES = 32
+_REMAKE = "make the files of a pair anew, together (docs/security.md)"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A long-term X25519 pair, both halves in Z85."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def new(cls) -> KeyPair:
+        return cls(*zmq.curve_keypair())
+
+    @classmethod
+    def of_token(cls, token: str) -> KeyPair:
+        """The pair of who holds an enrolment token."""
+        seed = blake2b(token.encode(), digest_size=32, person=b"medha enrolment").digest()
+        return cls._of(z85.encode(seed))
+
+    @classmethod
+    def _of(cls, secret: bytes) -> KeyPair:
+        return cls(zmq.curve_public(secret), secret)
+
+    @classmethod
+    def read(cls, path: Path) -> KeyPair:
+        """The pair of a file that holds a secret key, which only its owner (and group) may read.
+
+        Raises:
+            ConfigInvalid: no such file, not one key, or anybody may read it.
+        """
+        lines = _lines(path, "a secret key")
+        _require_private(path)
+        if len(lines) != 1:
+            raise ConfigInvalid(f"{path}: has {len(lines)} lines, expected one secret key; {_REMAKE}")
+        _require_key(path, 1, lines[0])
+        return cls._of(lines[0])
+
+
+def read_public_keys(path: Path) -> frozenset[bytes]:
+    """The public keys of a file, one a line.
+
+    Raises:
+        ConfigInvalid: no such file, no key, or a line that is none.
+    """
+    lines = _lines(path, "public keys")
+    for number, line in enumerate(lines, start=1):
+        _require_key(path, number, line)
+    return frozenset(lines)
+
+
+def read_public_key(path: Path) -> bytes:
+    """The public key of a file that holds one.
+
+    Raises:
+        ConfigInvalid: no such file, or not one key.
+    """
+    keys = read_public_keys(path)
+    if len(keys) != 1:
+        raise ConfigInvalid(f"{path}: has {len(keys)} keys, expected the server's one; {_REMAKE}")
+    return next(iter(keys))
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Enrolment tokens, one a line: a router admits all of them, a replica enrols with the first.
+
+    Raises:
+        ConfigInvalid: no such file, no token, one that is too short, or anybody may read it.
+    """
+    lines = _lines(path, "enrolment tokens")
+    _require_private(path)
+    for number, line in enumerate(lines, start=1):
+        if len(line) < SHORTEST_TOKEN or not line.isascii():
+            raise ConfigInvalid(
+                f"{path}: line {number} is no enrolment token: at least {SHORTEST_TOKEN} ASCII characters; make one "
+                "with python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+            )
+    return tuple(line.decode("ascii") for line in lines)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyFiles:
+    """The files of one router and one replica, as `medha up` makes them and as Secrets are mounted."""
+
+    directory: Path
+
+    @property
+    def router(self) -> Path:
+        """The router's secret key; replicas know `router_public`."""
+        return self.directory / "router.secret"
+
+    @property
+    def router_public(self) -> Path:
+        return self.directory / "router.public"
+
+    @property
+    def enrolment(self) -> Path:
+        """Tokens that the router admits; a replica holds one of them."""
+        return self.directory / "enrolment.tokens"
+
+    @property
+    def controller(self) -> Path:
+        """The secret key of a replica's controller; its ranks know `controller_public`."""
+        return self.directory / "controller.secret"
+
+    @property
+    def controller_public(self) -> Path:
+        return self.directory / "controller.public"
+
+    @property
+    def ranks(self) -> Path:
+        """The secret key that the ranks of a replica share; its controller admits `ranks_public`."""
+        return self.directory / "ranks.secret"
+
+    @property
+    def ranks_public(self) -> Path:
+        return self.directory / "ranks.public"
+
+    @classmethod
+    def create(cls, directory: Path) -> KeyFiles:
+        """Make fresh keys in a directory (0700) that is not there yet; every file is its owner's alone (0600)."""
+        directory.mkdir(mode=0o700)
+        files = cls(directory)
+        for path, content in files.fresh().items():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(content + b"\n")
+        return files
+
+    def fresh(self) -> Mapping[Path, bytes]:
+        """New content for each file."""
+        router, controller, ranks = KeyPair.new(), KeyPair.new(), KeyPair.new()
+        return {
+            self.router: router.secret,
+            self.router_public: router.public,
+            self.enrolment: secrets.token_urlsafe(SHORTEST_TOKEN).encode(),
+            self.controller: controller.secret,
+            self.controller_public: controller.public,
+            self.ranks: ranks.secret,
+            self.ranks_public: ranks.public,
+        }
+
+
+def _lines(path: Path, what: str) -> list[bytes]:
+    try:
+        lines = [line.strip() for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise ConfigInvalid(
+            f"{path}: {what} cannot be read: {error.strerror}; mount or make the file (docs/security.md)"
+        ) from error
+    found = [line for line in lines if line]
+    if not found:
+        raise ConfigInvalid(f"{path}: is empty, expected {what}; {_REMAKE}")
+    return found
+
+
+def _require_private(path: Path) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & stat.S_IRWXO:
+        raise ConfigInvalid(
+            f"{path}: has mode {mode:04o}, so that anybody may read it; chmod 600, or defaultMode 0440 of a Secret's volume"
+        )
+
+
+def _require_key(path: Path, number: int, line: bytes) -> None:
+    if not _is_key(line):  # the text of a secret must not end in a log: the line is named and not shown
+        raise ConfigInvalid(f"{path}: line {number} is no key: expected 40 characters of Z85; {_REMAKE}")
+
+
+def _is_key(line: bytes) -> bool:
+    try:
+        return len(z85.decode(line)) == KEY_BYTES
+    except (KeyError, ValueError, struct.error):  # a character, the length, or the value of five of them
+        return False

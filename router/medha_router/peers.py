@@ -1,0 +1,115 @@
+"""Which connection is whose, and what no replica can mean: decisions about messages before they reach RouterCore."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import pairwise
+from math import isfinite
+
+from medha.errors import WireInvalid
+from medha.messages import Announce, Emit
+
+REMEMBERED = 1000
+"""Identities that were replaced; messages of a closed connection may still come for a moment."""
+
+
+class Peers:
+    """Replicas by the ZeroMQ identities of their connections, `name/number of the connection`."""
+
+    def __init__(self) -> None:
+        self._control: dict[str, bytes] = {}
+        self._tokens: dict[str, bytes] = {}
+        self._cards: dict[bytes, Announce] = {}  # by control identity
+        self._replaced: deque[bytes] = deque(maxlen=REMEMBERED)
+
+    def heard_on_control(self, card: Announce, identity: bytes) -> bytes | None:
+        """A replica announces itself; returns the identity of its former connection if this is a new one.
+
+        Raises:
+            WireInvalid: the connection is another replica's, or was replaced.
+        """
+        self._require_own(card.replica, identity)
+        former = self._control.get(card.replica)
+        self._control[card.replica] = identity
+        self._cards[identity] = card
+        if former is None or former == identity:
+            return None
+        del self._cards[former]
+        self._replaced.append(former)
+        return former
+
+    def heard_on_tokens(self, replica: str, identity: bytes) -> None:
+        """
+        Raises:
+            WireInvalid: the connection is another replica's, or was replaced.
+        """
+        self._require_own(replica, identity)
+        self._tokens[replica] = identity
+
+    def is_whole(self, replica: str) -> bool:
+        """Whether both links of the present connection have been heard."""
+        return replica in self._control and self._tokens.get(replica) == self._control[replica]
+
+    def card(self, identity: bytes) -> Announce:
+        """What the peer of a control connection announced last.
+
+        Raises:
+            WireInvalid: it never did, or has connected anew since.
+        """
+        if identity not in self._cards:
+            raise WireInvalid(f"{identity[:80]!r} has not announced itself", reason="peer")
+        return self._cards[identity]
+
+    def identity(self, replica: str) -> bytes:
+        """For what is sent to a replica, on either link."""
+        return self._control[replica]
+
+    def _require_own(self, replica: str, identity: bytes) -> None:
+        if identity.rpartition(b"/")[0] != replica.encode():
+            raise WireInvalid(f"{identity[:80]!r} calls itself {replica:.80}", reason="peer")
+        if identity in self._replaced:
+            raise WireInvalid(f"{identity[:80]!r} has been replaced", reason="peer")
+
+
+def require_plausible(card: Announce) -> None:
+    """
+    Raises:
+        WireInvalid: numbers that no replica can have.
+    """
+    counts = (
+        card.kv_tokens_total,
+        card.kv_tokens_free,
+        card.running,
+        card.waiting,
+        card.longest_request_tokens,
+        card.waiting_limit,
+        card.max_model_len - 1,
+        card.vocab_size - 1,
+        *(terms.default_output_tokens for terms in card.service_classes),
+        *(tokens for tokens, _ in card.prefill_points),
+    )
+    seconds = (
+        card.pending_prefill_seconds,
+        *(seconds for _, seconds in card.prefill_points),
+        *(terms.ttft_floor_seconds for terms in card.service_classes),
+        *(terms.ttft_factor for terms in card.service_classes),
+        *(terms.tpot_target_seconds for terms in card.service_classes),
+        *(terms.tpot_floor_seconds for terms in card.service_classes),
+    )
+    rises = all(before[0] < after[0] for before, after in pairwise(card.prefill_points))
+    if min(counts) < 0 or not rises or not all(isfinite(one) and one >= 0 for one in seconds):
+        raise WireInvalid(f"the card of replica {card.replica:.80} has numbers that cannot be: {card!r:.200}")
+
+
+def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
+    """
+    Raises:
+        WireInvalid: a token that the model does not have, or other than one log-probability for each.
+    """
+    named = (*emit.tokens, *(token for one in emit.logprobs for token, _ in one.top))
+    if any(not 0 <= token < vocab_size for token in named):
+        raise WireInvalid(f"{emit.id:.80} has a token outside of 0 .. {vocab_size - 1}")
+    if len(emit.logprobs) not in (0, len(emit.tokens)) or emit.cached_tokens < 0:
+        raise WireInvalid(
+            f"{emit.id:.80}: {len(emit.logprobs)} log-probabilities of {len(emit.tokens)} tokens"
+        )
