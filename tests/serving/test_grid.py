@@ -14,11 +14,16 @@ from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_serving import reference_text, text_of
 
 SHAPES = [
-    pytest.param((2, 2, 2), id="TP2 x SPP2 x KVP2"),
-    pytest.param((4, 1, 1), id="TP4", marks=pytest.mark.long),  # more tensor ranks than KV heads
-    pytest.param((1, 2, 1), id="SPP2", marks=pytest.mark.long),
-    pytest.param((1, 1, 3), id="KVP3", marks=pytest.mark.long),
-    pytest.param((1, 2, 2), id="SPP2 x KVP2", marks=pytest.mark.long),
+    pytest.param((2, 2, 2, "ownerCompute"), id="TP2 x SPP2 x KVP2"),
+    pytest.param((1, 1, 2, "auto"), id="KVP2, context parallel"),
+    # More tensor ranks than KV heads.
+    pytest.param((4, 1, 1, "ownerCompute"), id="TP4", marks=pytest.mark.long),
+    pytest.param((1, 2, 1, "ownerCompute"), id="SPP2", marks=pytest.mark.long),
+    pytest.param((1, 1, 3, "ownerCompute"), id="KVP3", marks=pytest.mark.long),
+    pytest.param((1, 2, 2, "ownerCompute"), id="SPP2 x KVP2", marks=pytest.mark.long),
+    pytest.param((1, 1, 3, "striped"), id="KVP3, striped", marks=pytest.mark.long),
+    pytest.param((1, 2, 2, "passQ"), id="SPP2 x KVP2, pass-Q", marks=pytest.mark.long),
+    pytest.param((2, 1, 2, "passKv"), id="TP2 x KVP2, pass-KV", marks=pytest.mark.long),
 ]
 
 
@@ -26,7 +31,7 @@ SHAPES = [
 def grid(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    tensor, stream, kv = request.param
+    tensor, stream, kv, strategy = request.param
     port = free_port()
     manifest = write_manifest(
         tmp_path_factory.mktemp("grid") / "grid.yaml",
@@ -35,7 +40,7 @@ def grid(
         model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 8192},
         parallelism={"tensor": tensor, "stream": stream, "kv": kv},
         # A prompt takes several chunks and fills the pipeline; the longer ones pass from lane to lane.
-        scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400},
+        scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400, "prefillStrategy": strategy},
         kvCache={"size": "16Mi", "tokensPerLane": 400},
     )
     running = start(manifest, port, checkpoint)

@@ -51,17 +51,16 @@ class LaneMailbox:
 
     def start(
         self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
-    ) -> Callable[[], None]:
+    ) -> Mapping[int, torch.Tensor]:
         for lane, tensor in outgoing.items():
             self._queues[self.lane, lane].put(tensor.clone())
+        return incoming
 
-        def wait() -> None:
-            for lane, tensor in incoming.items():
-                sent = self._queues[lane, self.lane].get(timeout=5)
-                assert sent.shape == tensor.shape
-                tensor.copy_(sent)
-
-        return wait
+    def finish(self, started: Mapping[int, torch.Tensor]) -> None:
+        for lane, tensor in started.items():
+            sent = self._queues[lane, self.lane].get(timeout=5)
+            assert sent.shape == tensor.shape
+            tensor.copy_(sent)
 
 
 def shard_maps(lanes: int) -> st.SearchStrategy[ShardMap]:

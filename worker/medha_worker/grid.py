@@ -134,28 +134,38 @@ class Grid:
         self._receive(ids, self.drawing_rank, "drawn tokens")
         return [int(token) for token in ids.tolist()]
 
-    def start(
-        self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]
-    ) -> Callable[[], None]:
-        """Between lanes, at this stage and tensor index: begin to send each lane its tensor, and to fill those that
-        come; what is returned waits for all of them."""
+    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
+        """Between lanes, at this stage and tensor index: begin to send each lane its tensor, and to fill those that come."""
         ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
-        works = [
+        return [
             *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
             *(self._everyone.send([outgoing[lane]], ranks[lane], _TAG) for lane in sorted(outgoing)),
         ]
 
-        def wait() -> None:
-            try:
-                for work in works:
-                    work.wait()
-            except RuntimeError as error:
-                lanes = sorted({*outgoing, *incoming})
-                raise PartFailed(
-                    f"rank {self.rank} lost one of lanes {lanes} in a shared step: {error}"
-                ) from error
+    def finish(self, works: Sequence[Work]) -> None:
+        """Wait for all that was started."""
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise PartFailed(f"rank {self.rank} lost another lane in a shared step: {error}") from error
 
-        return wait
+    def lane_bytes_per_second(self, clock: Callable[[], float]) -> float:
+        """How fast a tensor reaches the next lane while as much comes from the one before; 0 where there is one lane.
+
+        All ranks measure together. `clock` gives seconds.
+        """
+        lanes = self.topology.kv
+        if lanes == 1:
+            return 0.0
+        following, before = (self.lane + 1) % lanes, (self.lane - 1) % lanes
+        sent, received = torch.zeros(2, _PROBE_BYTES, dtype=torch.uint8)
+        seconds = []
+        for _ in range(_PROBES):
+            started = clock()
+            self.finish(self.start({following: sent}, {before: received}))
+            seconds.append(clock() - started)
+        return _PROBE_BYTES / max(min(seconds), 1e-9)
 
     def close(self) -> None:
         """Leave: connections close, which is how those who wait for this rank notice at once."""
@@ -182,6 +192,7 @@ class Grid:
             ) from error
 
 
+_PROBE_BYTES, _PROBES = 1 << 22, 3
 _TAG = 0  # messages between two ranks keep their order
 
 

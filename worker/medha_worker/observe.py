@@ -71,11 +71,15 @@ class Observer:
             if request.is_decoding:
                 decodes += 1
                 continue
-            prefill[entry.id] = entry.token_count
-            self._histograms["medha_chunk_tokens"].observe(entry.token_count)
+            is_first = entry.id not in prefill  # other lanes may compute a part of its chunk, too
+            prefill[entry.id] = prefill.get(entry.id, 0) + entry.token_count
+            if not is_first:
+                continue
             self._histograms["medha_prefill_slack_seconds"].labels(
                 service_class=request.submit.service_class
             ).observe(core.slack_seconds(request, now))
+        for tokens in prefill.values():
+            self._histograms["medha_chunk_tokens"].observe(tokens)
         if step.entries:
             for phase, tokens, sequences in (
                 ("prefill", sum(prefill.values()), len(prefill)),

@@ -65,7 +65,7 @@ STAGE_SPANS = {
     "send_tokens": "send tokens",
 }
 GROUP_WAITS = {"all_reduce": "all_reduce", "gather_last_dim": "gather"}
-LANE_WAITS = {"exchange": "exchange"}
+LANE_WAITS = {"finish": "exchange"}
 
 _log = logging.getLogger("medha.rank")
 
@@ -340,6 +340,10 @@ class Loaded:
             attention_flops_per_pair=config.attention_flops_per_pair,
             load_seconds=self._load_seconds,
             epoch=epoch,
+            query_heads=config.num_query_heads,
+            kv_heads=config.num_kv_heads,
+            element_bytes=model.dtype.itemsize,
+            link_bytes_per_second=self._link_rate(grid),
         )
         executor = Executor(
             model,
@@ -353,6 +357,12 @@ class Loaded:
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
         )
         return Engine(executor, grid, ready)
+
+    def _link_rate(self, grid: Grid | None) -> float:
+        """Bytes a second between lanes; measured only where the prefill strategy is chosen by it."""
+        if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
+            return 0.0
+        return grid.lane_bytes_per_second(time.perf_counter)
 
     def _warm_up(self, model: Transformer) -> WarmUp:
         scheduling = self._settings.spec.scheduling

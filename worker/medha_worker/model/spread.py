@@ -16,9 +16,9 @@ partial results. Every lane derives the same order from the step, so that no cyc
 helps A. What travels between two lanes is one flat tensor per direction and exchange.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,19 +26,21 @@ from medha_worker.model.attention import AttentionBackend, StepAttention, merge_
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
 
-Wait = Callable[[], None]
-
 
 class LaneLinks(Protocol):
     """The ranks at this place of the grid (stage and tensor index) in other lanes."""
 
     lane: int  # our own
 
-    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Wait:
+    def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Any:
         """Begin to send a tensor to each lane of `outgoing`, and to fill those of `incoming` from theirs.
 
-        What is returned waits for all of it. Tensors between two lanes keep their order.
+        Tensors between two lanes keep their order.
         """
+        ...
+
+    def finish(self, started: Any) -> None:
+        """Wait for what `start` has returned."""
         ...
 
 
@@ -204,9 +206,8 @@ class SpreadStep:
         """Send each lane its pieces as one tensor; what comes back, of these sizes."""
         incoming = {lane: like.new_empty(size) for lane, size in sizes.items()}
         if outgoing or incoming:
-            self._links.start(
-                {lane: torch.cat(list(pieces)) for lane, pieces in outgoing.items()}, incoming
-            )()
+            joined = {lane: torch.cat(list(pieces)) for lane, pieces in outgoing.items()}
+            self._links.finish(self._links.start(joined, incoming))
         return {lane: _Reader(tensor) for lane, tensor in incoming.items()}
 
     def _put(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -248,7 +249,7 @@ class _KeysRing:
 
     def turn(self, turn: int) -> None:
         """Attend to what has come, while it goes on to the next lane."""
-        self._wait()
+        self._links.finish(self._hop)
         message, source = self._next, self._order[turn]
         self._message = message
         self._pass(turn + 1)
@@ -269,12 +270,11 @@ class _KeysRing:
     def _pass(self, turn: int) -> None:
         """Send what is here to the next lane, and take what belongs to `turn` from the one before."""
         if turn == len(self._order):
-            self._wait = _nothing
             return
         _, kv_heads, _, head_dim = self._message.shape
         tokens = self._ring.blocks.get(self._order[turn], 0) * self._cache.block_tokens
         self._next = self._message.new_empty(2, kv_heads, tokens, head_dim)
-        self._wait = _hop(self._links, self._order, self._message, self._next)
+        self._hop = _hop(self._links, self._order, self._message, self._next)
 
 
 class _QueriesRing:
@@ -303,7 +303,7 @@ class _QueriesRing:
 
     def turn(self, turn: int) -> None:
         """Attend with the queries that have come, while they go on to the next lane."""
-        self._wait()
+        self._links.finish(self._hop)
         self._message, source = self._next, self._order[turn]
         self._pass(turn + 1)
         if source in self._attention:
@@ -312,11 +312,10 @@ class _QueriesRing:
 
     def _pass(self, turn: int) -> None:
         if turn == len(self._order):
-            self._wait = _nothing
             return
         count = self._ring.of[self._order[turn]].count if self._order[turn] in self._ring.of else 0
         self._next = self._message.new_empty(count, *self._message.shape[1:])
-        self._wait = _hop(self._links, self._order, self._message, self._next)
+        self._hop = _hop(self._links, self._order, self._message, self._next)
 
 
 def _from(lanes: Sequence[int], lane: int) -> list[int]:
@@ -325,16 +324,12 @@ def _from(lanes: Sequence[int], lane: int) -> list[int]:
     return [lanes[(here - turn) % len(lanes)] for turn in range(len(lanes))]
 
 
-def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: torch.Tensor) -> Wait:
+def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: torch.Tensor) -> Any:
     """Send to the next lane of a ring and receive from the one before; nothing travels where there is nothing."""
     following, before = order[-1], order[1]
     return links.start(
         {following: sent} if sent.numel() else {}, {before: received} if received.numel() else {}
     )
-
-
-def _nothing() -> None:
-    pass
 
 
 class _Partial:
