@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from medha.engine import ReplicaController
 from medha.intake import class_name
 from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Step, Submit
-from medha.status import AttainmentStatus, Order, ReplicaStatus, Seen, is_decode, status
+from medha.status import AttainmentStatus, Order, ReplicaStatus, Seen, status
 
 WINDOW_SECONDS = 10.0
 """Rates are means over this time, or over as much of it as has passed."""
@@ -30,13 +30,16 @@ class _Bucket:
     decode_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Promise:
-    """What an open request was promised."""
+@dataclass(slots=True)
+class _Open:
+    """What an open request was promised, and what it has got."""
 
     service_class: str
     deadline: float
     tpot_seconds: float
+    emitted: int = 0
+    first_token_at: float = 0.0  # once any is emitted
+    last_token_at: float = 0.0
 
 
 class Watch:
@@ -49,19 +52,14 @@ class Watch:
         self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
         self._launched_at: dict[int, float] = {}
         self._tokens: dict[int, tuple[int, int]] = {}  # step -> prefill and decode tokens
-        self._promises: dict[str, _Promise] = {}
-        self._first_token_at: dict[str, float] = {}
-        self._last_token_at: dict[str, float] = {}
-        self._emitted = Counter[str]()
+        self._open: dict[str, _Open] = {}
 
     def begin_epoch(self, now: float) -> None:
         """A fresh core takes the place of the one before, and knows no request."""
         self._began = now if self._began is None else self._began
-        for kept in (
-            self._launched_at, self._tokens, self._promises, self._first_token_at, self._last_token_at,
-            self._emitted,
-        ):  # fmt: skip
-            kept.clear()
+        self._launched_at.clear()
+        self._tokens.clear()
+        self._open.clear()
 
     def observe(
         self,
@@ -81,7 +79,7 @@ class Watch:
         for command in commands:
             match command:
                 case Step():
-                    self._launch(command, core, now)
+                    self._launch(command, now)
                 case Emit():
                     self._emit(command, now)
                 case Failed():
@@ -89,16 +87,16 @@ class Watch:
 
     def _arrived(self, submit: Submit, core: ReplicaController) -> None:
         request = core.find(submit.id)
-        if request is not None and submit.id not in self._promises:
+        if request is not None and submit.id not in self._open:
             name = class_name(core.config, submit)
-            self._promises[submit.id] = _Promise(name, request.deadline, request.targets.tpot_seconds)
+            self._open[submit.id] = _Open(name, request.deadline, request.targets.tpot_seconds)
 
-    def _launch(self, step: Step, core: ReplicaController, now: float) -> None:
+    def _launch(self, step: Step, now: float) -> None:
         self._launched_at[step.step_id] = now
         prefill = decode = 0
         for entry in step.entries:
-            request = core.find(entry.id)
-            if request is None or is_decode(entry, request.submit.tokens):
+            request = self._open.get(entry.id)
+            if request is not None and request.emitted:
                 decode += 1
             else:
                 prefill += entry.token_count
@@ -120,25 +118,24 @@ class Watch:
             self._buckets.popleft()
 
     def _emit(self, emit: Emit, now: float) -> None:
-        promise = self._promises.get(emit.id)
-        if promise is not None and emit.tokens:
-            self._emitted[emit.id] += len(emit.tokens)
-            self._last_token_at[emit.id] = now
-            if emit.id not in self._first_token_at:
-                self._first_token_at[emit.id] = now
-                self._attained[promise.service_class, "ttft", now <= promise.deadline] += 1
-        if promise is not None and emit.finish_reason is not None and self._emitted[emit.id] > 1:
-            spent = self._last_token_at[emit.id] - self._first_token_at[emit.id]
-            met = spent / (self._emitted[emit.id] - 1) <= promise.tpot_seconds
-            self._attained[promise.service_class, "tpot", met] += 1
+        request = self._open.get(emit.id)
+        if request is None:
+            return
+        if emit.tokens:
+            if not request.emitted:
+                request.first_token_at = now
+                self._attained[request.service_class, "ttft", now <= request.deadline] += 1
+            request.emitted += len(emit.tokens)
+            request.last_token_at = now
         if emit.finish_reason is not None:
-            self._ended(emit.id)
+            if request.emitted > 1:
+                spent = request.last_token_at - request.first_token_at
+                met = spent <= request.tpot_seconds * (request.emitted - 1)
+                self._attained[request.service_class, "tpot", met] += 1
+            del self._open[emit.id]
 
     def _ended(self, request: str) -> None:
-        self._promises.pop(request, None)
-        self._first_token_at.pop(request, None)
-        self._last_token_at.pop(request, None)
-        self._emitted.pop(request, None)
+        self._open.pop(request, None)
 
     def status(
         self,
@@ -153,7 +150,12 @@ class Watch:
         self._forget(now)
         up_seconds = 0.0 if self._began is None else now - self._began
         window = min(WINDOW_SECONDS, max(up_seconds, _BUCKET_SECONDS))
-        seen = Seen(self._launched_at, self._first_token_at, self._last_token_at)
+        begun = {name: request for name, request in self._open.items() if request.emitted}
+        seen = Seen(
+            self._launched_at,
+            {name: request.first_token_at for name, request in begun.items()},
+            {name: request.last_token_at for name, request in begun.items()},
+        )
         state = "gathering" if core is None else "draining" if core.draining else "serving"
         return ReplicaStatus(
             replica=self._replica,
