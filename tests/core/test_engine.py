@@ -727,3 +727,58 @@ def test_a_controller_of_a_later_epoch_says_so_in_its_steps(
     controller = ReplicaController(config_of(), profile, epoch=3)
     (step,) = controller.handle(submit_of("a", 8, 1), 0.0)
     assert (controller.epoch, step.epoch) == (3, 3)
+
+
+def test_long_prompts_that_decode_keep_no_other_one_out(replica_of: Any, submit_of: Any) -> None:
+    """The cap is on prefills that are half done; what decodes hold is bounded by the longs' share of the pool."""
+    replica = replica_of(kv_blocks=400, block_size_tokens=4, long_threshold_tokens=50, max_running_long=1)
+    replica.submit(submit_of("decodes", 96, 200))
+    while "decodes" not in replica.emitted:
+        replica.advance()
+    replica.submit(submit_of("next", 96, 5))
+    while "next" not in replica.endings:
+        replica.advance()
+    assert "decodes" not in replica.endings
+    replica.run().check_empty()
+
+
+@pytest.mark.parametrize(("count", "given_up"), [(4, 0), (12, 7)])
+def test_guarded_sums_what_prompts_keep_a_stage_busy_and_not_how_long_they_pass_the_pipeline(
+    replica_of: Any, submit_of: Any, count: int, given_up: int
+) -> None:
+    """Prompts of 0.1 s in each of 16 stages take 1.6 s alone; 0.5 s of their 2 s are left when they drain."""
+    profile = StepProfile(0.0, 0.0001, 0.0, 0.0)
+    replica = replica_of(
+        kv_blocks=4000,
+        stages=16,
+        policy="guarded",
+        max_step_seconds=1.7,
+        profile=profile,
+        max_chunk_tokens=1000,
+    )
+    replica.submit(submit_of("first", 1, 1))  # holds stage 0, so that the others are looked at together
+    for index in range(count):
+        replica.submit(submit_of(f"p{index}", 1000, 1, deadline_after_seconds=2.0))
+    replica.advance()
+    requests = [replica.controller.find(f"p{index}") for index in range(count)]
+    late = [request for request in requests if replica.controller.due(request) > request.deadline]
+    assert len(late) == given_up
+    replica.run().check_empty()
+
+
+def test_the_time_between_steps_is_taken_off_the_budget_of_those_beside_decodes(
+    replica_of: Any, submit_of: Any
+) -> None:
+    profile = StepProfile(0.001, 0.0001, 0.0, 0.0)
+    replica = replica_of(kv_blocks=20_000, profile=profile, max_chunk_tokens=10_000)
+    replica.submit(submit_of("chat", 10, 2000))
+    while "chat" not in replica.emitted:
+        replica.advance()
+    replica.submit(submit_of("document", 60_000, 1))
+    while "document" not in replica.emitted:
+        replica.step_seconds = (replica.steps[-1].predicted_seconds or 0.001) + 0.002
+        replica.advance()
+    beside = [step for step in replica.steps if len(step.entries) == 2]
+    assert len(beside) > 100
+    assert beside[0].predicted_seconds == pytest.approx(0.05, rel=0.01)
+    assert beside[-2].predicted_seconds + 0.002 == pytest.approx(0.05, rel=0.01)

@@ -347,3 +347,62 @@ def test_a_helper_lane_pays_for_the_attention_over_its_shard_but_not_for_linear_
     assert batch.seconds() == pytest.approx(0.0)
     batch.add_spread_decode(0, {0: 1000, 1: 2000})
     assert batch.seconds() == pytest.approx(1e-3 + 2000 * 1e-6)
+
+
+def long_prompt(name: str, remaining: int, *, waits: bool = False, rest: int = 0) -> PrefillCandidate:
+    """A long prompt that has no KV to speak of yet."""
+    return PrefillCandidate(
+        name, 0, remaining, is_long=False, relative_slack=1.0, rest=rest, of_long_prompt=True, waits=waits
+    )
+
+
+@pytest.mark.parametrize(
+    ("ahead", "asked"),
+    [
+        pytest.param(long_prompt("ahead", 5000), [], id="goes on behind this step"),
+        pytest.param(long_prompt("ahead", 20, rest=5000), [], id="goes on with another lane"),
+        pytest.param(long_prompt("ahead", 20), ["behind"], id="ends in this step"),
+        pytest.param(prefill("ahead", 20), ["behind"], id="is short"),
+    ],
+)
+def test_a_long_prompt_asks_for_kv_only_at_its_turn(ahead: PrefillCandidate, asked: list[str]) -> None:
+    """Else what steps have left would start every long prompt at once, and fill KV with halves of them."""
+    behind, found = long_prompt("behind", 5000, waits=True), []
+
+    def admit(candidate: PrefillCandidate) -> bool:
+        found.append(candidate.id)
+        return True
+
+    pack(Batch(TOKEN_IS_A_MILLISECOND), None, [ahead, behind], replace(LIMITS, max_step_seconds=0.3), admit)
+    assert found == asked
+
+
+def test_a_short_prompt_passes_the_long_ones_that_await_their_turn() -> None:
+    prefills = [
+        long_prompt("running", 5000),
+        long_prompt("waits", 5000, waits=True),
+        PrefillCandidate("short", 0, 10, is_long=False, relative_slack=1.0, waits=True),
+    ]
+    limits = replace(LIMITS, max_step_seconds=10.0, max_chunk_tokens=400)
+    batch = Batch(TOKEN_IS_A_MILLISECOND)
+    prefills[0].remaining, prefills[0].rest = 300, 4700
+    assert pack(batch, None, prefills, limits).chunks == {"running": 300, "short": 10}
+
+
+@pytest.mark.parametrize(
+    ("targets", "misses"),
+    [
+        pytest.param(DecodeTargets(0.05, 0.05), False, id="the class's own target"),
+        pytest.param(DecodeTargets(0.01, 0.5), True, id="a wish beside which prefills keep their rate"),
+        pytest.param(DecodeTargets(0.0001, 0.0001), True, id="less than decodes alone take"),
+    ],
+)
+def test_every_step_that_is_longer_than_its_tightest_target_is_a_miss(
+    targets: DecodeTargets, misses: bool
+) -> None:
+    predictor = Predictor(StepProfile(0.002, 0.001, 0.0, 0.0))
+    batch = Batch(predictor)
+    batch.add_decodes(0, 100, 1)
+    packed = pack(batch, targets, [prefill("p", 5000)], replace(LIMITS, max_chunk_tokens=1000))
+    assert packed.misses_tpot == misses
+    assert packed.misses_tpot == (packed.predicted_seconds > targets.tpot_seconds + 1e-12)

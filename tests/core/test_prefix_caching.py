@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.messages import Done, Emit, EntryFailed, Sample, Step, Submit
+from medha.messages import Done, Emit, EntryFailed, Sample, Step, StepProfile, Submit
 from medha.prefix import PrefixHasher
 
 SIZE = 4
@@ -361,3 +361,52 @@ def test_a_more_urgent_question_does_not_wait_for_a_patient_one(replica_of: Any,
         replica.advance()
     assert admits(replica)["urgent"] < 600
     replica.run().check_empty()
+
+
+def test_nobody_waits_for_a_leader_that_is_given_up(replica_of: Any, submit_of: Any) -> None:
+    """Its promise lies behind the follower's deadline: whoever waited for it would be late with it."""
+    replica = replica_of(
+        kv_blocks=4000,
+        max_chunk_tokens=64,
+        policy="guarded",
+        step_seconds=0.064,
+        profile=StepProfile(0.0, 1e-3, 0.0, 0.0),
+    )
+    document = tuple(range(600))
+    submit_ids(
+        replica, submit_of("leader", 3000, 2, deadline_after_seconds=3.2), (*document, *range(1000, 3400))
+    )
+    replica.advance()
+    submit_ids(replica, submit_of("question", 604, 2, deadline_after_seconds=3.5), (*document, 1, 2, 3, 4))
+    assert replica.controller.find("question").is_held
+    submit_ids(replica, submit_of("urgent", 1500, 2, deadline_after_seconds=2.0), tuple(range(5000, 6500)))
+    for _ in range(3):
+        replica.advance()
+    assert replica.controller.due(replica.controller.find("leader")) > 3.5, "it is given up"
+    assert not replica.controller.find("question").is_held
+    while not replica.emitted.get("question"):
+        replica.advance()
+    assert not replica.emitted.get("leader")
+    replica.run().check_empty()
+
+
+@pytest.mark.parametrize(("deadline_seconds", "alone"), [(3.2, False), (20.0, True), (10_000.0, False)])
+def test_a_sample_with_more_time_than_the_one_that_is_given_up_computes_its_prompt_itself(
+    replica_of: Any, submit_of: Any, deadline_seconds: float, alone: bool
+) -> None:
+    """Not one that is as late itself, nor one for which the promise is early enough."""
+    replica = replica_of(
+        kv_blocks=4000,
+        max_chunk_tokens=64,
+        policy="guarded",
+        step_seconds=0.064,
+        profile=StepProfile(0.0, 1e-3, 0.0, 0.0),
+    )
+    replica.submit(submit_of("first", 3000, 2, prompt="the same", deadline_after_seconds=3.2))
+    replica.submit(submit_of("second", 3000, 2, prompt="the same", deadline_after_seconds=deadline_seconds))
+    assert replica.controller.find("second").is_held
+    replica.submit(submit_of("urgent", 1500, 2, deadline_after_seconds=2.0))
+    replica.advance()
+    assert replica.controller.find("second").goes_alone == alone
+    replica.run().check_empty()
+    assert len(replica.emitted["first"]) == len(replica.emitted["second"]) == 2
