@@ -24,6 +24,7 @@ def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setattr(module, "runs", lambda scale: RUNS)
+    monkeypatch.setattr(module, "loaded_files", lambda: [SCRIPT])  # others have a test of their own
     return module
 
 
