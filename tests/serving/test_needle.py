@@ -1,0 +1,217 @@
+"""Needle in a haystack over depth and length, through the whole server: one prompt holds 11 passkeys.
+
+The prompt is computed once. Each passkey is asked for by a question behind it, over its cached KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import openai.types
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.haystack import Haystack, make_haystack, question
+
+from .conftest import MODEL, Served, free_port, start, stop, write_manifest
+
+BLOCK_TOKENS = 16
+KV_BYTES_PER_TOKEN = 1024
+ROOM_TOKENS = 32  # for a question and its answer
+LANES = 4
+
+SHORT = [4096, 8192, 16_384]
+LONG = [32_768, 65_536, 131_072, 262_144]
+
+
+@pytest.fixture(scope="module")
+def needle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("needle") / "needle"
+    init_checkpoint(directory, preset="needle", seed=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def haystack(needle: Path) -> Callable[[int], Haystack]:
+    """Makes a text that fills a context of so many tokens, but for a question and its answer."""
+    tokenizer = Tokenizer.from_file(str(needle / "tokenizer.json"))
+    return lambda length: make_haystack(tokenizer, length - ROOM_TOKENS, seed=length)
+
+
+@contextmanager
+def serving(
+    needle: Path, folder: Path, length: int, *, stream: int = 1, kv: int = 1, threads: int = 1
+) -> Iterator[Served]:
+    port = free_port()
+    cache: dict[str, object] = {"size": f"{2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4}Mi"}
+    if kv > 1:
+        cache["tokensPerLane"] = length // kv
+    manifest = write_manifest(
+        folder / "needle.yaml",
+        needle,
+        port,
+        model={"name": MODEL, "source": {"path": str(needle)}, "maxModelLen": length},
+        parallelism={"stream": stream, "kv": kv},
+        kvCache=cache,
+        threads=threads,
+    )
+    served = start(manifest, port, needle)
+    try:
+        yield served
+    finally:
+        stop(served)
+
+
+def ask(served: Served, haystack: Haystack) -> dict[str, str]:
+    """The greedy answers to all questions; fails the test if the haystack is computed more than once."""
+
+    async def run() -> list[openai.types.Completion]:
+        async with openai.AsyncOpenAI(
+            base_url=served.url + "/v1", api_key="none", max_retries=0, timeout=3000
+        ) as client:
+
+            async def complete(prompt: str, tokens: int) -> openai.types.Completion:
+                return await client.completions.create(
+                    model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0
+                )
+
+            await complete(haystack.text, 1)
+            asked = [complete(haystack.text + question(name), 8) for name in haystack.passkeys]
+            return await asyncio.gather(*asked)
+
+    answers, cached = {}, 0
+    for name, answer in zip(haystack.passkeys, asyncio.run(run()), strict=True):
+        answers[name] = answer.choices[0].text
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        found = answer.usage.prompt_tokens_details.cached_tokens or 0
+        assert found > haystack.tokens - BLOCK_TOKENS
+        cached += found
+    assert served.metric("medha_cached_prompt_tokens_total") >= cached
+    return answers
+
+
+def expected(haystack: Haystack) -> dict[str, str]:
+    return {name: f" {passkey}" for name, passkey in haystack.passkeys.items()}
+
+
+def tokens_by_lane(served: Served) -> list[int]:
+    """What every lane keeps of what was computed, in whole blocks."""
+    (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(served.lines))
+    samples = re.findall(
+        r'^medha_kv_blocks{lane="(\d+)",state="(?:used|cached)"} (\S+)$', httpx.get(url).text, re.MULTILINE
+    )
+    lanes = [0] * LANES
+    for lane, blocks in samples:
+        lanes[int(lane)] += int(float(blocks)) * BLOCK_TOKENS
+    return lanes
+
+
+@pytest.fixture(scope="module")
+def one_rank(needle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serving(needle, tmp_path_factory.mktemp("served"), max(SHORT)) as served:
+        yield served
+
+
+@pytest.mark.parametrize("length", SHORT)
+def test_every_passkey_is_found(one_rank: Served, haystack: Callable[[int], Haystack], length: int) -> None:
+    text = haystack(length)
+    assert ask(one_rank, text) == expected(text)
+
+
+def test_transformers_answers_the_same(
+    one_rank: Served, needle: Path, haystack: Callable[[int], Haystack]
+) -> None:
+    text = haystack(SHORT[0])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(needle)
+    model = transformers.AutoModelForCausalLM.from_pretrained(needle, dtype=torch.float32)
+    with torch.inference_mode():
+        computed = model(tokenizer(text.text, return_tensors="pt").input_ids).past_key_values
+    answers = {}
+    for name in text.passkeys:
+        asked = tokenizer(text.text + question(name), return_tensors="pt")
+        output = model.generate(
+            **asked, past_key_values=copy.deepcopy(computed), max_new_tokens=8, do_sample=False
+        )
+        answers[name] = tokenizer.decode(output[0, asked.input_ids.shape[1] :], skip_special_tokens=True)
+    assert ask(one_rank, text) == answers
+
+
+def test_a_chat_about_a_long_text_answers_with_the_passkey(
+    one_rank: Served, haystack: Callable[[int], Haystack]
+) -> None:
+    text = haystack(SHORT[0])
+    with openai.OpenAI(base_url=one_rank.url + "/v1", api_key="none", max_retries=0) as client:
+        for name, passkey in text.passkeys.items():
+            asked = f"{text.text} What is the passkey of {name}?"
+            answer = client.chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": asked}], max_tokens=8, temperature=0
+            )
+            assert answer.choices[0].message.content == f" {passkey}"
+
+
+def test_every_passkey_is_found_by_a_pipeline(
+    needle: Path, haystack: Callable[[int], Haystack], tmp_path: Path
+) -> None:
+    text = haystack(SHORT[-1])
+    with serving(needle, tmp_path, SHORT[-1], stream=2) as served:
+        assert ask(served, text) == expected(text)
+
+
+def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them(
+    needle: Path,
+    haystack: Callable[[int], Haystack],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank is made to leave out what another lane's attention has found: the answers prove that it counts."""
+    dropped = tmp_path / "dropped"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "drop_partial"))
+    monkeypatch.setenv("TEST_DROPPED_PARTIAL", str(dropped))
+    length = SHORT[-1]
+    text = haystack(length)
+    shard = [position * LANES // length for position in text.positions.values()]
+    assert set(shard) == set(range(LANES))
+
+    with serving(needle, tmp_path, length, kv=LANES) as served:
+        right = expected(text)
+        assert ask(served, text) == right
+        assert min(tokens_by_lane(served)) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
+        lost = []
+        for helper in range(1, LANES):
+            dropped.write_text(str(helper))
+            found = ask(served, text)
+            lost.append({part for part, name in zip(shard, right, strict=True) if found[name] != right[name]})
+            if lost[-1] != set(range(LANES)):  # but the lane that has the question, too
+                assert [n for n in right if found[n] != right[n]] == [
+                    n for n, part in zip(right, shard, strict=True) if part in lost[-1]
+                ]
+        dropped.unlink()
+        assert ask(served, text) == right
+    # The owner has the first shard, and the last one's lane the question.
+    assert lost == [{1}, {2}, set(range(LANES))]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", ["one rank", "SPP2", "KVP4"])
+@pytest.mark.parametrize("length", [*SHORT, *LONG])
+def test_every_passkey_is_found_in_long_texts(
+    needle: Path, haystack: Callable[[int], Haystack], tmp_path: Path, length: int, shape: str
+) -> None:
+    text = haystack(length)
+    stream, kv, threads = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, LANES, 1)}[shape]
+    with serving(needle, tmp_path, length, stream=stream, kv=kv, threads=threads) as served:
+        assert ask(served, text) == expected(text)
+        if kv > 1:
+            assert min(tokens_by_lane(served)) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
