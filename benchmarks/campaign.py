@@ -147,10 +147,12 @@ def _simulate(
             elif "error" in outcome:
                 bar.console.print(f"{run.key}: {took}")
 
-        if left and not arguments.interpreted:
+        if (
+            left and not arguments.interpreted and campaign["mode"] == "full"
+        ):  # compiling takes as long as quick
             bar.update(task, description="compiling the simulator")
             try:  # the processes of the pool get this path; what runs there is the same code, and as exact
-                sys.path.insert(0, str(compiled(ROOT, ROOT / "build" / "compiled")))
+                sys.path.insert(0, str(compiled(ROOT, ROOT / ".medha" / "compiled")))
             except PartFailed as error:
                 console.print(f"runs are interpreted, and take twice as long: {error}")
         try:

@@ -34,7 +34,9 @@ def call(campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     places = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "page.md")]
 
     def run(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["campaign", "--quick", "--jobs", "1", *places, *arguments])
+        monkeypatch.setattr(
+            sys, "argv", ["campaign", "--quick", "--interpreted", "--jobs", "1", *places, *arguments]
+        )
         found: int = campaign.main()
         return found
 
