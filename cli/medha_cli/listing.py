@@ -15,11 +15,12 @@ GAP = 2  # columns of the terminal between two of a table
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`importance` says who stays: the lowest go first. Those of importance 9 never go."""
+    """`importance` says who stays: the lowest go first, those of importance 9 never. `optional` ones go while empty."""
 
     name: str
     importance: int = 9
     right: bool = False
+    optional: bool = False
 
 
 class Listing:
@@ -46,7 +47,11 @@ class Listing:
         for index, column in enumerate(self.columns):
             cells = [Measurement.get(console, options, row[index]).maximum for row in self.rows]
             widths.append(max([len(column.name), *cells]) + GAP)
-        kept = list(range(len(self.columns)))
+        kept = [
+            index
+            for index, column in enumerate(self.columns)
+            if not column.optional or any(row[index] for row in self.rows)
+        ]
         while sum(widths[index] for index in kept) > options.max_width:
             least = min(kept, key=lambda index: (self.columns[index].importance, -index))
             if self.columns[least].importance == 9:

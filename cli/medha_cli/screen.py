@@ -133,7 +133,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
     columns = [
         Column("LANE"), Column("FIRST STAGE", 5), Column("LATER STAGES", 4), Column("KV", 6),
         Column("USED", 8, right=True), Column("RESERVED", 7, right=True), Column("CACHED", 3, right=True),
-        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("WITH LANE", 2),
+        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("WITH LANE", 2, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for lane in core.lanes:
@@ -205,8 +205,9 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
     """Each request as far as it is: prompt tokens while it prefills, output tokens once it draws them."""
     columns = [
         Column("REQUEST"), Column("CLASS", 4), Column("PHASE", 8), Column("LANES", 3), Column("PREFILL", 5),
-        Column("", 8, right=True), Column("DUE IN", 7, right=True), Column("SLACK", 7, right=True),
-        Column("TTFT", 5, right=True), Column("OUTPUT", 8, right=True), Column("TPOT", 6, right=True), Column("", 2),
+        Column("", 8, right=True), Column("DUE IN", 7, right=True), Column("SLACK", 6, right=True),
+        Column("TTFT", 5, right=True), Column("OUTPUT", 8, right=True), Column("TPOT", 6, right=True),
+        Column("PROMISED IN", 7, right=True, optional=True), Column("CACHED", 2, right=True, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for request in requests:
@@ -224,18 +225,10 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
             _held(request.ttft_seconds, request.ttft_target_seconds),
             f"{request.output_tokens:,}" if request.output_tokens else "",
             _held(request.tpot_seconds, request.tpot_target_seconds),
-            _remarks(request),
+            "" if request.promised_in_seconds is None else _signed(request.promised_in_seconds, "magenta"),
+            f"{request.cached_tokens:,}" if request.cached_tokens else "",
         ])  # fmt: skip
     return Listing(columns, rows)
-
-
-def _remarks(request: RequestStatus) -> Text:
-    text = Text()
-    if request.promised_in_seconds is not None:
-        text.append(f"given up, promised in {span(request.promised_in_seconds)}", "red")
-    elif request.cached_tokens:
-        text.append(f"{request.cached_tokens:,} cached", "magenta")
-    return text
 
 
 def _held(seconds: float | None, target_seconds: float) -> Text:
@@ -243,8 +236,8 @@ def _held(seconds: float | None, target_seconds: float) -> Text:
     return Text("" if seconds is None else span(seconds), "red" if (seconds or 0) > target_seconds else "")
 
 
-def _signed(seconds: float) -> Text:
-    return Text(f"{'-' if seconds < 0 else ''}{span(abs(seconds))}", "red" if seconds < 0 else "")
+def _signed(seconds: float, style: str = "") -> Text:
+    return Text(f"{'-' if seconds < 0 else ''}{span(abs(seconds))}", "red" if seconds < 0 else style)
 
 
 def short(request: str) -> str:

@@ -135,7 +135,7 @@ def test_a_wide_terminal_shows_everything_that_is_known() -> None:
         "grid (tiny)  serving for 1:02:05", "TP2 x SPP2 x KVP2", "policy guarded", "epoch 3",
         "2 running, 7 waiting, 2 in the router", "1,234 prefill, 99 decode", "TTFT in time 98.5 % of 200",
         "500 of cmpl-0123456789a..ef-0 from 4,500", "500 of cmpl-0123456789a..ef-0 from 4,000 + 1 decode",
-        "4,500 of 10,000", "given up, promised in 9.00 s",
+        "4,500 of 10,000", "PROMISED IN",
     ):  # fmt: skip
         assert expected in text
 
@@ -163,6 +163,16 @@ def test_no_line_is_wider_than_the_terminal_and_the_requests_stay(width: int) ->
     assert max(map(len, lines)) <= width
     assert row(lines, "cmpl-0123456789a..ef-0")
     assert row(lines, "REQUEST")
+
+
+def test_who_was_given_up_shows_the_promise_and_without_any_there_is_no_such_column() -> None:
+    assert row(render(new_look(), 118), "cmpl-").split()[-2:] == ["9.00", "s"]
+    look = new_look()
+    core = look.status.core
+    assert core is not None
+    core = core.model_copy(update={"requests": (CHAT,)})
+    kept = look.model_copy(update={"status": look.status.model_copy(update={"core": core})})
+    assert "PROMISED" not in row(render(kept, 118), "REQUEST")
 
 
 def test_columns_that_matter_less_go_first() -> None:
