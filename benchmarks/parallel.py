@@ -1,0 +1,440 @@
+"""What it gives to split one request over two ranks: stages (SPP), lanes (KVP), and rings of lanes, one core each.
+
+    flock /tmp/quiet python benchmarks/parallel.py [--quick] [--only spp|kvp|prefill] [--rounds N] [--json FILE]
+
+Ranks are processes pinned to a core, which meet over gloo as those of `medha up` do and run steps that are written
+here: what is measured is the engine, without controller and HTTP. Configurations take turns within a round, because a
+shared machine changes its speed by the minute; figures are medians of ratios within a round.
+
+* **spp** the `small` preset prefills 16K tokens: on one core, on two threads, and on two stages of one core each.
+* **kvp** the `small` preset decodes behind 128K tokens, whose KV is filled with random data: on one lane and on two.
+  How fast one core reads memory is measured in the same round, as the largest rate of several reductions.
+* **prefill** one prompt on two ranks by every strategy, at several lengths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ranks; read when torch is loaded
+
+import numpy as np
+import torch
+
+from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
+from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
+from medha.shards import ShardMap, deal, place
+from medha.topology import Topology, stage_layers
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.cpu.choose import choose_kernels
+from medha_worker.executor import Executor
+from medha_worker.grid import Grid
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernels import Kernels
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
+
+BLOCK_TOKENS = 16
+STRIPE_TOKENS = 2048
+GOALS = {"spp / one core": 1.75, "spp / two threads": 0.9, "kvp / one lane": 1.5, "KV read rate": 0.8}
+OWNER_COMPUTE, SPP, STRIPED = "ownerCompute", "spp", "striped"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a configuration."""
+
+    tensor: int
+    stream: int
+    kv: int
+    rank: int
+    endpoint: str
+    cores: tuple[int, ...]
+    threads: int
+    checkpoint: str
+    tokens: int  # the longest request
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.tensor, self.stream, self.kv)
+
+
+# --- in a rank's process ------------------------------------------------------------------------------
+
+
+class Clocked:
+    """Attention kernels that count the time spent in them."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.seconds = 0.0
+
+    def plan(self, *arguments: Any) -> Any:
+        step, clock = self._backend.plan(*arguments), self
+
+        class Step:
+            def attend(self, *arguments: Any) -> Any:
+                start = time.perf_counter()
+                result = step.attend(*arguments)
+                clock.seconds += time.perf_counter() - start
+                return result
+
+        return Step()
+
+
+class RankProcess:
+    """Runs one scenario after the other, as the lines of its input say."""
+
+    def __init__(self, member: Member) -> None:
+        os.sched_setaffinity(0, member.cores)
+        torch.set_num_threads(member.threads)
+        keep_freed_memory()
+        self.member = member
+        self.config = config = ModelConfig.from_directory(Path(member.checkpoint))
+        topology = member.topology
+        here = topology.coordinates(member.rank)
+        layers = stage_layers(config.num_layers, topology.stream)[here.stream]
+        shard = Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
+        chosen = choose_kernels(config, torch.float32, torch.device("cpu"), shard)
+        self.clocked = Clocked(chosen.attention)
+        model = Transformer.load(member.checkpoint, config, shard, kernels=Kernels(self.clocked, chosen.rows))
+        self.grid: Grid | None = None
+        self.lane = here.kv
+        if topology.ranks > 1:
+            self.grid = Grid(
+                topology, member.rank, member.endpoint, address="127.0.0.1", epoch=0, hidden_size=config.hidden_size,
+                dtype=torch.float32, meet_seconds=60, warm_up_seconds=60,
+            )  # fmt: skip
+            model = model.in_grid(self.grid.tensor_group, self.grid)
+        self.model = model
+        blocks = -(-(member.tokens // topology.kv + 2 * STRIPE_TOKENS) // BLOCK_TOKENS)
+        self.cache: KVCache = model.new_kv_cache(blocks, BLOCK_TOKENS)
+        for pool in (*self.cache.keys, *self.cache.values):  # pages are taken now; random data for decodes
+            pool.copy_(torch.randn(pool.shape[0], BLOCK_TOKENS, pool.shape[2]).repeat(1, blocks, 1))
+
+    def executor(self, name: str, shards: ShardMap, tokens: int) -> Executor:
+        """With one request admitted whose ids are here."""
+        executor = Executor(
+            self.model, self.cache, vocab_size=self.config.vocab_size, eos_token_ids=(), clock=time.perf_counter,
+            lane=self.lane, pipeline=self.grid,
+        )  # fmt: skip
+        ids = np.random.default_rng(0).integers(10, self.config.vocab_size, tokens).astype(np.int32)
+        executor.add_tokens(Tokens(prompt=name, offset=0, total=tokens), ids)
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        admit = Admit(name, name, tokens, tokens, 1, sampling, shards.tokens, segments=shards.segments)
+        executor.prepare(Step(0, 0, ()))
+        executor.execute(Step(0, 0, (), admits=(admit,), lanes=(self.lane,)))
+        return executor
+
+    def run(self, executor: Executor, steps: Sequence[Step]) -> dict[str, Any]:
+        """From when all ranks are ready until this one has done its part."""
+        if self.grid is not None:
+            self.grid.smallest(0)
+        self.clocked.seconds = 0.0
+        start = time.monotonic()
+        for step in steps:
+            executor.prepare(step)
+            executor.execute(step)
+        end = time.monotonic()
+        while executor._expected:  # tokens of the last steps are still on their way
+            assert self.grid is not None
+            self.grid.receive_tokens(len(executor._expected.popleft()))
+        return {"start": start, "end": end, "attention_seconds": self.clocked.seconds}
+
+    def prefill(self, tokens: int, chunk: int, strategy: str) -> dict[str, Any]:
+        lanes = self.member.kv
+        shards = place_prompt(tokens, tokens + 1, lanes, strategy)
+        steps = []
+        for start in range(0, tokens, chunk):
+            stop = min(start + chunk, tokens)
+            steps.append(prefill_step(len(steps) + 1, shards, start, stop, strategy, samples=stop == tokens))
+        return self.run(self.executor("a", shards, tokens), steps)
+
+    def decode(self, tokens: int, steps: int) -> dict[str, Any]:
+        """Decodes behind `tokens` tokens of random KV; the first one, which warms up, is not counted."""
+        shards = place_prompt(tokens, tokens + steps + 1, self.member.kv, OWNER_COMPUTE)
+        executor = self.executor("a", shards, tokens)
+        executor._sequences["a"].computed = tokens - 1
+        plans = [
+            Step(
+                1 + index, 0,
+                (StepEntry("a", shards.owner, (Extent(tokens - 1 + index, 1),), True, strategy_of(shards)),),
+                lanes=shards.lanes,
+            )
+            for index in range(steps + 1)
+        ]  # fmt: skip
+        self.run(executor, plans[:1])
+        result = self.run(executor, plans[1:])
+        kv_bytes = sum(pool[:, 0].nbytes for pool in (*self.cache.keys, *self.cache.values))
+        return result | {"kv_bytes": steps * shards.tokens_on(self.lane) * kv_bytes}
+
+    def read(self, megabytes: int) -> dict[str, Any]:
+        """How fast this core reads memory: bytes a second of the fastest reduction."""
+        data = self.cache.keys[0].new_ones(megabytes * 2**18)
+        rates = []
+        for reduce in (torch.sum, torch.max, lambda x: torch.dot(x, x)):
+            for _ in range(3):
+                start = time.perf_counter()
+                reduce(data)
+                rates.append(data.nbytes / (time.perf_counter() - start))
+        return {"start": 0.0, "end": 0.0, "bytes_per_second": max(rates)}
+
+
+def strategy_of(shards: ShardMap) -> str:
+    return OWNER if len(shards.lanes) > 1 else "local"
+
+
+def place_prompt(tokens: int, reserved: int, lanes: int, strategy: str) -> ShardMap:
+    room = [2 * reserved + 2 * STRIPE_TOKENS] * lanes
+    if lanes > 1 and strategy != OWNER_COMPUTE:
+        stripe = min(STRIPE_TOKENS, tokens // (2 * lanes) // BLOCK_TOKENS * BLOCK_TOKENS)
+        shards = deal(
+            tokens, reserved, room, range(lanes), stripe_tokens=stripe, block_size_tokens=BLOCK_TOKENS
+        )
+    else:
+        share = -(-tokens // lanes)
+        shards = place(
+            tokens, reserved, room, block_size_tokens=BLOCK_TOKENS, tokens_per_lane=share, lane_tokens=room[0]
+        )
+    assert shards is not None
+    return shards
+
+
+def prefill_step(
+    number: int, shards: ShardMap, start: int, stop: int, strategy: str, *, samples: bool
+) -> Step:
+    lanes = shards.lanes
+    if strategy in (PASS_KV, PASS_Q, STRIPED):
+        cut = (striped if strategy == STRIPED else balanced)(start, stop, len(lanes))
+        passes = PASS_Q if strategy == PASS_Q else PASS_KV
+        entries = [
+            StepEntry("a", lane, extents, samples and lane == shards.owner, passes)
+            for lane, extents in zip(lanes, cut, strict=True)
+        ]
+    else:
+        extents = (Extent(start, stop - start),)
+        entries = [StepEntry("a", shards.owner, extents, samples, strategy_of(shards))]
+        lanes = shards.participants(stop)
+    return Step(number, 0, tuple(entries), lanes=tuple(sorted(lanes)))
+
+
+def rank_main(member: Member) -> None:
+    process = RankProcess(member)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        result = getattr(process, asked.pop("do"))(**asked)
+        print(json.dumps(result), flush=True)
+
+
+# --- in the benchmark's process -----------------------------------------------------------------------
+
+
+class Configuration:
+    """The processes of one grid; they wait without using their cores while others run."""
+
+    def __init__(
+        self, stream: int, kv: int, checkpoint: str, tokens: int, cores: list[tuple[int, ...]]
+    ) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self._processes = []
+        for rank, pinned in enumerate(cores):
+            member = Member(1, stream, kv, rank, endpoint, pinned, len(pinned), checkpoint, tokens)
+            self._processes.append(
+                subprocess.Popen(
+                    [sys.executable, __file__, "--member", json.dumps(asdict(member))],
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                )
+            )  # fmt: skip
+        self._answers()
+
+    def do(self, what: str, **arguments: Any) -> tuple[float, list[dict[str, Any]]]:
+        """Seconds from the first rank's start to the last one's end, and what each says."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"do": what} | arguments) + "\n")
+            process.stdin.flush()
+        answers = self._answers()
+        start, end = min(one["start"] for one in answers), max(one["end"] for one in answers)
+        return end - start, answers
+
+    def _answers(self) -> list[dict[str, Any]]:
+        answers = []
+        for process in self._processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                sys.exit("a rank has ended; its error is above")
+            answers.append(json.loads(line))
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=30)
+
+
+def spp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, chunk: int) -> dict[str, Any]:
+    first, second = (cores[0],), (cores[1],)
+    configurations = {
+        "one core": Configuration(1, 1, checkpoint, tokens, [first]),
+        "two threads": Configuration(1, 1, checkpoint, tokens, [first + second]),
+        "two stages": Configuration(2, 1, checkpoint, tokens, [first, second]),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in configurations}
+    for configuration in configurations.values():
+        configuration.do("prefill", tokens=2 * chunk, chunk=chunk, strategy=SPP)  # warm up
+    for _ in range(rounds):
+        for name, configuration in configurations.items():
+            taken, _ = configuration.do("prefill", tokens=tokens, chunk=chunk, strategy=SPP)
+            seconds[name].append(taken)
+            print(f"  prefill of {tokens} tokens, {name}: {taken:.2f} s", flush=True)
+    for configuration in configurations.values():
+        configuration.close()
+    ratios = {
+        "spp / one core": ratio(seconds["one core"], seconds["two stages"]),
+        "spp / two threads": ratio(seconds["two threads"], seconds["two stages"]),
+    }
+    return {"tokens": tokens, "chunk_tokens": chunk, "seconds": seconds, "ratios": ratios}
+
+
+def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: int) -> dict[str, Any]:
+    first, second = (cores[0],), (cores[1],)
+    one = Configuration(1, 1, checkpoint, tokens, [first])
+    two = Configuration(1, 2, checkpoint, tokens, [first, second])
+    result: dict[str, list[float]] = {
+        "one lane": [], "two lanes": [], "read": [], "KV read": [], "attention share": [],
+    }  # fmt: skip
+    for _ in range(rounds):
+        _, (memory,) = one.do("read", megabytes=512)
+        alone, (said,) = one.do("decode", tokens=tokens, steps=steps)
+        together, both = two.do("decode", tokens=tokens, steps=steps)
+        result["one lane"].append(alone / steps)
+        result["two lanes"].append(together / steps)
+        result["read"].append(memory["bytes_per_second"])
+        result["KV read"].append(said["kv_bytes"] / said["attention_seconds"])
+        result["attention share"].append(said["attention_seconds"] / alone)
+        print(
+            f"  decode behind {tokens} tokens: one lane {1e3 * alone / steps:.1f} ms, two "
+            f"{1e3 * together / steps:.1f} ms (attention {[round(1e3 * b['attention_seconds'] / steps, 1) for b in both]});"
+            f" KV is read at {result['KV read'][-1] / 1e9:.2f} GB/s, memory at {result['read'][-1] / 1e9:.2f} GB/s",
+            flush=True,
+        )
+    one.close()
+    two.close()
+    ratios = {
+        "kvp / one lane": ratio(result["one lane"], result["two lanes"]),
+        "KV read rate": ratio(result["KV read"], result["read"]),
+    }
+    return {"tokens": tokens, "steps": steps, **result, "ratios": ratios}
+
+
+def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) -> dict[str, Any]:
+    """One prompt on one core, and on two ranks by each strategy."""
+    first, second = (cores[0],), (cores[1],)
+    longest = max(lengths)
+    one = Configuration(1, 1, checkpoint, longest, [first])
+    stages = Configuration(2, 1, checkpoint, longest, [first, second])
+    lanes = Configuration(1, 2, checkpoint, longest, [first, second])
+    runs = {
+        "one core": (one, SPP, 512),
+        SPP: (stages, SPP, 512),
+        OWNER_COMPUTE: (lanes, OWNER_COMPUTE, 512),
+        PASS_KV: (lanes, PASS_KV, 2048),
+        PASS_Q: (lanes, PASS_Q, 2048),
+        STRIPED: (lanes, STRIPED, 2048),
+    }
+    found: dict[str, dict[str, list[float]]] = {}
+    for length in lengths:
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, (configuration, strategy, chunk) in runs.items():
+                taken, _ = configuration.do("prefill", tokens=length, chunk=chunk, strategy=strategy)
+                seconds[name].append(taken)
+        found[str(length)] = seconds
+        speed = ", ".join(
+            f"{name} {ratio(seconds['one core'], taken):.2f}"
+            for name, taken in seconds.items()
+            if name != "one core"
+        )
+        print(
+            f"  {length} tokens: one core {statistics.median(seconds['one core']):.2f} s; times as fast: {speed}",
+            flush=True,
+        )
+    for configuration in (one, stages, lanes):
+        configuration.close()
+    return {"chunk_tokens": {name: chunk for name, (_, _, chunk) in runs.items()}, "seconds": found}
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="shorter prompts: a look, not a measurement")
+    parser.add_argument("--only", choices=("spp", "kvp", "prefill"), action="append")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of `spp`")
+    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument("--member", help=argparse.SUPPRESS)  # a rank's process, started by this one
+    arguments = parser.parse_args()
+    if arguments.member:
+        said = json.loads(arguments.member)
+        rank_main(Member(**said | {"cores": tuple(said["cores"])}))
+        return 0
+
+    only = arguments.only or ["spp", "kvp", "prefill"]
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        sys.exit("two cores are needed, and this process may use one")
+    result: dict[str, Any] = {"cores": cores, "rounds": arguments.rounds, "torch": torch.__version__}
+    quick = arguments.quick
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = str(Path(folder) / "small")
+        init_checkpoint(checkpoint, preset="small", seed=0)
+        if "spp" in only:
+            result["spp"] = spp(
+                checkpoint, cores, arguments.rounds, tokens=4096 if quick else 16384, chunk=arguments.chunk
+            )
+        if "kvp" in only:
+            tokens = 32768 if quick else 131072
+            result["kvp"] = kvp(checkpoint, cores, arguments.rounds, tokens=tokens, steps=8)
+        if "prefill" in only:
+            lengths = [2048, 4096] if quick else [2048, 4096, 8192, 16384]
+            result["prefill"] = prefill(checkpoint, cores, arguments.rounds, lengths)
+    claims = {
+        name: {"measured": value, "goal": GOALS[name], "met": value >= GOALS[name]}
+        for part in ("spp", "kvp")
+        for name, value in result.get(part, {}).get("ratios", {}).items()
+    }
+    result["claims"] = claims
+    for name, claim in claims.items():
+        verdict = "met" if claim["met"] else "not met"
+        print(f"{name}: {claim['measured']:.2f} (goal {claim['goal']}: {verdict})")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
