@@ -139,6 +139,7 @@ class Rank:
         self._loading = False
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            self._look_at_links()
             self._say_hello()
             self._send_trace()
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
@@ -180,6 +181,12 @@ class Rank:
                 link.require_admitted(f"see {self._settings.key_file} and the controller's rank_keys_file")
                 link.send(self._hello)
 
+    def _look_at_links(self) -> None:
+        """End an epoch in which messages of the controller, or for it, may be lost."""
+        events = [event for link in (self._control, self._tokens) for event in link.connections.take()]
+        if zmq.Event.DISCONNECTED in events and self._engine is not None:
+            self._lose(self._engine.executor.epoch, "the connection to the controller was broken")
+
     def _send_trace(self) -> None:
         part = self._recorder.take(self._engine.executor.epoch) if self._engine is not None else None
         if part is not None:
@@ -193,10 +200,12 @@ class Rank:
         except (RuntimeError, MemoryError, PartFailed, WireInvalid) as error:
             if self._settings.topology.ranks == 1:
                 raise
-            _log.warning("epoch %d is lost: %s", epoch, error)
-            self._leave()
-            fault = RankFault(self._settings.rank, f"{type(error).__name__}: {error}", lost_epoch=epoch)
-            self._control.send(fault)
+            self._lose(epoch, f"{type(error).__name__}: {error}")
+
+    def _lose(self, epoch: int, reason: str) -> None:
+        _log.warning("epoch %d is lost: %s", epoch, reason)
+        self._leave()
+        self._control.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
 
     def _leave(self) -> None:
         if self._engine is not None and self._engine.grid is not None:

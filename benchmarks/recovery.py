@@ -1,0 +1,502 @@
+"""Kill, stop and cut off the processes of a replica under load: what clients see of it, and for how long.
+
+    python benchmarks/recovery.py                          # one of each, on 8 ranks
+    python benchmarks/recovery.py --failures 50 --seed 0   # at random
+    python benchmarks/recovery.py --shape 1,2,1 --json recovery.json
+
+A replica runs in a network namespace of its own (`unshare --net`), each process under its own loopback address, so that
+one can be cut off like a machine whose cable was pulled: every packet from and to it is dropped, for some seconds. While
+streams are open, a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by us) or cut off. Every stream
+has to end with exactly the text that it has without a failure; where a router dies, its clients ask again.
+
+Reported is the time from the failure to the next token of each stream that it interrupts: of a network, from the moment
+at which it is back. Beside it stands a full reload, where all ranks are killed at once. The exit status is 1 unless all
+texts are the same, every process has ended and no shared memory is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import yaml
+from rich.console import Console
+
+from medha_cli.display import TerminalDisplay
+from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.supervisor import supervise
+from medha_cli.up import RunFiles, write_parts
+from medha_worker.checkpoint import init_checkpoint
+
+PORT = 8000  # the namespace is our own
+START_SECONDS = 120.0
+STREAM_SECONDS = 180.0
+ROUTER, CONTROLLER, FIRST_RANK = 1, 2, 10  # the last number of each process's address
+PROMPT_WORDS = (3, 40, 200, 500)
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 (only looked at)
+TOKENS = 160  # of each stream
+
+Claims = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """`kind` is kill, stop or cut; a cut is mended after `seconds`."""
+
+    kind: str
+    parts: tuple[str, ...]
+    after_tokens: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        who = "all ranks" if len(self.parts) > 1 else self.parts[0]
+        return f"{self.kind} {who}" + (f" for {self.seconds:.0f} s" if self.seconds else "")
+
+
+@dataclass
+class Stream:
+    """One client's stream, and when its tokens came."""
+
+    prompt: str
+    seed: int
+    text: str = ""
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+
+    def run(self, url: str) -> None:
+        """Ask until the answer is complete: connections break with their router, and with nothing else."""
+        end = time.monotonic() + STREAM_SECONDS
+        while time.monotonic() < end:
+            try:
+                self._ask(url)
+            except httpx.HTTPError:  # also 503, as long as a new router knows no replica
+                time.sleep(0.1)
+            else:
+                return
+        self.error = self.error or "never answered"
+
+    def _ask(self, url: str) -> None:
+        self.text = ""
+        body = {
+            "model": "m", "prompt": self.prompt, "seed": self.seed, "temperature": 1, "max_tokens": TOKENS,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
+            response.raise_for_status()
+            for line in response.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    self.error = str(event["error"])
+                    return
+                self.text += event["choices"][0]["text"]
+                self.times.append(time.monotonic())
+
+    def interruption(self, failed_at: float, back_at: float) -> float:
+        """Seconds from `back_at` to the end of the longest wait for a token since `failed_at`; 0 if it came before."""
+        times = [failed_at, *(at for at in self.times if at >= failed_at)]
+        waits = [(after - before, after) for before, after in itertools.pairwise(times)]
+        return max(max(waits)[1] - back_at, 0.0) if waits else 0.0
+
+
+class Replica:
+    """`medha up` with an address for each process, below this process."""
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int], preset: str) -> None:
+        self.folder, self.shape = folder, shape
+        self.url = f"http://127.0.0.1:{PORT}"
+        checkpoint = folder / "checkpoint"
+        init_checkpoint(checkpoint, preset=preset, seed=0)
+        tensor, stream, kv = shape
+        manifest = {
+            "apiVersion": "medha.dev/v1alpha1",
+            "kind": "MedhaReplica",
+            "metadata": {"name": "recovery"},
+            "spec": {
+                "model": {"name": "m", "source": {"path": str(checkpoint)}, "maxModelLen": 4096},
+                "router": {"port": PORT},
+                "threads": 1,
+                "parallelism": {"tensor": tensor, "stream": stream, "kv": kv},
+                "scheduling": {"maxChunkTokens": 128, "longThresholdTokens": 400},
+                "kvCache": {"size": "64Mi", "tokensPerLane": 400},
+            },
+        }
+        (folder / "manifest.yaml").write_text(yaml.safe_dump(manifest))
+        self.log = folder / "log"
+        self.ranks = [f"rank {rank}" for rank in range(tensor * stream * kv)]
+        self._seen: dict[int, psutil.Process] = {}
+
+    def start(self) -> None:
+        with self.log.open("w") as log:
+            command = [sys.executable, __file__, "--serve", str(self.folder)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        self.wait_ready()
+
+    def wait_ready(self) -> None:
+        end = time.monotonic() + START_SECONDS
+        while time.monotonic() < end and self.process.poll() is None:
+            try:
+                if httpx.get(self.url + "/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        sys.exit(f"the replica is not ready:\n{self.log.read_text()[-4000:]}")
+
+    def part(self, name: str) -> psutil.Process:
+        """The process that runs a part now."""
+        file = f"{name.replace(' ', '-')}.json"
+        while True:
+            for process in psutil.Process(self.process.pid).children():
+                self._seen[process.pid] = process
+                try:
+                    if process.cmdline()[-1].endswith(f"/{file}"):
+                        return process
+                except (psutil.Error, IndexError):
+                    continue  # it has just ended, or is about to begin
+            time.sleep(0.05)
+
+    def held(self) -> float:
+        """Requests that the controller knows; it answers itself, with or without a router."""
+        ready = json.loads((self.folder / "run" / "ranks-ready.json").read_text())
+        found = re.findall(
+            r"^medha_sequences_(?:running|waiting) (\S+)$", httpx.get(ready["metrics_url"]).text, re.MULTILINE
+        )
+        return sum(map(float, found))
+
+    def stop(self) -> list[str]:
+        """End it as Ctrl-C does; processes that are left over."""
+        for part in ("router", "controller", *self.ranks):
+            self.part(part)
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(timeout=60)
+        _, left = psutil.wait_procs(self._seen.values(), timeout=5)
+        return [str(process) for process in left]
+
+
+class Network:
+    """The namespace's loopback, on which a process can be cut off."""
+
+    def __init__(self) -> None:
+        _ip("link set lo up")
+        _ip("rule add pref 100 lookup local")  # behind our own rules
+        _ip("rule del pref 0")
+        self._rules: list[str] = []
+
+    def cut(self, part: str, process: psutil.Process) -> None:
+        """Drop what goes to and from the process's address, and through connections that it has made without it."""
+        address = address_of(part)
+        self._rules += [f"to {address}", f"from {address}"]
+        connections = process.net_connections("tcp")
+        connected = [one for one in connections if one.status == psutil.CONN_ESTABLISHED]
+        elsewhere = {one.laddr.port for one in connected if one.laddr.ip != address} - {PORT}
+        for port in elsewhere:
+            self._rules += [f"ipproto tcp sport {port}", f"ipproto tcp dport {port}"]
+        for rule in self._rules:
+            _ip(f"rule add pref 10 {rule} blackhole")
+
+    def mend(self) -> None:
+        for _ in self._rules:
+            _ip("rule del pref 10")
+        self._rules = []
+
+
+def _ip(command: str) -> None:
+    subprocess.run(["ip", *command.split()], check=True)
+
+
+def address_of(part: str) -> str:
+    number = {"router": ROUTER, "controller": CONTROLLER}.get(part)
+    return f"127.0.1.{FIRST_RANK + int(part.split()[1]) if number is None else number}"
+
+
+def serve(folder: Path) -> int:
+    """In the replica's process: its parts on TCP, each from its own address."""
+    replica = read_manifest(folder / "manifest.yaml")
+    files = RunFiles(folder / "run")
+    files.directory.mkdir()
+    groups = write_parts(replica, model_directory(replica), files, record=None, log_level="info")
+    ports = {"router-control": 7001, "router-tokens": 7002, "rank-control": 7003, "rank-tokens": 7004}
+    for settings in files.directory.glob("*.json"):
+        part = settings.stem.replace("rank-", "rank ")
+        own = json.loads(settings.read_text())
+        for key, value in own.items():
+            name = str(value).rpartition("/")[2]
+            if name not in ports:
+                continue
+            server = "router" if name.startswith("router") else "controller"
+            source = "" if server == part else f"{address_of(part)}:0;"
+            own[key] = f"tcp://{source}{address_of(server)}:{ports[name]}"
+        if part.startswith("rank "):
+            own["address"] = address_of(part)
+        if part == "controller":
+            own["rendezvous_host"] = address_of("rank 0")
+        settings.write_text(json.dumps(own))
+    lifecycle = replica.spec.lifecycle
+    state = supervise(
+        groups,
+        is_ready=files.is_ready,
+        display=TerminalDisplay(Console(width=200), "recovery", lambda _: []),
+        ready_seconds=lifecycle.ready_seconds,
+        drain_seconds=1.0,
+    )
+    print(state.failure)
+    return state.exit_status
+
+
+def load() -> list[Stream]:
+    """The same streams every time."""
+    random_words = random.Random(0)
+    words = ["red", "green", "blue", "white", "tower", "river", "seven", "nine", "over", "under"]
+    return [
+        Stream(" ".join(random_words.choices(words, k=count)), seed)
+        for seed, count in enumerate(PROMPT_WORDS)
+    ]
+
+
+@contextmanager
+def running(streams: Sequence[Stream], url: str) -> Iterator[None]:
+    threads = [Thread(target=stream.run, args=(url,)) for stream in streams]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+@dataclass
+class Outcome:
+    failure: Failure
+    complete: int
+    same: int
+    seconds: list[float]  # of each stream, until its next token
+    freed_seconds: float | None = None  # until the controller held nothing, where the router died
+    errors: list[str] = field(default_factory=list)
+
+
+def fail(replica: Replica, network: Network, failure: Failure, expected: Sequence[str]) -> Outcome:
+    """Let a failure happen under load, and wait until every stream is complete."""
+    streams, freed = load(), None
+    with running(streams, replica.url):
+        while sum(len(stream.times) for stream in streams) < failure.after_tokens:
+            time.sleep(0.005)
+        failed_at = back_at = time.monotonic()
+        for part in failure.parts:
+            process = replica.part(part)
+            if failure.kind == "cut":
+                network.cut(part, process)
+            else:
+                os.kill(process.pid, signal.SIGKILL if failure.kind == "kill" else signal.SIGSTOP)
+        if failure.kind == "cut":
+            time.sleep(failure.seconds)
+            network.mend()
+            back_at = time.monotonic()
+    for stream in streams:
+        assert stream.times, stream.error
+    return Outcome(
+        failure,
+        complete=sum(not stream.error for stream in streams),
+        same=sum(stream.text == text for stream, text in zip(streams, expected, strict=True)),
+        seconds=[stream.interruption(failed_at, back_at) for stream in streams],
+        freed_seconds=freed,
+        errors=[stream.error for stream in streams if stream.error],
+    )
+
+
+def freed_after_router(replica: Replica, kind: str) -> float:
+    """Seconds from a router's death until nothing is held for its clients, who do not come back."""
+    streams = load()
+    for stream in streams:
+        Thread(target=_ask_once, args=(stream, replica.url), daemon=True).start()
+    while sum(len(stream.times) for stream in streams) < 50:
+        time.sleep(0.005)
+    os.kill(replica.part("router").pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    failed_at = time.monotonic()
+    while replica.held() > 0:
+        time.sleep(0.05)
+    seconds = time.monotonic() - failed_at
+    replica.wait_ready()
+    return seconds
+
+
+def _ask_once(stream: Stream, url: str) -> None:
+    try:
+        stream._ask(url)
+    except httpx.HTTPError as error:
+        stream.error = str(error)
+
+
+def one_of_each(ranks: Sequence[str], random_: random.Random) -> list[Failure]:
+    """Each kind of failure of each kind of process; rank 0 leads the others' meeting."""
+    parts = ["router", "controller", ranks[0], *([ranks[-1]] if len(ranks) > 1 else [])]
+    return [_failure(kind, part, random_) for kind in ("kill", "stop", "cut") for part in parts]
+
+
+def at_random(ranks: Sequence[str], count: int, random_: random.Random) -> list[Failure]:
+    chosen = []
+    for _ in range(count):
+        part = random_.choice(["router", "controller", "rank", "rank"])
+        kind = random_.choice(["kill", "stop", "cut"])
+        chosen.append(_failure(kind, random_.choice(ranks) if part == "rank" else part, random_))
+    return chosen
+
+
+def _failure(kind: str, part: str, random_: random.Random) -> Failure:
+    seconds = random_.uniform(2.0, 14.0) if kind == "cut" else 0.0
+    return Failure(kind, (part,), random_.randint(1, len(PROMPT_WORDS) * TOKENS // 2), seconds)
+
+
+def report(
+    outcomes: Sequence[Outcome], reloads: Sequence[Outcome], freed: dict[str, float], ranks: int
+) -> Claims:
+    claims: Claims = []
+
+    def claim(name: str, value: float, unit: str, goal: float, better: str, peer: str = "") -> None:
+        claims.append(
+            {
+                "name": name,
+                "value": round(value, 2),
+                "unit": unit,
+                "goal": goal,
+                "better": better,
+                "peer": peer,
+            }
+        )
+
+    streams = len(outcomes) * len(PROMPT_WORDS)
+    claim("streams complete", 100 * sum(one.complete for one in outcomes) / streams, "%", 100, "more")
+    claim("streams with the same text", 100 * sum(one.same for one in outcomes) / streams, "%", 100, "more")
+    groups = {(one.failure.kind, one.failure.parts[0].split()[0]) for one in outcomes}
+    for kind, part in sorted(groups):
+        found = [
+            one for one in outcomes if (one.failure.kind, one.failure.parts[0].split()[0]) == (kind, part)
+        ]
+        seconds = [second for one in found for second in one.seconds]
+        for share in (50, 99):
+            value = float(np.percentile(seconds, share))
+            claim(f"{kind} {part}, {ranks} ranks, to the next token, p{share}", value, "s", 20, "less")
+    for one in reloads:
+        claim(f"full reload of {ranks} ranks, to the next token", max(one.seconds), "s", 20, "less")
+    for kind, value in freed.items():
+        claim(f"{kind} router, until its KV is free", value, "s", 10, "less")
+    return claims
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--failures", type=int, default=0, help="so many at random, instead of one of each")
+    parser.add_argument(
+        "--only", action="append", help="of one of each, those whose name contains this; may be repeated"
+    )
+    parser.add_argument("--cut-seconds", type=float, help="of every cut (default: 2 to 14, at random)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shape", default="2,2,2", help="tensor, stream, kv (default 2,2,2)")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--quick", action="store_true", help="two ranks, without a full reload")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        return serve(arguments.serve)
+    if not arguments.inside:
+        inside = [sys.executable, *sys.argv, "--inside"]
+        return subprocess.run(["unshare", "--map-root-user", "--net", *inside], check=False).returncode
+    shared_before = set(SHARED_MEMORY.iterdir())
+    shape = "1,2,1" if arguments.quick else arguments.shape
+    tensor, stream, kv = map(int, shape.split(","))
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        replica, network = Replica(Path(folder), (tensor, stream, kv), arguments.preset), Network()
+        replica.start()
+        undisturbed = load()
+        with running(undisturbed, replica.url):
+            pass
+        expected = [stream.text for stream in undisturbed]
+        random_ = random.Random(arguments.seed)
+        failures = (
+            at_random(replica.ranks, arguments.failures, random_)
+            if arguments.failures
+            else one_of_each(replica.ranks, random_)
+        )
+        if arguments.only:
+            failures = [one for one in failures if any(name in str(one) for name in arguments.only)]
+        if arguments.cut_seconds is not None:
+            failures = [
+                replace(one, seconds=arguments.cut_seconds if one.kind == "cut" else 0.0) for one in failures
+            ]
+        outcomes, reloads = [], []
+        for number, failure in enumerate(failures, start=1):
+            outcomes.append(fail(replica, network, failure, expected))
+            _print(f"[{number}/{len(failures)}]", outcomes[-1])
+            _rest(replica)
+        if not arguments.quick and not arguments.only:
+            reloads.append(fail(replica, network, Failure("kill", tuple(replica.ranks), 100), expected))
+            _print("", reloads[-1])
+            _rest(replica)
+        freed = {
+            kind: freed_after_router(replica, kind) for kind in (() if arguments.only else ("kill", "stop"))
+        }
+        left = replica.stop()
+        if arguments.json and any(one.same < len(expected) for one in outcomes):
+            print(replica.log.read_text()[-20000:])
+    shared = set(SHARED_MEMORY.iterdir()) - shared_before
+    claims = report([*outcomes, *reloads], reloads, freed, len(replica.ranks))
+    claims.append(
+        {
+            "name": "processes and shared memory left",
+            "value": len(left) + len(shared),
+            "unit": "",
+            "goal": 0,
+            "better": "less",
+            "peer": "",
+        }
+    )
+    for one in claims:
+        print(f"{one['name']:<60}{one['value']:>8} {one['unit']}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+    exact = all(one.complete == one.same == len(expected) for one in [*outcomes, *reloads])
+    return 0 if exact and not left and not shared else 1
+
+
+def _rest(replica: Replica) -> None:
+    """Three deaths of one part within a minute end the whole, so that failures keep their distance."""
+    replica.wait_ready()
+    while replica.held() > 0:
+        time.sleep(0.1)
+
+
+def _print(number: str, outcome: Outcome) -> None:
+    seconds = " ".join(f"{second:5.1f}" for second in outcome.seconds)
+    print(
+        f"{number} {outcome.failure!s:<28} next token after {seconds} s; {outcome.complete} complete, "
+        f"{outcome.same} the same {' '.join(outcome.errors)}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
