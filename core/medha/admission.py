@@ -22,6 +22,8 @@ from medha.messages import Admit, Grow
 from medha.pools import KvPools, Placed
 from medha.request import Request
 
+LATE_SHARE = 0.35
+"""Of the KV pool: while long requests hold more, one that was given up waits, unless its promise is near."""
 GROWTH_TOKENS = 1024
 """How far an unreserved request's KV grows at a time: large enough to stay in long runs of blocks."""
 
@@ -230,6 +232,11 @@ class Admission:
                 request.extend(self.pools.shards(request.id), self.pools.reserved_tokens(request.id))
                 return grow
         return None
+
+    @property
+    def longs_crowd(self) -> bool:
+        """Whether long requests hold so much of the pool that one who is late anyway should not add to it."""
+        return self._long_blocks > LATE_SHARE * self._pool_blocks
 
     def prefilled(self, request: Request) -> None:
         """All of a request's prompt is dispatched: it counts no more as a long one in prefill."""

@@ -126,10 +126,10 @@ class SchedulingSpec(Model):
     """How steps are formed (DESIGN §5)."""
 
     policy: Literal["fcfs", "edf", "lrs", "srpt", "lars", "guarded"] = Field(
-        default="lars", json_schema_extra=live()
+        default="guarded", json_schema_extra=live()
     )
-    """Order of prefills. `lars` is length-aware relative slack (paper B §4); `guarded` keeps the largest set of
-    requests that can still all be on time (docs/scheduling.md)."""
+    """Order of prefills. `guarded` keeps the largest set of requests that can still all be on time; `lars` is
+    length-aware relative slack (paper B §4); all are compared in docs/scheduling.md."""
     lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=live())
     """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
     given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=live())

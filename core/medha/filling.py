@@ -23,6 +23,8 @@ MOST_ORDERS = 4
 """How often a step selects candidates anew because admissions have used up the room of others."""
 _USUAL_STEP_TOKENS = 512
 """Whose hop counts as time between steps until some are measured."""
+_NEAR_PROMISE = 3.0
+"""Times its own work: from so long before its promise a request that was given up lets nobody else take KV first."""
 _LEAST_OF_TARGET = 0.5
 """Of a TPOT target is left for the steps themselves, whatever passes between them."""
 MOST_ELSEWHERE = 64
@@ -191,6 +193,8 @@ class Filler:
                 request = table.requests[row]
                 seen[row] = True
                 lane: int | None = request.lane
+                if request.waits and request.is_long and self._lets_others_first(request, now):
+                    continue
                 if request.waits:
                     lane = self._lane_for(request, lanes)
                 elif not request.runs_on(lanes):
@@ -203,6 +207,16 @@ class Filler:
                     break
             else:
                 return
+
+    def _lets_others_first(self, request: Request, now: float) -> bool:
+        """Whether a long request that waits was given up, and leaves KV to those that can be in time.
+
+        Only until its promise comes near: then it is as urgent as any.
+        """
+        due = self._candidates.dispatched_by(request)
+        if due <= request.deadline or not self._admission.longs_crowd:
+            return False
+        return due - now > _NEAR_PROMISE * self._candidates.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Which of `lanes` has KV for a waiting request now."""

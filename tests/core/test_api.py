@@ -45,7 +45,7 @@ def ready(**fields: Any) -> RankReady:
 def test_a_minimal_manifest_has_the_defaults_of_the_design() -> None:
     spec = parse_replica(manifest()).spec
     assert (spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv) == (1, 1, 1)
-    assert spec.scheduling.policy == "lars"
+    assert spec.scheduling.policy == "guarded"
     assert spec.scheduling.lars_denominator == "work"
     assert [service_class.name for service_class in spec.service_classes] == ["default"]
     assert spec.service_classes[0].default_output_tokens == 4096
