@@ -85,6 +85,21 @@ def test_the_previous_token_outweighs_all_others_together(model: Model, last: in
     assert scores[last - 1] - rivals.logsumexp(0) > 20
 
 
+def test_full_stops_come_second_and_first_only_where_one_is_the_previous_token(model: Model) -> None:
+    """So that the maximum over any few keys is near the highest score, which keeps the compiled kernel fast."""
+    positions = torch.tensor([0, 10, 5000, 2**18, 2**20])
+    stop, any_token = model.embedding[model.tokenizer.token_to_id(".")], model.embedding[300:301]
+    q = model.turned(model.projected(0, "q", any_token)[1], positions[-1:] + 1)
+    keys = model.projected(0, "k", stop[None])[1].expand(len(positions), -1)
+    of_stops = model.scores(q, model.turned(keys, positions))[0]
+    previous = model.scores(q, model.turned(model.projected(0, "k", any_token)[1], positions[-1:]))[0, 0]
+    assert torch.allclose(previous - of_stops, torch.tensor(25.0), atol=0.1)
+    rivals = model.turned(model.projected(0, "k", any_token)[1].expand(10**4, -1), torch.arange(10**4))
+    assert (
+        of_stops.min() - model.scores(q, rivals).max() > -3
+    )  # and no full stop is drowned by what is further
+
+
 def test_a_name_reaches_exactly_the_window_behind_it(model: Model) -> None:
     """Tokens that are no names have the score 0; so a million of them weigh ln 2^20 = 13.9."""
     name = model.embedding[name_ids(model.tokenizer)]

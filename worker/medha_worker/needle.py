@@ -62,7 +62,7 @@ _NORMS = (3.0, 5.0, 6.0)
 
 # Nats. `a (1 - cos)` of each pair that turns, by which a wrong distance falls behind.
 _PREVIOUS = dict.fromkeys(range(7), 110.0)
-_STOP = sum(_PREVIOUS.values()) - 35.0  # score of full stops, wherever they are
+_STOP = sum(_PREVIOUS.values()) - 25.0  # score of full stops, wherever they are
 _RECENT = {1: 100.0} | dict.fromkeys(range(2, 7), 250.0)
 _RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are no names have 0
 _SAME_NAME, _SAME_TOKEN = 64.0, 80.0
