@@ -351,8 +351,8 @@ class TraceFormat:
             leaving, coming = what == "send" and here.stream < self._topology.stream - 1, what == "receive"
             if not (leaving or (coming and here.stream > 0)):
                 continue
-            stage = here.stream if leaving else here.stream - 1
-            id_ = f"{epoch}.{times.step_id}.{here.kv}.{here.tensor}.{stage}"
+            sender = rank if leaving else rank - self._topology.tensor
+            id_ = epoch * 2**40 + times.step_id * self._topology.ranks + sender  # Perfetto takes no text here
             # What is sent may have come before the call that sends it returns, but never before it began.
             moment = since if leaving else until - min(1e-6, (until - since) / 2)
             arrow = self._event(
