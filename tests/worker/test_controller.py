@@ -79,6 +79,7 @@ class Router:
 
     def __init__(self, opened: Opened[zmq.Socket[bytes]]) -> None:
         self.socket = opened.socket
+        self.connections = opened.connections
         self.close = opened.close
         self.peer = b""  # who was heard last
 
@@ -95,7 +96,7 @@ class Router:
 class Stage:
     """A controller process, and the two peers that the test plays."""
 
-    def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC) -> None:
+    def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True) -> None:
         (folder / "tokenizer.json").write_text("{}")
         endpoints = {
             name: f"ipc://{folder}/{name}"
@@ -120,11 +121,9 @@ class Stage:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints, self.keys = endpoints, keys
         self.open_router()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "medha_worker.controller", "--settings", str(folder / "settings.json")],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        self.settings = folder / "settings.json"
+        if start:
+            self.start()
         rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
         self.rank, self.rank_tokens = (
             Link(
@@ -132,6 +131,16 @@ class Stage:
             )
             for name in ("rank_control", "rank_tokens")
         )
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "medha_worker.controller", "--settings", str(self.settings)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def metrics_url(self) -> str:
+        return str(json.loads(self.ready_file.read_text())["metrics_url"])
 
     def open_router(self) -> None:
         """Listen as a router does."""

@@ -118,7 +118,9 @@ def test_malformed_messages_are_dropped_and_counted(
     assert reasons == {
         "peer": 1, "header": 4, "type": 1, "version": 1, "fields": 1, "frames": 2, "payload": 1, "unexpected": 1,
     }  # fmt: skip
-    assert len(caplog.records) == 11, "of each kind the first, second, fourth: the third of `header` is silent"
+    assert len(caplog.records) == 11, (
+        "of each kind the first, second, fourth: the third of `header` is silent"
+    )
 
 
 def test_nothing_is_dropped_while_the_receiver_is_busy(bound: Link, connect: Connect) -> None:

@@ -458,6 +458,8 @@ class Controller:
                     self._hello("control", hello)
                 case RankReady() as ready if (contradiction := implausible(ready)) is not None:
                     self._rank_control.drop(WireInvalid(contradiction))
+                case RankReady() as ready if self._core is not None and ready.epoch == self._core.epoch:
+                    self._rank_control.drop(WireInvalid(f"rank {ready.rank} was ready already"))
                 case RankReady() as ready:
                     everyone = self._muster.ready(ready)
                     if everyone is not None:

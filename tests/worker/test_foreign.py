@@ -1,0 +1,267 @@
+"""Whatever comes over a link of the controller or of a rank, the process lives, counts what it drops, and serves on."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from medha.messages import (
+    Cancel,
+    Done,
+    Emit,
+    EntryFailed,
+    FetchBundle,
+    Message,
+    RankFault,
+    RankHello,
+    RankReady,
+    Refused,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    Submit,
+    Tokens,
+    TracePart,
+)
+from medha.wire import encode, tokens_to_frame
+from medha_links.keys import KeyPair, read_public_key
+from medha_links.sockets import connect
+
+from ..frames import frames, is_dropped
+from .test_controller import IDS, READY, Stage
+
+ACCEPTS: dict[str, tuple[type[Message], ...]] = {
+    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, TracePart),
+    "rank_tokens": (RankHello,),
+    "router_control": (Submit, Cancel, FetchBundle),
+    "router_tokens": (Tokens,),
+}
+
+
+class Watched(Stage):
+    """A stage whose controller's counters are read."""
+
+    def tend(self) -> None:
+        """Do as a rank does: run all steps that have come, and say that it is here."""
+        while (received := self.rank.receive()) is not None:
+            if isinstance(received.message, Step):
+                drawing = {entry.id for entry in received.message.entries if entry.samples}
+                self.finish(received.message, *(Sample(one, 7, "length") for one in drawing))
+        for link in (self.rank, self.rank_tokens):
+            link.send(RankHello(0, "first"))
+
+    def dropped(self, link: str, reason: str = "[a-z]+") -> int:
+        text = httpx.get(json.loads(self.ready_file.read_text())["metrics_url"]).text
+        found = re.findall(
+            rf'^medha_dropped_messages_total{{link="{link}",reason="{reason}"}} (\S+)$', text, re.MULTILINE
+        )
+        return round(sum(map(float, found)))
+
+    def wait_dropped(self, link: str, count: int, reason: str = "[a-z]+") -> None:
+        end = time.monotonic() + 20
+        while self.dropped(link, reason) < count:
+            assert self.process.poll() is None, self.kill()
+            assert time.monotonic() < end, f"{self.dropped(link, reason)} of {count} are counted on {link}"
+            time.sleep(0.01)
+
+    def send_raw(self, link: str, raw: list[bytes]) -> None:
+        if link.startswith("rank"):
+            socket = self.rank.socket if link == "rank_control" else self.rank_tokens.socket
+            socket.send_multipart(raw)
+        else:
+            router = self.router if link == "router_control" else self.router_tokens
+            router.socket.send_multipart([router.peer, *raw])
+
+    def begin(self, name: str) -> Step:
+        """Submit a request of one token; returns the step that draws it."""
+        self.tend()
+        self.send_tokens(name)
+        self.submit(name, prompt=name, sampling=Sampling(max_tokens=1))
+        while True:
+            step = self.step()
+            if any(entry.id == name and entry.samples for entry in step.entries):
+                return step
+            self.finish(step)
+
+    def end(self, name: str, step: Step) -> None:
+        """Draw its token, and see it come to the router."""
+        self.finish(step, Sample(name, 7, finish_reason="length"))
+        while not isinstance(emit := self.from_controller(Emit), Emit) or emit.id != name:
+            pass
+        assert (emit.tokens, emit.finish_reason) == ((7,), "length")
+
+    def serves(self, name: str) -> None:
+        self.end(name, self.begin(name))
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    stage = Watched(tmp_path_factory.mktemp("foreign"))
+    stage.ready()
+    stage.wait_for_ready_file()
+    yield stage
+    assert stage.process.poll() is None, stage.kill()
+    stage.close()
+
+
+# --- anything at all ------------------------------------------------------------------------------------
+
+
+# By design these end an epoch, or the process if no epoch has begun: what says so must be believed.
+ENDS = (RankHello, RankFault)
+
+
+@pytest.mark.parametrize("link", list(ACCEPTS))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(frames(without=ENDS), min_size=1, max_size=12))
+def test_the_controller_drops_and_counts_whatever_does_not_belong_on_a_link(
+    watched: Watched, link: str, batch: list[list[bytes]]
+) -> None:
+    watched.tend()
+    before = watched.dropped(link)
+    batch = [raw or [b""] for raw in batch]  # of no frame at all ZeroMQ sends nothing
+    for raw in batch:
+        watched.send_raw(link, raw)
+    expected = sum(is_dropped(raw, ACCEPTS[link]) for raw in batch)
+    watched.wait_dropped(link, before + expected)
+
+
+def test_after_all_that_the_controller_serves(watched: Watched) -> None:
+    watched.serves("afterwards")
+
+
+# --- of the right form, and out of place ------------------------------------------------------------------
+
+
+def wire(message: Message, payload: bytes | None = None) -> list[bytes]:
+    return [bytes(frame) for frame in encode(message, payload)]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        pytest.param(StageFree(10**6, 0), "state", id="a step that was never sent"),
+        pytest.param(StageFree(-1, 0), "state", id="no step at all"),
+        pytest.param(StageFree(0, 0, epoch=7), "state", id="an epoch to come"),
+        pytest.param(Done(10**6), "state", id="the end of a step that was never sent"),
+        pytest.param(READY, "state", id="ready for a second time"),
+        pytest.param(replace(READY, epoch=1, kv_blocks=0), "state", id="ready with no memory"),
+        pytest.param(replace(READY, epoch=1, rank=3), "peer", id="ready for another rank"),
+        pytest.param(RankHello(3, "x"), "peer", id="here for another rank"),
+        pytest.param(RankFault(3, "it is ill", lost_epoch=0), "peer", id="ill for another rank"),
+        pytest.param(Step(1, 0, ()), "unexpected", id="what only a controller says"),
+        pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
+    ],
+)
+def test_a_rank_that_says_what_cannot_be_is_not_believed(
+    watched: Watched, message: Message, reason: str
+) -> None:
+    before = watched.dropped("rank_control", reason)
+    watched.send_raw("rank_control", wire(message))
+    watched.wait_dropped("rank_control", before + 1, reason)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        pytest.param(lambda step: StageFree(step, 0, lanes=(1,)), id="a lane that does not run it"),
+        pytest.param(lambda step: StageFree(step, 0, lanes=()), id="no lane"),
+        pytest.param(lambda step: StageFree(step, 1), id="a stage that is not the first"),
+        pytest.param(lambda step: Done(step, lanes=(0, 1)), id="done on a lane too many"),
+        pytest.param(lambda step: Done(step, (Sample("nobody", 7),)), id="a token for nobody"),
+        pytest.param(lambda step: Done(step, (Sample("x", 100),)), id="a token that the model has not"),
+        pytest.param(lambda step: Done(step, (Sample("x", 2**40),)), id="a token that is no int32"),
+        pytest.param(lambda step: Done(step, (Sample("x", 1), Sample("x", 2))), id="two tokens"),
+        pytest.param(lambda step: Done(step, (), (EntryFailed("y", "internal"),)), id="nobody failed"),
+        pytest.param(lambda step: Done(step, compute_seconds=float("nan")), id="no time"),
+        pytest.param(lambda step: Done(step, compute_seconds=-1.0), id="less than no time"),
+        pytest.param(lambda step: Done(step, block_hashes=(("x", "00"),)), id="hashes of its own"),
+    ],
+)
+def test_a_report_that_contradicts_the_step_in_flight_is_dropped_and_the_true_one_counts(
+    watched: Watched, report: Callable[[int], StageFree | Done]
+) -> None:
+    name = f"request {time.monotonic_ns()}"
+    step = watched.begin(name)
+    message = report(step.step_id)
+    if isinstance(message, Done):
+        samples = tuple(replace(one, id=name) if one.id == "x" else one for one in message.samples)
+        message = replace(message, samples=samples)
+    before = watched.dropped("rank_control", "state")
+    watched.send_raw("rank_control", wire(message))
+    watched.wait_dropped("rank_control", before + 1, "state")
+    watched.end(name, step)
+
+
+@pytest.mark.parametrize(
+    ("piece", "ids"),
+    [
+        pytest.param(Tokens("fresh", 20, 40), IDS, id="the rest of a prompt whose beginning went elsewhere"),
+        pytest.param(Tokens("fresh", 0, 10), IDS, id="more than there are"),
+        pytest.param(Tokens("fresh", 0, 10**9), IDS, id="longer than any request"),
+        pytest.param(Tokens("fresh", 0, 20), IDS + 1000, id="ids that the model has not"),
+        pytest.param(Tokens("fresh", 0, 20), -IDS, id="ids below zero"),
+    ],
+)
+def test_ids_that_fit_no_prompt_are_dropped_and_leave_nothing(
+    watched: Watched, piece: Tokens, ids: np.ndarray
+) -> None:
+    before = watched.dropped("router_tokens", "state")
+    watched.send_raw("router_tokens", wire(piece, tokens_to_frame(ids)))
+    watched.wait_dropped("router_tokens", before + 1, "state")
+    watched.serves(f"request {time.monotonic_ns()}")
+
+
+def test_a_request_that_contradicts_its_prompt_is_refused_and_counted(watched: Watched) -> None:
+    before = watched.dropped("router_control", "state")
+    watched.send_tokens("of twenty")
+    watched.router.send(Submit(id="of ten", prompt="of twenty", tokens=10, prompt_length=10, seed=1))
+    # The two links are not ordered: ids that come later would find a prompt of ten tokens, and be dropped.
+    while not isinstance(refused := watched.from_controller(Refused), Refused):
+        pass
+    assert (refused.id, refused.reason) == ("of ten", "invalid")
+    assert watched.dropped("router_control", "state") == before + 1
+
+
+def test_a_bundle_that_is_not_ours_is_not_sent(watched: Watched) -> None:
+    before = watched.dropped("router_control", "state")
+    watched.router.send(FetchBundle("00"))
+    watched.wait_dropped("router_control", before + 1, "state")
+
+
+def test_a_rank_that_there_is_not_is_not_heard(watched: Watched) -> None:
+    """It has the key of the replica's ranks, and a number that no rank has."""
+    before = watched.dropped("rank_control", "peer")
+    keys, server = KeyPair.read(watched.keys.ranks), read_public_key(watched.keys.controller_public)
+    opened = connect(watched.context, watched.endpoints["rank_control"], b"rank-1", keys, server)
+    opened.socket.send_multipart(wire(RankHello(1, "x")))
+    watched.wait_dropped("rank_control", before + 1, "peer")
+    opened.close(0)
+
+
+def test_who_has_no_key_of_a_rank_is_refused_and_counted(watched: Watched) -> None:
+    def refused() -> float:
+        text = httpx.get(json.loads(watched.ready_file.read_text())["metrics_url"]).text
+        found = re.search(r'^medha_refused_connections_total{link="rank_control"} (\S+)$', text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    before = refused()
+    server = read_public_key(watched.keys.controller_public)
+    opened = connect(watched.context, watched.endpoints["rank_control"], b"rank-0", KeyPair.new(), server)
+    opened.socket.send_multipart(wire(RankFault(0, "all is lost", lost_epoch=0)))
+    end = time.monotonic() + 20
+    while refused() == before:
+        assert time.monotonic() < end, "nobody was refused"
+        time.sleep(0.01)
+    opened.close(0)
+    watched.serves("in spite of the stranger")

@@ -1,0 +1,129 @@
+"""A controller whose router has gone ends all that was asked, and serves who comes next."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from medha.api import SchedulingSpec
+from medha.messages import Announce, Emit, RankHello, Sample, Sampling, Step, Tokens
+from medha.wire import tokens_to_frame
+
+from .test_controller import IDS, SPEC, Stage
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    """Of one request at a time: others wait."""
+    spec = SPEC.model_copy(update={"scheduling": SchedulingSpec(max_running=1)})
+    stage = Stage(tmp_path, spec)
+    yield stage
+    stage.close()
+
+
+def ask_for_all(stage: Stage) -> Step:
+    """One request runs, one waits for KV, one for its ids, and one prompt is half here; the step that is in flight."""
+    stage.ready()
+    stage.send_tokens("p", sequences=2)
+    stage.submit("runs", "p", sampling=Sampling(max_tokens=100))
+    stage.submit("waits", "p", sampling=Sampling(max_tokens=100))
+    stage.submit("held", "unheard", sampling=Sampling(max_tokens=100))
+    stage.router_tokens.send(Tokens("half", 0, 40), tokens_to_frame(IDS))
+    step = stage.step()
+    assert [entry.id for entry in step.entries] == ["runs"]
+    while (card := stage.from_controller(Announce)).waiting != 1:  # type: ignore[attr-defined]
+        assert isinstance(card, Announce)
+    return step
+
+
+def test_nothing_is_left_of_a_router_that_was_killed_and_nobody_is_computed_for_it(stage: Stage) -> None:
+    step = ask_for_all(stage)
+    stage.close_router()
+    time.sleep(0.5)  # that it is noticed before the step ends
+    stage.finish(step, Sample("runs", 7))
+    bookkeeping = stage.step()
+    assert (bookkeeping.entries, bookkeeping.releases, bookkeeping.forgets) == ((), ("runs",), ("p",))
+    stage.finish(bookkeeping)
+    former = stage.router.peer
+    stage.open_router()
+    card = stage.from_controller(Announce)
+    assert isinstance(card, Announce)
+    assert (card.running, card.waiting, card.kv_tokens_free) == (0, 0, card.kv_tokens_total)
+    assert stage.router.peer.startswith(b"r0/")
+    assert stage.router.peer != former, (
+        "a new connection, by which the router knows that it has lost messages"
+    )
+    assert isinstance(stage._next(stage.router_tokens, Announce).message, Announce)
+    # Under the names that the former router used, whose prompts must have gone with it.
+    for link in (stage.rank, stage.rank_tokens):
+        link.send(RankHello(0, "first"))
+    stage.router_tokens.send(Tokens("half", 0, 20), tokens_to_frame(IDS))
+    stage.submit("held", "half", sampling=Sampling(max_tokens=1))
+    step = stage.step()
+    assert [entry.id for entry in step.entries] == ["held"]
+    stage.finish(step, Sample("held", 9))
+    emit = stage.from_controller(Emit)
+    assert isinstance(emit, Emit)
+    assert (emit.id, emit.tokens) == ("held", (9,)), "nothing of the former router's requests comes before it"
+
+
+def test_a_router_that_does_not_admit_the_replica_is_said_and_asked_again(tmp_path: Path) -> None:
+    """Its tokens may have been changed, and the replica's token be the one that comes next."""
+    stage = Stage(tmp_path, start=False)
+    try:
+        token = stage.keys.enrolment.read_text()
+        stage.close_router()
+        stage.keys.enrolment.write_text("another token that is long enough to be one")
+        stage.open_router()
+        stage.keys.enrolment.write_text(token)
+        stage.start()
+        end = time.monotonic() + 20
+        while stage.router.connections.refused() == 0:
+            assert time.monotonic() < end, "nobody was refused"
+            time.sleep(0.05)
+        stage.close_router()
+        stage.open_router()
+        stage.ready()
+        log = stage.kill()
+        assert "does not admit this replica" in log
+        assert str(stage.keys.enrolment) in log
+        assert token.strip() not in log
+        stage.process.stderr = None  # it is read
+    finally:
+        stage.close()
+
+
+@pytest.mark.parametrize("name", ["controller", "ranks_public", "router_public", "enrolment"])
+def test_a_key_file_that_is_missing_ends_the_start_and_is_named(tmp_path: Path, name: str) -> None:
+    stage = Stage(tmp_path, start=False)
+    missing = getattr(stage.keys, name)
+    missing.unlink()
+    stage.start()
+    try:
+        assert stage.process.wait(timeout=20) == 1
+        assert stage.process.stderr is not None
+        log = stage.process.stderr.read()
+        assert f"{missing}: " in log
+        assert "docs/security.md" in log
+        assert "Traceback" not in log
+    finally:
+        stage.close()
+
+
+def test_metrics_tell_that_kv_is_free_while_there_is_no_router(stage: Stage) -> None:
+    step = ask_for_all(stage)
+    stage.wait_for_ready_file()
+    stage.close_router()
+    time.sleep(0.5)
+    stage.finish(step, Sample("runs", 7))
+    stage.finish(stage.step())
+    url = stage.metrics_url()
+    end = time.monotonic() + 20
+    while "\nmedha_kv_used_ratio 0.0\n" not in httpx.get(url).text:
+        assert time.monotonic() < end, "KV is still held"
+        time.sleep(0.05)
+    stage.open_router()
