@@ -5,8 +5,9 @@ No sockets, no asyncio, no clock of its own. The rank's process calls, for every
 
 What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
 forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
-other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch. State that
-disagrees with the controller's cannot be mended, and raises.
+other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch, unless memory ran
+out for requests of one lane, which others learn by NaN (`Transformer`). State that disagrees with the controller's
+cannot be mended, and raises.
 
 Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
 the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them.
@@ -34,13 +35,13 @@ from medha.pools import LaneReplica
 from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import ran_out
 from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.spread import LOCAL, STRATEGIES, SpreadEntry, plan_spread, positions
 
 _log = logging.getLogger("medha.executor")
 
-_OUT_OF_MEMORY_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "defaultcpuallocator")
 _FIRST_OUTPUT_CAPACITY = 64
 
 _Result = TypeVar("_Result")
@@ -295,6 +296,8 @@ class Executor:
             else:  # others run in lock-step with this rank, and nothing can be tried again
                 computed = self._forward(parts, foreign) if parts or foreign else []
                 on_forward_done()
+                if self._pipeline.is_last_stage:
+                    failures += _lost(computed)
                 sampling = [part for part in computed if part.entry.samples]
                 drawn = self._draw(sampling) if sampling else []
         samples = [self._take(part, result, failures) for part, result in drawn]
@@ -544,9 +547,23 @@ def _run_guarded(
     return [result for part in parts for result in _run_guarded(run, [part], failures)]
 
 
+def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:
+    """Entries that some rank could not compute: they have come as NaN. Those that sample are found by drawing."""
+    unseen = [part for part in parts if not part.entry.samples and part.hidden is not None]
+    if not unseen:
+        return []
+    lasts = torch.stack([part.hidden for part in unseen if part.hidden is not None])
+    finite = lasts.isfinite().all(dim=1).tolist()
+    detail = (
+        "hidden states hold NaN: a rank ran out of memory, as its log says, or the numbers have overflowed"
+    )
+    return [
+        EntryFailed(part.entry.id, "internal", detail)
+        for part, is_finite in zip(unseen, finite, strict=True)
+        if not is_finite
+    ]
+
+
 def failure_reason(error: Exception) -> FailureReason:
-    """Whether memory ran out, or something else went wrong; CPU kernels say so in the text alone."""
-    text = str(error).lower()
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return "out_of_memory"
-    return "out_of_memory" if any(sign in text for sign in _OUT_OF_MEMORY_SIGNS) else "internal"
+    """Whether memory ran out, or something else went wrong."""
+    return "out_of_memory" if ran_out(error) else "internal"

@@ -1,10 +1,13 @@
-"""Keeping the memory that each step frees, for the next step to use."""
+"""Keeping the memory that each step frees, for the next step to use, and knowing when there was too little."""
 
 import ctypes
+
+import torch
 
 # Parameters of glibc's mallopt(3); the largest mmap threshold that it accepts on 64 bits.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_OUT_OF_MEMORY_SIGNS = ("not enough memory", "can't allocate memory", "out of memory", "defaultcpuallocator")
 _MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
 
 
@@ -20,3 +23,11 @@ def keep_freed_memory() -> bool:
         return False
     kept = mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     return bool(kept and mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX_BYTES))
+
+
+def ran_out(error: Exception) -> bool:
+    """Whether memory ran out; CPU kernels say so in the text alone."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return any(sign in text for sign in _OUT_OF_MEMORY_SIGNS)

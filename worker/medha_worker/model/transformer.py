@@ -1,17 +1,19 @@
 """The decoder: embedding, layers, output head, over a flat batch of prefill chunks and decodes."""
 
-from collections.abc import Sequence
-from dataclasses import fields
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha_worker.model.attention import StepAttention
+from medha_worker.model.attention import AttentionBackend
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import ran_out
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
@@ -20,12 +22,17 @@ from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, l
 # Rows of the MLP computed together on a CPU.
 _MLP_ROWS = 512
 
+_log = logging.getLogger("medha.model")
+
 
 class Transformer:
     """One rank's layers of a model, ready to run.
 
     With tensor parallelism the ranks of `group` run in lock-step, and add up what they computed after attention, after
     the MLP, and after the lookup of embeddings (Megatron-LM's split).
+
+    Where memory runs out between two such sums, the others know nothing of it. So the sequences that do not fit take part
+    as NaN, which reaches every rank behind this one: they end, and the rest of the step does not.
     """
 
     def __init__(
@@ -133,7 +140,7 @@ class Transformer:
         attention = self.kernels.attention
         step: _Step | SpreadStep
         if spread is None:
-            step = _Step(spans, kv_cache, attention.plan(spans, kv_cache.block_tokens))
+            step = _Step(spans, kv_cache, attention)
         else:
             assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
             step = SpreadStep(spread, self._lanes, kv_cache, attention)
@@ -173,6 +180,37 @@ class Transformer:
         rotation: tuple[torch.Tensor, torch.Tensor],
         step: "_Step | SpreadStep",
     ) -> torch.Tensor:
+        def attend(rows: slice, part: "_Step | SpreadStep") -> torch.Tensor:
+            own = rotation[0][rows], rotation[1][rows]
+            return self._attended(index, layer, hidden[rows], own, part)
+
+        self._add(hidden, slice(0, hidden.shape[0]), step, attend, layer.output, layer.output_bias)
+
+        # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
+        rows = hidden.shape[0]
+        together = _MLP_ROWS if self.device.type == "cpu" else rows
+        wide: torch.Tensor | None = None
+
+        def mlp(rows: slice, _: "_Step | SpreadStep") -> torch.Tensor:
+            nonlocal wide
+            if wide is None:
+                wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
+            return self._widened(layer, hidden[rows], wide)
+
+        for first in range(0, rows, together):
+            tile = slice(first, min(first + together, rows))
+            self._add(hidden, tile, step, mlp, layer.down, layer.down_bias)
+        return hidden
+
+    def _attended(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        step: "_Step | SpreadStep",
+    ) -> torch.Tensor:
+        """What attention makes of hidden states, [rows, own query heads * head_dim]."""
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
@@ -185,34 +223,65 @@ class Transformer:
             self.kernels.rows.rotate(k, *rotation)
         else:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
-        attended = step.attend(index, q, k, v).flatten(1)
-        self._add_linear(hidden, attended, layer.output, layer.output_bias)
+        return step.attend(index, q, k, v).flatten(1)
 
-        # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
-        together = _MLP_ROWS if self.device.type == "cpu" else rows
-        wide = hidden.new_empty(min(together, rows), layer.gate_up.shape[1])
-        for first in range(0, rows, together):
-            self._add_mlp(layer, hidden[first : first + together], wide)
-        return hidden
-
-    def _add_mlp(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> None:
-        """hidden += down(silu(gate(x)) * up(x)) of the normed rows; `wide` is scratch memory."""
+    def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
         normed = self._norm(hidden, layer.post_norm)
         gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
-        self._add_linear(hidden, self.kernels.rows.silu_multiply(gate_up), layer.down, layer.down_bias)
+        return self.kernels.rows.silu_multiply(gate_up)
 
-    def _add_linear(
-        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    def _add(
+        self,
+        hidden: torch.Tensor,
+        rows: slice,
+        step: "_Step | SpreadStep",
+        compute: Callable[[slice, "_Step | SpreadStep"], torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> None:
-        """hidden += x @ weight + bias, summed over the ranks; on one rank in one pass over memory."""
-        if self.shard.tensor_size == 1:
-            hidden.addmm_(x, weight)
+        """hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; on one rank in one pass over memory."""
+
+        def run(rows: slice, step: "_Step | SpreadStep", out: torch.Tensor | None) -> torch.Tensor | None:
+            x = compute(rows, step)
+            if self.shard.tensor_size > 1:
+                return _linear(x, weight, bias, out=out)  # rank 0 alone has the bias
+            hidden[rows].addmm_(x, weight)
             if bias is not None:
-                hidden.add_(bias)
+                hidden[rows].add_(bias)
+            return None
+
+        try:
+            part = run(rows, step, None)
+        except (MemoryError, RuntimeError) as error:
+            if self._lanes is None or isinstance(step, SpreadStep) or not ran_out(error):
+                raise
+            _log.warning(
+                "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
+            )
+        else:
+            self._sum(hidden, rows, part)
             return
-        part = _linear(x, weight, bias)  # rank 0 alone has the bias
-        self._group.all_reduce(part)
-        hidden.add_(part)
+        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        part = torch.empty_like(hidden[rows]) if self.shard.tensor_size > 1 else None
+        for span in step.spans:
+            own = slice(max(span.rows.start, rows.start), min(span.rows.stop, rows.stop))
+            if own.start >= own.stop:
+                continue
+            out = None if part is None else part[own.start - rows.start : own.stop - rows.start]
+            try:
+                run(own, step.alone(span), out)
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out(error):
+                    raise
+                _log.warning("memory ran out for one sequence of %d rows alone: %s", span.row_count, error)
+                (hidden[own] if out is None else out).fill_(torch.nan)
+        self._sum(hidden, rows, part)
+
+    def _sum(self, hidden: torch.Tensor, rows: slice, part: torch.Tensor | None) -> None:
+        if part is not None:
+            self._group.all_reduce(part)
+            hidden[rows].add_(part)
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rows.rms_norm(x, weight, self.config.rms_norm_eps)
@@ -221,9 +290,11 @@ class Transformer:
 class _Step:
     """What the layers of one step share: where new K and V go, and the plan of attention."""
 
-    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, attention: StepAttention) -> None:
+    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, backend: AttentionBackend) -> None:
+        self.spans = spans
         self._cache = kv_cache
-        self._attention = attention
+        self._backend = backend
+        self._attention = backend.plan(spans, kv_cache.block_tokens)
         self._runs: list[SlotRun] = [
             run
             for span in spans
@@ -231,6 +302,10 @@ class _Step:
         ]
         slots = [torch.arange(run.start, run.stop) for run in self._runs]
         self._slots = torch.cat(slots).to(kv_cache.keys[0].device)
+
+    def alone(self, span: SequenceSpan) -> "_Step":
+        """The same for one of the sequences, whose rows are then all there are."""
+        return _Step([replace(span, row_start=0)], self._cache, self._backend)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._cache.write(layer, self._slots, self._runs, k.transpose(0, 1), v.transpose(0, 1))
