@@ -43,7 +43,7 @@ WINDOW_END_TOKENS = 16
 
 # Codes: bits of a number, and their parity, as signs.
 _NAME_BITS, _TOKEN_BITS = 6, 9
-_NAME, _TOKEN = _NAME_BITS + 1, _TOKEN_BITS + 1
+_TOKEN = _TOKEN_BITS + 1
 
 # The residual stream, 49 of 64 dimensions.
 IS = slice(0, 10)  # the token's own code
