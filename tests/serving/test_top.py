@@ -324,3 +324,24 @@ def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     assert len(both) > len(chunks[owner])
     assert all(arrows["s"][id_] <= arrows["f"][id_] for id_ in both)
     assert SECRET not in (folder / "trace.json").read_text()
+
+
+def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp_path: Path) -> None:
+    address = re.search(r"(http://\S+:\d+)/metrics\s+\(scheduling\)", "".join(served.lines))
+    assert address
+    for name in ("first.json", "second.json"):
+        command = [
+            sys.executable, "-m", "medha_cli.main", "trace", "--url", address[1], "--seconds", "1.5", "-o", name,
+        ]  # fmt: skip
+        recording = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+        assert recording.stderr is not None
+        assert "recording" in recording.stderr.readline()
+        body = {"model": MODEL, "prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
+        httpx.post(served.url + "/v1/completions", json=body, timeout=60).raise_for_status()
+        assert recording.wait(timeout=30) == 0
+        assert "ui.perfetto.dev" in recording.stderr.read()
+        recording.stderr.close()
+        events = json.loads((tmp_path / name).read_bytes())
+        slices = [event["name"] for event in events if event["ph"] == "X"]
+        assert slices.count("decode 1") == 4
+        assert slices.count("draw") >= 5
