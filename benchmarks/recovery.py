@@ -298,6 +298,10 @@ class Outcome:
 def fail(replica: Replica, network: Network, failure: Failure, expected: Sequence[str]) -> Outcome:
     """Let a failure happen under load, and wait until every stream is complete."""
     streams, freed = load(), None
+    if "router" in failure.parts:  # so that it has processes of its own, which share memory with it
+        httpx.post(
+            replica.url + "/v1/completions", json={"model": "m", "prompt": "word " * 100_000}, timeout=60
+        )
     with running(streams, replica.url):
         while sum(len(stream.times) for stream in streams) < failure.after_tokens:
             time.sleep(0.005)
