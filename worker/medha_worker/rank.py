@@ -326,12 +326,11 @@ class Loaded:
 
     def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
         settings, config = self._settings, self._config
-        is_warm = self._warm is not None
+        # In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
+        warm_ranks = torch.tensor([int(self._warm is not None)])
         if grid is not None:
-            is_warm = (
-                grid.smallest(int(is_warm)) == 1
-            )  # in lock-step: all ranks warm up if one of them has not
-        if self._warm is None or not is_warm:
+            grid.tensor_group.all_reduce(warm_ranks)
+        if self._warm is None or int(warm_ranks) < settings.topology.tensor:
             self._warm = self._warm_up(model)
         kv_cache = self._pool(self._warm, grid)
         ready = RankReady(
