@@ -63,9 +63,7 @@ def announced(directory: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigInvalid(
-                f"--run-dir {directory} belongs to a medha up that still runs; name another one"
-            ) from error
+            raise _used(directory) from error
         file.truncate(0)
         file.write(json.dumps({"name": name, "pid": os.getpid()}))
         file.flush()
@@ -80,6 +78,19 @@ def announced(directory: Path, name: str) -> Iterator[None]:
             if is_linked:
                 link.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+
+
+def require_unused(directory: Path) -> None:
+    """
+    Raises:
+        ConfigInvalid: another run uses the directory.
+    """
+    if _read(directory) is not None:
+        raise _used(directory)
+
+
+def _used(directory: Path) -> ConfigInvalid:
+    return ConfigInvalid(f"--run-dir {directory} belongs to a medha up that still runs; name another one")
 
 
 def running() -> list[Run]:

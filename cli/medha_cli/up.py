@@ -29,7 +29,7 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
-from medha_cli.runs import announced
+from medha_cli.runs import announced, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_cli.supervisor import Part, supervise
 from medha_worker.process import free_port
@@ -294,6 +294,7 @@ def _run_directory(wanted: Path | None) -> Iterator[Path]:
         run = wanted.absolute()
         try:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_unused(run)  # before anything of another run is removed
             for stale in ("router-ready.json", "ranks-ready.json"):
                 (run / stale).unlink(missing_ok=True)
         except OSError as error:

@@ -12,6 +12,7 @@ import pytest
 from medha.errors import ConfigInvalid
 from medha_cli.look import Target
 from medha_cli.runs import RUN_FILE, announced, find, running
+from medha_cli.up import _run_directory
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +87,18 @@ def test_two_runs_cannot_share_a_directory(temporary: Path) -> None:
         announced(run, "second"),
     ):
         pass
+
+
+def test_a_second_run_in_a_directory_leaves_the_first_ones_files_alone(temporary: Path) -> None:
+    run = directory(temporary)
+    (run / "ranks-ready.json").write_text("{}")
+    with announced(run, "first"):
+        before = sorted(path.name for path in run.iterdir())
+        with pytest.raises(ConfigInvalid, match="still runs; name another"), _run_directory(run):
+            pytest.fail("it was taken")
+        assert sorted(path.name for path in run.iterdir()) == before
+    with _run_directory(run):
+        assert not (run / "ranks-ready.json").exists()
 
 
 def test_the_addresses_of_a_run_are_those_that_its_parts_have_written_last(temporary: Path) -> None:
