@@ -170,7 +170,7 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
 def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
     from medha_router.settings import RouterSettings
     from medha_worker.controller import ControllerSettings
-    from medha_worker.rank import RankSettings
+    from medha_worker.loaded import RankSettings
 
     replica = parse_replica(REPLICA)
     write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")

@@ -43,7 +43,7 @@ from medha_links.keys import KeyFiles, KeyPair, read_public_keys
 from medha_links.sockets import Doorkeeper, bind
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.link import Link, rank_identity
-from medha_worker.rank import RankSettings, eos_token_ids
+from medha_worker.loaded import RankSettings, eos_token_ids
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 20.0

@@ -8,92 +8,37 @@ for the next call.
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
-import torch
 import zmq
-from pydantic import BaseModel, ConfigDict
 
-from medha.api import MedhaReplicaSpec
-from medha.api_fields import quantity_bytes
-from medha.errors import CheckpointInvalid, MedhaError, PartFailed, WireInvalid
-from medha.messages import Meet, RankFault, RankHello, RankReady, Shutdown, StageFree, Step, Tokens, Trace
-from medha.topology import Topology, stage_layers
+from medha.errors import MedhaError, PartFailed, WireInvalid
+from medha.messages import Meet, RankFault, RankHello, Shutdown, StageFree, Step, Tokens, Trace
 from medha.wire import tokens_from_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.executor import Executor
-from medha_worker.grid import Grid
 from medha_worker.link import Link, rank_identity
+from medha_worker.loaded import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.lock_step import bound_seconds
-from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import keep_freed_memory
-from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import Progress, Shard
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.recorder import StepRecorder
-from medha_worker.warmup import WarmUp, warm_up
 from medha_worker.watchdog import Watchdog
 
 POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
 HELLO_SECONDS = 1.0  # how often a rank says that it is here
-MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
 STUCK_SECONDS = 20.0  # of a loop that does not turn while nothing is to do
-PROGRESS_SECONDS = 2.0
 TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
 
-# What a trace calls the time in these methods of the grid and of the tensor group.
-STAGE_SPANS = {
-    "receive_hidden": "receive",
-    "receive_tokens": "receive tokens",
-    "send_hidden": "send",
-    "send_tokens": "send tokens",
-}
-GROUP_WAITS = {"all_reduce": "all_reduce", "gather_last_dim": "gather"}
-LANE_WAITS = {"finish": "exchange"}
-
 _log = logging.getLogger("medha.rank")
-
-
-class RankSettings(BaseModel):
-    """What `medha up` (or a pod) tells a rank; one JSON file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    spec: MedhaReplicaSpec
-    model_directory: Path
-    control: str
-    """ZeroMQ endpoint of the controller's control link for ranks."""
-    tokens: str
-    """ZeroMQ endpoint of its token link."""
-    address: str = "127.0.0.1"
-    """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
-    key_file: Path
-    """The secret key that the ranks of the replica share (docs/security.md)."""
-    controller_key_file: Path
-    """The controller's public key."""
-    log_level: str = "info"
-
-    @property
-    def topology(self) -> Topology:
-        shape = self.spec.parallelism
-        return Topology(shape.tensor, shape.stream, shape.kv)
 
 
 class Rank:
@@ -263,241 +208,6 @@ class Rank:
                         executor.add_tokens(tokens, tokens_from_frame(frame))
                     except WireInvalid as error:
                         self._tokens.drop(error)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """What lasts for one epoch."""
-
-    executor: Executor
-    grid: Grid | None
-    ready: RankReady
-
-
-class Loaded:
-    """What outlives epochs: weights, what the warm-up has measured, and the memory of the KV pool."""
-
-    def __init__(
-        self,
-        settings: RankSettings,
-        config: ModelConfig,
-        model: Transformer,
-        recorder: StepRecorder,
-        load_seconds: float,
-    ) -> None:
-        self._settings, self._config, self._model = settings, config, model
-        self._recorder = recorder
-        self._load_seconds = load_seconds
-        self._warm: WarmUp | None = None
-        self._kv_cache: KVCache | None = None
-
-    def meet(self, meet: Meet) -> Engine:
-        """Meet the other ranks, and begin an epoch with an empty ledger.
-
-        Raises:
-            PartFailed: they did not all come.
-        """
-        settings, config = self._settings, self._config
-        topology = settings.topology
-        grid = None
-        if topology.ranks > 1:
-            grid = Grid(
-                topology,
-                settings.rank,
-                meet.rendezvous,
-                address=settings.address,
-                epoch=meet.epoch,
-                hidden_size=config.hidden_size,
-                dtype=self._model.dtype,
-                meet_seconds=MEET_SECONDS,
-                warm_up_seconds=settings.spec.lifecycle.ready_seconds,
-            )
-        try:
-            # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
-            model = self._model
-            if grid is not None:
-                group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
-                model = self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS))
-            return self._begin(model, meet.epoch, grid)
-        except BaseException:
-            if grid is not None:
-                grid.close()
-            raise
-
-    def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
-        settings, config = self._settings, self._config
-        # In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
-        warm_ranks = torch.tensor([int(self._warm is not None)])
-        if grid is not None:
-            grid.tensor_group.all_reduce(warm_ranks)
-        if self._warm is None or int(warm_ranks) < settings.topology.tensor:
-            self._warm = self._warm_up(model)
-        kv_cache = self._pool(self._warm, grid)
-        ready = RankReady(
-            rank=settings.rank,
-            block_size_tokens=kv_cache.block_tokens,
-            kv_blocks=kv_cache.num_blocks,
-            weights_bytes=model.weights_bytes,
-            activation_bytes=self._warm.activation_bytes,
-            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
-            profile=self._warm.profile,
-            device=str(model.device),
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            linear_flops_per_token=config.linear_flops_per_token,
-            attention_flops_per_pair=config.attention_flops_per_pair,
-            load_seconds=self._load_seconds,
-            epoch=epoch,
-            query_heads=config.num_query_heads,
-            kv_heads=config.num_kv_heads,
-            element_bytes=model.dtype.itemsize,
-            link_bytes_per_second=self._link_rate(grid),
-        )
-        executor = Executor(
-            model,
-            kv_cache,
-            vocab_size=config.vocab_size,
-            eos_token_ids=eos_token_ids(settings.model_directory),
-            clock=time.perf_counter,
-            epoch=epoch,
-            device=model.device,
-            lane=settings.topology.coordinates(settings.rank).kv,
-            pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
-        )
-        return Engine(executor, grid, ready)
-
-    def _link_rate(self, grid: Grid | None) -> float:
-        """Bytes a second between lanes; measured only where the prefill strategy is chosen by it."""
-        if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
-            return 0.0
-        return grid.lane_bytes_per_second(time.perf_counter)
-
-    def _warm_up(self, model: Transformer) -> WarmUp:
-        scheduling = self._settings.spec.scheduling
-        warm = warm_up(
-            model,
-            max_chunk_tokens=scheduling.max_chunk_tokens,
-            max_running=scheduling.max_running,
-            max_model_len=self._config.max_model_len,
-            clock=time.perf_counter,
-        )
-        _log.info("warmed up: %s", warm.profile)
-        return warm
-
-    def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
-        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it.
-
-        A rank that was replaced takes the size that the others have: what is free now says nothing of its share.
-        """
-        settings, config, model = self._settings, self._config, self._model
-        cache = settings.spec.kv_cache
-        blocks = self._kv_cache.num_blocks if self._kv_cache is not None else None
-        if grid is not None:
-            found = grid.smallest(_NO_POOL if blocks is None else blocks)
-            blocks = None if found == _NO_POOL else found
-        if blocks is None:
-            request = PoolRequest(
-                block_bytes=_block_bytes(config, model, cache.block_size_tokens),
-                block_size_tokens=cache.block_size_tokens,
-                max_model_len=-(-config.max_model_len // settings.spec.parallelism.kv),  # lanes share it
-                max_running=settings.spec.scheduling.max_running,
-                size_bytes=None if cache.size is None else quantity_bytes(cache.size),
-                memory_fraction=cache.memory_fraction,
-                weights_bytes=model.weights_bytes,
-                activation_bytes=warm.activation_bytes,
-            )
-            blocks = pool_blocks(request, host_free_bytes(settings.topology.ranks))
-            if grid is not None:
-                blocks = grid.smallest(blocks)
-        if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
-            self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
-        return self._kv_cache
-
-
-def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
-    """Read this rank's weights.
-
-    Raises:
-        MedhaError: the model cannot be served as the manifest asks.
-    """
-    spec, topology = settings.spec, settings.topology
-    started = time.monotonic()
-    keep_freed_memory()
-    torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // topology.ranks))
-    config = ModelConfig.from_directory(
-        settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
-    )
-    dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
-    _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
-    shard = _shard(config, topology, settings.rank)
-    model = Transformer.load(
-        settings.model_directory,
-        config,
-        shard,
-        dtype=dtype,
-        kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
-        progress=_log_progress(time.monotonic),
-    )
-    return Loaded(settings, config, model, recorder, time.monotonic() - started)
-
-
-_NO_POOL = 2**62
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _shard(config: ModelConfig, topology: Topology, rank: int) -> Shard:
-    """The layers and slices of a rank; the stage with the output head gets fewer layers."""
-    here = topology.coordinates(rank)
-    layer_weights = (
-        config.linear_flops_per_token / 2 - config.vocab_size * config.hidden_size
-    ) / config.num_layers
-    head_cost = config.vocab_size * config.hidden_size / layer_weights
-    layers = stage_layers(config.num_layers, topology.stream, head_cost_layers=head_cost)[here.stream]
-    return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
-
-
-def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> int:
-    return KVCache.bytes_per_block(
-        num_layers=model.shard.last_layer - model.shard.first_layer,
-        kv_heads=model.shard.kv_heads(config),
-        head_dim=config.head_dim,
-        block_tokens=block_tokens,
-        dtype=model.dtype,
-    )
-
-
-def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: generation_config.json's, which lists all of them, else config.json's.
-
-    Raises:
-        CheckpointInvalid: `eos_token_id` is neither an id nor a list of ids.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = directory / name
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(one, int) and one >= 0 for one in ids):
-            raise CheckpointInvalid(
-                f"{path}: eos_token_id is {found!r}, expected a token id or a list of them"
-            )
-        return tuple(ids)
-    return ()
-
-
-def _log_progress(clock: Callable[[], float]) -> Progress:
-    """Log how much of the weights has been read, every few seconds."""
-    logged_at = clock()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal logged_at
-        if clock() - logged_at >= PROGRESS_SECONDS:
-            logged_at = clock()
-            share = done_bytes / max(total_bytes, 1)
-            _log.info("read %.0f %% of %.0f MiB of weights", 100 * share, total_bytes / 2**20)
-
-    return progress
 
 
 @click.command()
