@@ -144,6 +144,14 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
             distance *= 2
         return square
 
+    def folded(self, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
+        """Of two vectors of partial sums `distance` lanes apart, one that has `a`'s in its first places, and `b`'s."""
+        everyone = range(self.lanes)
+        near = [i if i & distance == 0 else self.lanes + i - distance for i in everyone]
+        far = [i + distance if i & distance == 0 else self.lanes + i for i in everyone]
+        halves = [self.shuffle_vector(a, b, ir.Constant(self.integers_type, part)) for part in (near, far)]
+        return self.fadd(*halves)
+
     def _external(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
         declared = self.module.globals.get(name)
         return declared or ir.Function(self.module, ir.FunctionType(result, arguments), name)

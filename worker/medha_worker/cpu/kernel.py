@@ -16,14 +16,17 @@ log2 e.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
-from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
+from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, Number, VectorBuilder
 from medha_worker.cpu.machine import Compiled, Target
 
 TILE_KEYS = 64
+# A decode's products of one key are written out; beyond this they are too many.
+_MOST_DIRECT_HEAD_DIM = 256
 
 # While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
 _SMALL = 57.0
@@ -95,8 +98,8 @@ def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.M
     module = ir.Module("medha_cpu_attention")
     chunks = decodes = _Emitter(module, head_dim, target, scratch)
     decode_rows = -(-group // -(-group // target.rows))  # blocks that a decode's few rows fill evenly
-    if decode_rows < target.rows:
-        decodes = _Emitter(module, head_dim, replace(target, rows=decode_rows), scratch)
+    if decode_rows < target.rows and head_dim <= _MOST_DIRECT_HEAD_DIM:
+        decodes = _DecodeEmitter(module, head_dim, replace(target, rows=decode_rows), scratch)
     _emit_attend(module, target, chunks, decodes)
     return module
 
@@ -132,6 +135,16 @@ def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _
     code.ret_void()
 
 
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """Where the functions that compute scores leave what becomes of them; pointers."""
+
+    constants: ir.Value
+    limits: ir.Value
+    weights: ir.Value
+    totals: ir.Value
+
+
 class _Emitter:
     """Writes the functions that work on blocks of `target.rows` rows."""
 
@@ -142,7 +155,7 @@ class _Emitter:
         self.weigh_visible = self._scores("weigh_visible", masked=True, only_maximum=False)
         self.measure_visible = self._scores("measure_visible", masked=True, only_maximum=True)
         self.add_values = self._add_values()
-        self.pack = self._pack()
+        self.pack: ir.Function | None = self._pack()
         self.run_task = self._run_task()
 
     def _function(self, name: str, result: ir.Type, *arguments: ir.Type) -> ir.Function:
@@ -178,30 +191,47 @@ class _Emitter:
                     for part in vectors:
                         at = row * len(vectors) + part
                         loop.following[at] = code.multiply_add(value, columns[part], loop.carried[at])
-            for row in rows:
-                scores = loop.carried[row * len(vectors) :][: len(vectors)]
-                results = scores if only_maximum else [code.exp2(score) for score in scores]
-                if masked:
-                    limit = code.splat(code.one(limits, row, INT32))
-                    unseen = code.same(-math.inf if only_maximum else 0.0)
-                    for part in vectors:
-                        numbers = [first + part * lanes + lane for lane in range(lanes)]
-                        visible = code.icmp_signed("<", ir.Constant(code.integers_type, numbers), limit)
-                        results[part] = code.select(visible, results[part], unseen)
-                if only_maximum:
-                    largest = code.one(constants, row)
-                    for result in results:
-                        found = code.maximum(result)
-                        largest = code.select(code.fcmp_ordered(">", found, largest), found, largest)
-                    code.put_one(largest, constants, row)
-                    continue
-                total = code.vector(totals, row * lanes)
-                for part in vectors:
-                    code.put(results[part], weights, row * TILE_KEYS + first + part * lanes)
-                    total = code.fadd(total, results[part])
-                code.put(total, totals, row * lanes)
+            scores = [loop.carried[row * len(vectors) :][: len(vectors)] for row in rows]
+            out = _Scored(constants, limits, weights, totals)
+            self._put_scores(code, scores, first, out, masked=masked, only_maximum=only_maximum)
         code.ret_void()
         return function
+
+    def _put_scores(
+        self,
+        code: VectorBuilder,
+        scores: Sequence[Sequence[ir.Value]],
+        first: Number,
+        out: _Scored,
+        *,
+        masked: bool,
+        only_maximum: bool,
+    ) -> None:
+        """What becomes of scores [rows][vectors] of the keys from `first` of a tile on."""
+        lanes = self.target.lanes
+        for row, found_scores in enumerate(scores):
+            results = list(found_scores) if only_maximum else [code.exp2(score) for score in found_scores]
+            if masked:
+                limit = code.sub(code.one(out.limits, row, INT32), code.trunc(code.number(first), INT32))
+                unseen = code.same(-math.inf if only_maximum else 0.0)
+                for part in range(len(results)):
+                    numbers = [part * lanes + lane for lane in range(lanes)]
+                    visible = code.icmp_signed(
+                        "<", ir.Constant(code.integers_type, numbers), code.splat(limit)
+                    )
+                    results[part] = code.select(visible, results[part], unseen)
+            if only_maximum:
+                largest = code.one(out.constants, row)
+                for result in results:
+                    found = code.maximum(result)
+                    largest = code.select(code.fcmp_ordered(">", found, largest), found, largest)
+                code.put_one(largest, out.constants, row)
+                continue
+            total = code.vector(out.totals, row * lanes)
+            for part, result in enumerate(results):
+                code.put(result, out.weights, code.plus(first, row * TILE_KEYS + part * lanes))
+                total = code.fadd(total, result)
+            code.put(total, out.totals, row * lanes)
 
     def _add_values(self) -> ir.Function:
         """`f(weights, values, sums)`: sums [rows, head_dim] += weights [rows, TILE_KEYS] @ values [TILE_KEYS, head_dim]."""
@@ -287,7 +317,9 @@ class _Emitter:
             return code.plus(code.times(token, token_stride), code.times(query_head, head_stride))
 
         def pack(key: ir.Value) -> None:
-            code.call(self.pack, [pool_keys, pool_values, slots, key, key_stop, part["keys"], part["values"]])
+            if self.pack is not None:
+                tile = [part["keys"], part["values"]]
+                code.call(self.pack, [pool_keys, pool_values, slots, key, key_stop, *tile])
 
         def set_limits(block: ir.Value, key: ir.Value) -> ir.Value:
             """Store how many keys of the tile at `key` each row of the block sees; returns the first row's."""
@@ -300,10 +332,13 @@ class _Emitter:
                 ends.append(end)
             return ends[0]
 
-        def arguments(block: ir.Value) -> list[ir.Value]:
+        def arguments(block: ir.Value, key: ir.Value) -> list[ir.Value]:
             """Of the functions that `_scores` writes."""
+            keys = (
+                [part["keys"]] if self.pack is not None else [pool_keys, slots, key, code.plus(key_stop, -1)]
+            )
             return [
-                code.at(part["q"], code.times(block, head_dim)), part["keys"], code.at(part["constants"], block),
+                code.at(part["q"], code.times(block, head_dim)), *keys, code.at(part["constants"], block),
                 part["limits"], part["weights"], code.at(part["totals"], code.times(block, lanes)),
             ]  # fmt: skip
 
@@ -325,7 +360,7 @@ class _Emitter:
             pack(tile.index)
             with code.counting(0, padded, block_rows) as block:
                 set_limits(block.index, tile.index)
-                code.call(self.measure_visible, arguments(block.index))
+                code.call(self.measure_visible, arguments(block.index, tile.index))
         with code.counting(0, padded) as loop:
             largest = code.one(part["constants"], loop.index)
             above = code.fcmp_ordered(">", largest, ir.Constant(FLOAT, -_SMALL))
@@ -344,11 +379,16 @@ class _Emitter:
                 seen = set_limits(block.index, tile.index)
                 with code.if_else(code.icmp_signed(">=", seen, code.number(TILE_KEYS))) as (whole, diagonal):
                     with whole:
-                        code.call(self.weigh_all, arguments(block.index))
+                        code.call(self.weigh_all, arguments(block.index, tile.index))
                     with diagonal:
-                        code.call(self.weigh_visible, arguments(block.index))
+                        code.call(self.weigh_visible, arguments(block.index, tile.index))
                 sums = code.at(part["sums"], code.times(block.index, head_dim))
-                code.call(self.add_values, [part["weights"], part["values"], sums])
+                values = (
+                    [part["values"]]
+                    if self.pack is not None
+                    else [pool_values, slots, tile.index, code.plus(key_stop, -1)]
+                )
+                code.call(self.add_values, [part["weights"], *values, sums])
 
         # Out go sums / totals, and the natural logarithm of the sum of exponentials.
         query_heads = code.udiv(call["output_stride"], code.number(head_dim))
@@ -367,3 +407,85 @@ class _Emitter:
             code.put_one(natural, log_sum_exp, place(row, "output_row", query_heads, 1))
         code.ret(loop.carried[0])
         return function
+
+
+class _DecodeEmitter(_Emitter):
+    """For so few rows that copying K and V would take longer than computing with them: both are read where they lie.
+
+    A score is a dot product along the head, of which every lane sums up a part; the sums of as many keys as there are
+    lanes are folded into one vector.
+    """
+
+    def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
+        self.module, self.head_dim, self.target, self.scratch = module, head_dim, target, scratch
+        self.weigh_all = self._scores("weigh_all", masked=False, only_maximum=False)
+        self.weigh_visible = self._scores("weigh_visible", masked=True, only_maximum=False)
+        self.measure_visible = self._scores("measure_visible", masked=True, only_maximum=True)
+        self.add_values = self._add_values()
+        self.pack = None
+        self.run_task = self._run_task()
+
+    def _scores(self, name: str, *, masked: bool, only_maximum: bool) -> ir.Function:
+        """As the base class's, with (pool_keys, slots, key, last_key) for the tile of keys."""
+        rows, lanes, head_dim = range(self.target.rows), self.target.lanes, self.head_dim
+        function = self._function(name, VOID, *[POINTER] * 3, INT64, INT64, *[POINTER] * 4)
+        q, pool_keys, slots, key, last_key, constants, limits, weights, totals = function.args
+        code = VectorBuilder(function, lanes)
+        with code.counting(0, TILE_KEYS, lanes) as group:
+
+            def partial_sums(first: int, count: int) -> list[ir.Value]:
+                """Of each row, what `count` keys sum up to, folded together."""
+                if count > 1:
+                    half = count // 2
+                    sums = zip(partial_sums(first, half), partial_sums(first + half, half), strict=True)
+                    return [code.folded(a, b, half) for a, b in sums]
+                source = self._place(code, slots, code.plus(key, group.index, first), last_key)
+                products = [code.same(0.0) for _ in rows]
+                for at in range(0, head_dim, lanes):
+                    part = code.vector(pool_keys, code.plus(source, at))
+                    for row in rows:
+                        query = code.vector(q, row * head_dim + at)
+                        products[row] = (
+                            code.fmul(query, part)
+                            if at == 0
+                            else code.multiply_add(query, part, products[row])
+                        )
+                return products
+
+            scores = [[score] for score in partial_sums(0, lanes)]
+            if not only_maximum:
+                for row, (score,) in enumerate(scores):
+                    scores[row] = [code.fsub(score, code.splat(code.one(constants, row)))]
+            out = _Scored(constants, limits, weights, totals)
+            self._put_scores(code, scores, group.index, out, masked=masked, only_maximum=only_maximum)
+        code.ret_void()
+        return function
+
+    def _add_values(self) -> ir.Function:
+        """As the base class's, with (pool_values, slots, key, last_key) for the tile of values."""
+        rows, lanes, head_dim = range(self.target.rows), self.target.lanes, self.head_dim
+        function = self._function("add_values", VOID, *[POINTER] * 3, INT64, INT64, POINTER)
+        weights, pool_values, slots, key, last_key, sums = function.args
+        code = VectorBuilder(function, lanes)
+        width = lanes * self.target.vectors
+        for first in range(0, head_dim, width):
+            columns = range(first, min(first + width, head_dim), lanes)
+            places = [(row, column) for row in rows for column in columns]
+            carried = [code.vector(sums, row * head_dim + column) for row, column in places]
+            with code.counting(0, TILE_KEYS, 1, carried) as loop:
+                source = self._place(code, slots, code.plus(key, loop.index), last_key)
+                values = {column: code.vector(pool_values, code.plus(source, column)) for column in columns}
+                for row in rows:
+                    weight = code.splat(code.one(weights, code.plus(loop.index, row * TILE_KEYS)))
+                    for column in columns:
+                        at = places.index((row, column))
+                        loop.following[at] = code.multiply_add(weight, values[column], loop.carried[at])
+            for (row, column), value in zip(places, loop.carried, strict=True):
+                code.put(value, sums, row * head_dim + column)
+        code.ret_void()
+        return function
+
+    def _place(self, code: VectorBuilder, slots: ir.Value, key: ir.Value, last_key: ir.Value) -> ir.Value:
+        """Offset of a key in the pool; beyond the last one, which no row sees, the last one's."""
+        slot = code.sext(code.one(slots, code.smaller(key, last_key), INT32), INT64)
+        return code.times(slot, self.head_dim)
