@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -31,7 +30,7 @@ from pydantic_core import to_json
 from medha.api import MedhaReplicaSpec, ServiceClass
 from medha.config import ReplicaConfig, derive
 from medha.engine import Load, ReplicaController
-from medha.errors import ConfigInvalid, MedhaError, PartFailed, WireInvalid
+from medha.errors import ConfigInvalid, MedhaError, WireInvalid
 from medha.messages import (
     Announce,
     BundlePart,
@@ -43,14 +42,10 @@ from medha.messages import (
     Emit,
     Failed,
     FetchBundle,
-    Message,
-    RankFault,
-    RankHello,
     RankReady,
     Readiness,
     Refused,
     ServiceClassTerms,
-    Shutdown,
     StageFree,
     Step,
     StepProfile,
@@ -63,24 +58,21 @@ from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key, read_public_keys, read_tokens
-from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind, crosses_network
+from medha_links.sockets import Doorkeeper
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.inspection import Inspection
-from medha_worker.link import Link, Received, RouterLinks, rank_identity
-from medha_worker.lock_step import LockStep
-from medha_worker.muster import LinkName, Muster, implausible
+from medha_worker.link import RouterLinks
 from medha_worker.observe import Observer
 from medha_worker.outputs import OutputHasher
-from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent, free_port
+from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
+from medha_worker.rank_links import RankLinks
 from medha_worker.telemetry import serve
 from medha_worker.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
-AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood still, and nobody else
 STUCK_SECONDS = 20.0  # of a loop that does not turn
-TELL_SECONDS = 10.0  # how often it is said that ranks are missing
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
 """Prompts, in tokens, whose predicted time alone is announced."""
@@ -132,38 +124,27 @@ class Controller:
         self._bundle = bundle
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry)
-        shape = settings.spec.parallelism
-        self._muster = Muster(shape.tensor * shape.stream * shape.kv, _next_epoch(settings.epoch_file))
         context, drops = zmq.Context[zmq.Socket[bytes]](), Drops(_log, self._observer.dropped)
         keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
         router_key = read_public_key(settings.router_key_file)
         enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
         self._doorkeeper = Doorkeeper(context, rank_keys)
-        peers = [rank_identity(rank) for rank in range(self._muster.expected)]
-        self._rank_control = Link(
-            bind(context, settings.rank_control, keys, heartbeats=crosses_network(settings.rank_control)),
-            "rank_control",
+        shape = settings.spec.parallelism
+        self._ranks = RankLinks(
+            context,
+            (settings.rank_control, settings.rank_tokens),
+            keys,
+            shape.tensor * shape.stream * shape.kv,
             drops,
-            accepts=(StageFree, Done, RankHello, RankReady, RankFault, TracePart),
-            peers=peers,
-        )
-        self._rank_tokens = Link(
-            bind(
-                context,
-                settings.rank_tokens,
-                keys,
-                largest_frame_bytes=TOKENS_FRAME_BYTES,
-                heartbeats=crosses_network(settings.rank_tokens),
-            ),
-            "rank_tokens",
-            drops,
-            accepts=(RankHello,),
-            peers=peers,
+            rendezvous_host=settings.rendezvous_host,
+            epoch_file=settings.epoch_file,
+            gather_seconds=settings.spec.lifecycle.ready_seconds,
+            lost=self._end_epoch,
         )
         endpoints = settings.router_control, settings.router_tokens
         self._router = RouterLinks(context, endpoints, settings.replica, enrolment, router_key, drops)
         self._poller = zmq.Poller()
-        for link in (self._rank_control, self._rank_tokens):
+        for link in self._ranks.links:
             self._poller.register(link.socket, zmq.POLLIN)
         self._router_sockets: tuple[zmq.Socket[bytes], ...] = ()
         self._poll_router()
@@ -173,7 +154,6 @@ class Controller:
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
         self._stopping = False
-        self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
         self._record: TextIO | None = None
         self._announced: Load | None = None
         self._card: Announce | None = None
@@ -192,7 +172,7 @@ class Controller:
             watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._poller.poll(POLL_MILLISECONDS)
             self._look_at_links()
-            self._hear_ranks()
+            self._ranks.look()
             for event in self._events():
                 self._step(event)
             self._be_inspected()
@@ -202,15 +182,15 @@ class Controller:
                     self._step(Drain())
             self._announce()
         self._announce(force=True)
-        self._shut_ranks_down()
+        self._ranks.shut_down()
 
     def _be_inspected(self) -> None:
         """Answer who asks over HTTP, and let ranks begin or end a trace."""
         now = time.monotonic()
-        self._inspection.answer(self._core, self._muster.missing, now)
+        self._inspection.answer(self._core, self._ranks.missing, now)
         trace = self._inspection.asks_of_ranks(now)
         if trace is not None and self._core is not None:
-            self._to_ranks(self._rank_control, trace)
+            self._ranks.send(trace)
 
     def _drained(self, until: float) -> bool:
         return self._core is None or self._core.idle or time.monotonic() >= until
@@ -221,8 +201,8 @@ class Controller:
 
     def close(self) -> None:
         """Close the links; messages still queued get a moment to leave."""
-        for link in (self._router, self._rank_control, self._rank_tokens):
-            link.close()
+        for links in (self._router, self._ranks):
+            links.close()
         self._doorkeeper.close()
         self._context.term()
         self._inspection.close()
@@ -248,7 +228,7 @@ class Controller:
 
     def _look_at_links(self) -> None:
         """Count who was not let in, and notice when the router comes or goes."""
-        for link in (self._rank_control, self._rank_tokens):
+        for link in self._ranks.links:
             self._observer.refused(link.name, link.connections.refused())
         match self._router.look(time.monotonic()):
             case "came":
@@ -294,97 +274,10 @@ class Controller:
 
     # --- epochs -------------------------------------------------------------------------------------
 
-    def _hear_ranks(self) -> None:
-        """Take what ranks say of themselves on the token link, and call them together once all are here."""
-        while (received := self._rank_tokens.receive()) is not None:
-            if isinstance(received.message, RankHello) and self._is_of(received, self._rank_tokens):
-                self._hello("tokens", received.message)
-        if self._muster.complete and self._muster.epoch is None:
-            self._call_together()
-        now = time.monotonic()
-        self._watch_gathering(now)
-        self._watch_ranks(now)
-
-    def _watch_gathering(self, now: float) -> None:
-        """Say who is missing while ranks gather again, and give up after a bound.
-
-        Raises:
-            PartFailed: they did not come back in time; `medha up` then starts this process again, or ends the whole.
-        """
-        if self._core is not None or self._config is None:
-            self._gathering_since = self._told_at = now
-            return
-        missing = ", ".join(map(str, self._muster.missing))
-        limit = self._settings.spec.lifecycle.ready_seconds
-        if now - self._gathering_since > limit:
-            raise PartFailed(f"rank {missing} did not come back in {limit:g} s (lifecycle.readySeconds)")
-        if now - self._told_at > TELL_SECONDS:
-            self._told_at = now
-            _log.warning("waiting for rank %s since %.0f s", missing, now - self._gathering_since)
-
-    def _watch_ranks(self, now: float) -> None:
-        """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""
-        was_away, self._turned_at = now - self._turned_at > AWAY_SECONDS, now
-        if self._core is None:
-            return
-        if was_away or not self._lock_step.is_idle:
-            self._busy_at = now
-        overdue, silent = self._lock_step.overdue(now), self._muster.silent(now, self._busy_at)
-        if overdue is not None and not was_away:
-            self._lost(f"step {overdue} does not end")
-        elif silent:
-            self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
-
-    def _is_of(self, received: Received, link: Link) -> bool:
-        """Whether a rank speaks of itself; else the message is dropped."""
-        rank = getattr(received.message, "rank", None)
-        if rank is None or received.peer == rank_identity(rank):
-            return True
-        link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
-        return False
-
-    def _hello(self, link: LinkName, hello: RankHello) -> None:
-        if self._muster.refuses(hello):
-            return
-        if self._muster.replaces(hello):
-            self._lost(f"rank {hello.rank} was replaced")
-        self._muster.hello(link, hello, time.monotonic())
-
-    def _fault(self, fault: RankFault) -> None:
-        """A rank says that it cannot go on.
-
-        Raises:
-            PartFailed: nothing was ever served, so that the manifest or the machine is to blame.
-        """
-        if fault.lost_epoch is None and self._config is None:
-            raise PartFailed(f"rank {fault.rank}: {fault.detail}")
-        if fault.lost_epoch in (None, self._muster.epoch):
-            self._lost(f"rank {fault.rank}: {fault.detail}")
-
-    def _lost(self, reason: str) -> None:
-        """The epoch is over. The router keeps the open requests, and submits them to the next one."""
-        if self._muster.epoch is not None:
-            _log.warning("epoch %d is lost: %s; waiting for all ranks", self._muster.epoch, reason)
-        self._muster.lose()
-        if self._core is not None:
-            self._core = None
-            self._announce(force=True)
-
-    def _call_together(self) -> None:
-        shape = self._settings.spec.parallelism
-        is_alone = shape.tensor * shape.stream * shape.kv == 1
-        rendezvous = (
-            ""
-            if is_alone
-            else f"tcp://{self._settings.rendezvous_host}:{free_port(self._settings.rendezvous_host)}"
-        )
-        meet = self._muster.meet(rendezvous)
-        if self._settings.epoch_file is not None:
-            partial = self._settings.epoch_file.with_suffix(".partial")
-            partial.write_text(str(meet.epoch), encoding="utf-8")
-            partial.rename(self._settings.epoch_file)
-        _log.info("epoch %d begins", meet.epoch)
-        self._to_ranks(self._rank_control, meet)
+    def _end_epoch(self) -> None:
+        """An epoch is lost: the router submits what is open to the next one."""
+        self._core = None
+        self._announce(force=True)
 
     def _begin(self, ranks: list[RankReady]) -> None:
         """All ranks are ready: serve."""
@@ -395,7 +288,6 @@ class Controller:
         is_first, self._config = self._config is None, config
         self._vocab_size = slowest.vocab_size
         self._core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
-        self._lock_step = LockStep()
         hasher = None
         if spec.kv_cache.prefix_caching:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
@@ -439,35 +331,16 @@ class Controller:
 
     def _events(self) -> Iterator[ControllerEvent]:
         """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
-        while (received := self._rank_control.receive()) is not None:
-            if not self._is_of(received, self._rank_control):
-                continue
-            match received.message:
-                case StageFree() | Done() as part:
-                    core = self._core
-                    if core is None or part.epoch < core.epoch:
-                        continue  # of an epoch that was lost
-                    contradiction = self._lock_step.contradiction(part, core.epoch, self._vocab_size)
-                    if contradiction is not None:
-                        self._rank_control.drop(WireInvalid(contradiction))
-                        continue
-                    event = self._lock_step.join(part)
-                    if event is not None:
-                        yield self._with_hashes(event) if isinstance(event, Done) else event
-                case RankHello() as hello:
-                    self._hello("control", hello)
-                case RankReady() as ready if (contradiction := implausible(ready)) is not None:
-                    self._rank_control.drop(WireInvalid(contradiction))
-                case RankReady() as ready if self._core is not None and ready.epoch == self._core.epoch:
-                    self._rank_control.drop(WireInvalid(f"rank {ready.rank} was ready already"))
-                case RankReady() as ready:
-                    everyone = self._muster.ready(ready)
-                    if everyone is not None:
-                        self._begin(everyone)
-                case RankFault() as fault:
-                    self._fault(fault)
+        for news in self._ranks.receive():
+            match news:
+                case Done() as done:
+                    yield self._with_hashes(done)
+                case StageFree() as stage_free:
+                    yield stage_free
                 case TracePart() as part:
                     self._inspection.part(part, time.monotonic())
+                case list() as ranks:
+                    self._begin(ranks)
         while (received := self._router.tokens.receive()) is not None:
             match received.message, received.payload:
                 case Tokens(), _ if self._core is None:
@@ -521,9 +394,9 @@ class Controller:
     def _carry_out(self, command: ControllerCommand) -> None:
         match command:
             case Step() as step:
-                self._lock_step.expect(step, time.monotonic())
                 self._send_prompts(step)
-                self._to_ranks(self._rank_control, step)
+                if self._core is not None:  # else a rank was found gone when it was sent ids
+                    self._ranks.begin_step(step)
             case Emit() | Refused() | Failed() as answer:
                 self._answer(answer)
                 if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
@@ -540,21 +413,7 @@ class Controller:
             for offset in range(0, len(ids), TOKENS_PER_FRAME):
                 frame = tokens_to_frame(ids[offset : offset + TOKENS_PER_FRAME])
                 piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids), epoch=step.epoch)
-                self._to_ranks(self._rank_tokens, piece, frame)
-
-    def _to_ranks(self, link: Link, message: Message, payload: bytes | None = None) -> None:
-        """Send one message to every rank; one that is not connected any more ends the epoch."""
-        for rank in range(self._muster.expected):
-            try:
-                link.send(message, payload, peer=rank_identity(rank))
-            except zmq.ZMQError as error:
-                self._lost(f"rank {rank} is gone ({error}); its own log says why")
-                return
-
-    def _shut_ranks_down(self) -> None:
-        for rank in range(self._muster.expected):
-            with suppress(zmq.ZMQError):  # it has gone already
-                self._rank_control.send(Shutdown(reason="drained"), peer=rank_identity(rank))
+                self._ranks.send_tokens(piece, frame)
 
     def _send_bundle(self, fetch: FetchBundle) -> None:
         if fetch.digest != self._bundle.digest:
@@ -631,14 +490,6 @@ def _profile(spec: MedhaReplicaSpec) -> Profile | None:
         return Profile.from_json(path.read_bytes(), str(path))
     except OSError as error:
         raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
-
-
-def _next_epoch(path: Path | None) -> int:
-    """One after the epoch that a controller before us has begun last."""
-    try:
-        return 1 + int(path.read_text(encoding="utf-8")) if path is not None else 0
-    except (FileNotFoundError, ValueError):
-        return 0
 
 
 def chunk_seconds(profile: StepProfile) -> float:

@@ -1,0 +1,272 @@
+"""The controller's links to its ranks, and the life of their epochs: who is here, who is called, and when one is lost.
+
+What is decided about epochs is decided in `muster`, what belongs to a step in `lock_step`. Here their messages are read,
+and the clock is looked at: ranks that say nothing, steps that do not end, gathering that takes too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from medha.errors import PartFailed, WireInvalid
+from medha.messages import (
+    Done,
+    Message,
+    RankFault,
+    RankHello,
+    RankReady,
+    Shutdown,
+    StageFree,
+    Step,
+    TracePart,
+)
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair
+from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
+from medha_worker.link import Context, Link, Received, rank_identity
+from medha_worker.lock_step import LockStep
+from medha_worker.muster import LinkName, Muster, implausible
+from medha_worker.process import free_port
+
+AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood still, and nobody else
+TELL_SECONDS = 10.0  # how often it is said that ranks are missing
+
+_log = logging.getLogger("medha.controller")
+
+RankNews = StageFree | Done | TracePart | list[RankReady]
+"""A list: all ranks are ready, and an epoch begins."""
+
+
+class RankLinks:
+    """Ranks as their controller sees them."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoints: tuple[str, str],
+        keys: KeyPair,
+        ranks: int,
+        drops: Drops,
+        *,
+        rendezvous_host: str,
+        epoch_file: Path | None,
+        gather_seconds: float,
+        lost: Callable[[], None],
+    ) -> None:
+        """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over."""
+        control, tokens = endpoints
+        peers = [rank_identity(rank) for rank in range(ranks)]
+        self._control = Link(
+            bind(context, control, keys, heartbeats=crosses_network(control)),
+            "rank_control",
+            drops,
+            accepts=(StageFree, Done, RankHello, RankReady, RankFault, TracePart),
+            peers=peers,
+        )
+        self._tokens = Link(
+            bind(
+                context,
+                tokens,
+                keys,
+                largest_frame_bytes=TOKENS_FRAME_BYTES,
+                heartbeats=crosses_network(tokens),
+            ),
+            "rank_tokens",
+            drops,
+            accepts=(RankHello,),
+            peers=peers,
+        )
+        self.links = self._control, self._tokens
+        self._muster = Muster(ranks, _next_epoch(epoch_file))
+        self._rendezvous_host = rendezvous_host
+        self._epoch_file = epoch_file
+        self._gather_seconds = gather_seconds
+        self._tell_lost = lost
+        self._lock_step: LockStep | None = None  # of the epoch that serves
+        self._vocab_size = 0
+        self._has_served = False
+        self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that have not been heard, or are not ready yet."""
+        return self._muster.missing
+
+    def close(self) -> None:
+        """Close the links; messages still queued get a moment to leave."""
+        for link in self.links:
+            link.close()
+
+    # --- to the ranks -------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        assert self._lock_step is not None
+        self._lock_step.expect(step, time.monotonic())
+        self.send(step)
+
+    def send(self, message: Message) -> None:
+        self._to_all(self._control, message)
+
+    def send_tokens(self, message: Message, payload: bytes) -> None:
+        self._to_all(self._tokens, message, payload)
+
+    def shut_down(self) -> None:
+        for rank in range(self._muster.expected):
+            with suppress(zmq.ZMQError):  # it has gone already
+                self._control.send(Shutdown(reason="drained"), peer=rank_identity(rank))
+
+    def _to_all(self, link: Link, message: Message, payload: bytes | None = None) -> None:
+        """Send one message to every rank; one that is not connected any more ends the epoch."""
+        for rank in range(self._muster.expected):
+            try:
+                link.send(message, payload, peer=rank_identity(rank))
+            except zmq.ZMQError as error:
+                self._lost(f"rank {rank} is gone ({error}); its own log says why")
+                return
+
+    # --- from the ranks -----------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Hear who is here on the token link, call ranks together once all are, and look at the clock.
+
+        Raises:
+            PartFailed: they did not come back in time; who started this process starts it again, or ends the whole.
+        """
+        while (received := self._tokens.receive()) is not None:
+            if isinstance(received.message, RankHello) and self._is_of(received, self._tokens):
+                self._hello("tokens", received.message)
+        if self._muster.complete and self._muster.epoch is None:
+            self._call_together()
+        now = time.monotonic()
+        self._watch_gathering(now)
+        self._watch_ranks(now)
+
+    def receive(self) -> Iterator[RankNews]:
+        """What has come on the control link, and is not about epochs alone.
+
+        Raises:
+            PartFailed: a rank cannot go on, and nothing was ever served.
+        """
+        while (received := self._control.receive()) is not None:
+            if not self._is_of(received, self._control):
+                continue
+            match received.message:
+                case StageFree() | Done() as part:
+                    event = self._join(part)
+                    if event is not None:
+                        yield event
+                case RankHello() as hello:
+                    self._hello("control", hello)
+                case RankReady() as ready:
+                    everyone = self._ready(ready)
+                    if everyone is not None:
+                        yield everyone
+                case RankFault() as fault:
+                    self._fault(fault)
+                case TracePart() as part:
+                    yield part
+
+    def _is_of(self, received: Received, link: Link) -> bool:
+        """Whether a rank speaks of itself; else the message is dropped."""
+        rank = getattr(received.message, "rank", None)
+        if rank is None or received.peer == rank_identity(rank):
+            return True
+        link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
+        return False
+
+    def _join(self, part: StageFree | Done) -> StageFree | Done | None:
+        epoch = self._muster.epoch
+        if self._lock_step is None or epoch is None or part.epoch < epoch:
+            return None  # of an epoch that was lost
+        contradiction = self._lock_step.contradiction(part, epoch, self._vocab_size)
+        if contradiction is not None:
+            self._control.drop(WireInvalid(contradiction))
+            return None
+        return self._lock_step.join(part)
+
+    def _ready(self, ready: RankReady) -> list[RankReady] | None:
+        contradiction = implausible(ready)
+        if contradiction is None and self._lock_step is not None and ready.epoch == self._muster.epoch:
+            contradiction = f"rank {ready.rank} was ready already"
+        if contradiction is not None:
+            self._control.drop(WireInvalid(contradiction))
+            return None
+        everyone = self._muster.ready(ready)
+        if everyone is not None:
+            self._lock_step, self._vocab_size, self._has_served = LockStep(), ready.vocab_size, True
+        return everyone
+
+    # --- epochs -------------------------------------------------------------------------------------
+
+    def _hello(self, link: LinkName, hello: RankHello) -> None:
+        if self._muster.refuses(hello):
+            return
+        if self._muster.replaces(hello):
+            self._lost(f"rank {hello.rank} was replaced")
+        self._muster.hello(link, hello, time.monotonic())
+
+    def _fault(self, fault: RankFault) -> None:
+        """A rank says that it cannot go on: if nothing was ever served, the manifest or the machine is to blame."""
+        if fault.lost_epoch is None and not self._has_served:
+            raise PartFailed(f"rank {fault.rank}: {fault.detail}")
+        if fault.lost_epoch in (None, self._muster.epoch):
+            self._lost(f"rank {fault.rank}: {fault.detail}")
+
+    def _lost(self, reason: str) -> None:
+        """The epoch is over. The router keeps the open requests, and submits them to the next one."""
+        if self._muster.epoch is not None:
+            _log.warning("epoch %d is lost: %s; waiting for all ranks", self._muster.epoch, reason)
+        self._muster.lose()
+        if self._lock_step is not None:
+            self._lock_step = None
+            self._tell_lost()
+
+    def _call_together(self) -> None:
+        is_alone = self._muster.expected == 1
+        host = self._rendezvous_host
+        meet = self._muster.meet("" if is_alone else f"tcp://{host}:{free_port(host)}")
+        if self._epoch_file is not None:
+            partial = self._epoch_file.with_suffix(".partial")
+            partial.write_text(str(meet.epoch), encoding="utf-8")
+            partial.rename(self._epoch_file)
+        _log.info("epoch %d begins", meet.epoch)
+        self.send(meet)
+
+    def _watch_gathering(self, now: float) -> None:
+        """Say who is missing while ranks gather again, and give up after a bound."""
+        if self._lock_step is not None or not self._has_served:
+            self._gathering_since = self._told_at = now
+            return
+        missing, limit = ", ".join(map(str, self._muster.missing)), self._gather_seconds
+        if now - self._gathering_since > limit:
+            raise PartFailed(f"rank {missing} did not come back in {limit:g} s (lifecycle.readySeconds)")
+        if now - self._told_at > TELL_SECONDS:
+            self._told_at = now
+            _log.warning("waiting for rank %s since %.0f s", missing, now - self._gathering_since)
+
+    def _watch_ranks(self, now: float) -> None:
+        """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""
+        was_away, self._turned_at = now - self._turned_at > AWAY_SECONDS, now
+        if self._lock_step is None:
+            return
+        if was_away or not self._lock_step.is_idle:
+            self._busy_at = now
+        overdue, silent = self._lock_step.overdue(now), self._muster.silent(now, self._busy_at)
+        if overdue is not None and not was_away:
+            self._lost(f"step {overdue} does not end")
+        elif silent:
+            self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
+
+
+def _next_epoch(path: Path | None) -> int:
+    """One after the epoch that a controller before us has begun last."""
+    try:
+        return 1 + int(path.read_text(encoding="utf-8")) if path is not None else 0
+    except (FileNotFoundError, ValueError):
+        return 0
