@@ -34,7 +34,7 @@ from medha.messages import (
 )
 from medha.wire import decode, encode, tokens_from_frame
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
-from medha_links.sockets import connect
+from medha_links.sockets import Opened, connect
 from medha_router.bundle import Bundle
 
 MODEL = "tiny"
@@ -112,6 +112,7 @@ class ScriptedReplica:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
+        self.connections = 0
         self._orders: list[tuple[str, Any]] = []
         self._stop = threading.Event()
         self.card = Announce(
@@ -143,7 +144,7 @@ class ScriptedReplica:
         self._thread.join()
 
     def order(self, what: str, value: Any = None) -> None:
-        """Have the replica's own thread `announce`, `send` a message or send `raw` frames."""
+        """Have the replica's own thread `announce`, `send` a message, send `raw` frames, or `reconnect`."""
         self._orders.append((what, value))
 
     def wait(self, condition: Callable[[], bool]) -> None:
@@ -154,24 +155,39 @@ class ScriptedReplica:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         keys = KeyPair.of_token(read_tokens(self.router.keys.enrolment)[0])
         server = read_public_key(self.router.keys.router_public)
-        identity = f"{self.name}/{id(self)}".encode()
-        links = [
-            connect(context, endpoint, identity, keys, server)
-            for endpoint in (self.router.control, self.router.tokens)
-        ]
-        control, tokens = (link.socket for link in links)
-        poller = zmq.Poller()
-        poller.register(control, zmq.POLLIN)
-        poller.register(tokens, zmq.POLLIN)
+
+        def dial() -> list[Opened[zmq.Socket[bytes]]]:
+            self.connections += 1
+            identity = f"{self.name}/{self.connections}".encode()
+            endpoints = (self.router.control, self.router.tokens)
+            return [connect(context, endpoint, identity, keys, server) for endpoint in endpoints]
+
+        links: list[Opened[zmq.Socket[bytes]]] = []
         announced = 0.0
         while not self._stop.is_set():
+            if not links:
+                links = dial()
+                control, tokens = (link.socket for link in links)
+                poller = zmq.Poller()
+                poller.register(control, zmq.POLLIN)
+                poller.register(tokens, zmq.POLLIN)
+                announced = 0.0
             while self._orders:
                 what, value = self._orders.pop(0)
-                if what == "announce":
+                if what == "reconnect":
+                    for link in links:
+                        link.close(0)
+                    links = []
+                    break
+                if what == "raw tokens":
+                    tokens.send_multipart(value)
+                elif what == "announce":
                     self.card = replace(self.card, **value)
                     announced = 0.0
                 else:
                     control.send_multipart(value if what == "raw" else encode(value))
+            if not links:
+                continue
             if time.monotonic() - announced > 0.5:
                 announced = time.monotonic()
                 for socket in (control, tokens):

@@ -17,6 +17,8 @@ import psutil
 import pytest
 import torch
 import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
@@ -36,6 +38,7 @@ from medha.messages import (
     Step,
     StepEntry,
     Tokens,
+    Trace,
 )
 from medha.wire import encode, tokens_to_frame
 from medha_links.drops import Drops
@@ -44,6 +47,8 @@ from medha_links.sockets import Doorkeeper, bind
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.link import Link, rank_identity
 from medha_worker.loaded import RankSettings, eos_token_ids
+
+from ..frames import frames
 
 START_SECONDS = 60.0
 ANSWER_SECONDS = 20.0
@@ -66,10 +71,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stage:
     """A rank process, and the controller that the test plays."""
 
-    def __init__(self, folder: Path, checkpoint: Path, spec: MedhaReplicaSpec = SPEC) -> None:
+    def __init__(
+        self, folder: Path, checkpoint: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True
+    ) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         endpoints = {name: f"ipc://{folder}/{name}" for name in ("control", "tokens")}
-        keys = KeyFiles.create(folder / "keys")
+        self.keys = keys = KeyFiles.create(folder / "keys")
         self.doorkeeper = Doorkeeper(self.context, read_public_keys(keys.ranks_public))
         self.control, self.tokens = (
             Link(
@@ -81,7 +88,7 @@ class Stage:
             )
             for name, endpoint in endpoints.items()
         )
-        settings = RankSettings(
+        rank_settings = RankSettings(
             rank=0,
             spec=spec,
             model_directory=checkpoint,
@@ -90,9 +97,13 @@ class Stage:
             **endpoints,
         )
         self.settings = folder / "settings.json"
-        self.settings.write_text(settings.model_dump_json(by_alias=True))
-        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
+        self.settings.write_text(rank_settings.model_dump_json(by_alias=True))
+        if start:
+            self.start()
         self.steps = 0  # sent in this epoch
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True)
 
     @property
     def command(self) -> list[str]:
@@ -272,12 +283,45 @@ def test_token_ids_may_come_after_the_step_that_needs_them(served: tuple[Stage, 
 
 def test_malformed_messages_are_dropped(served: tuple[Stage, RankReady]) -> None:
     stage, _ = served
-    for frames in ([b"not json"], [b"{}"], [b""], [b'{"v":1,"type":"Step","body":{"step_id":"x"}}']):
-        stage.control.socket.send_multipart([rank_identity(0), *frames])
+    for raw in ([b"not json"], [b"{}"], [b""], [b'{"v":1,"type":"Step","body":{"step_id":"x"}}']):
+        stage.control.socket.send_multipart([rank_identity(0), *raw])
     header, frame = encode(Tokens("p", 0, 2), b"\x01\x00\x00\x00\x02\x00\x00\x00")
     stage.control.socket.send_multipart([rank_identity(0), header, frame, b"one too many"])
     done = stage.run(Step(7, 0, ()))
     assert (done.samples, done.failures) == ((), ())
+
+
+OBEYED = (Meet, Step, Shutdown, Trace)  # what a controller says in the right form is done
+
+
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(frames(without=OBEYED), min_size=1, max_size=12), on_tokens=st.booleans())
+def test_whatever_else_comes_over_a_link_a_rank_goes_on(
+    served: tuple[Stage, RankReady], batch: list[list[bytes]], on_tokens: bool
+) -> None:
+    stage, _ = served
+    link = stage.tokens if on_tokens else stage.control
+    for raw in batch:
+        link.socket.send_multipart([rank_identity(0), *(raw or [b""])])
+    stage.send_tokens("p", np.arange(7, 47, dtype=np.int32))
+    done = stage.run(Step(0, 0, (entry("a", 0, 40),), admits=(greedy_admit("a", 40),)))
+    assert [sample.id for sample in done.samples] == ["a"]
+    stage.run(Step(0, 0, (), releases=("a",), forgets=("p",)))
+
+
+def test_a_rank_that_its_controller_does_not_admit_ends_and_says_so(tmp_path: Path, checkpoint: Path) -> None:
+    stage = Stage(tmp_path, checkpoint, start=False)
+    try:
+        stage.settings.write_text(
+            stage.settings.read_text().replace(str(stage.keys.ranks), str(stage.keys.router))
+        )
+        stage.start()
+        _, log = stage.process.communicate(timeout=START_SECONDS)
+        assert stage.process.returncode == 1, log
+        assert "does not admit this rank" in log
+        assert str(stage.keys.router) in log
+    finally:
+        stage.close()
 
 
 # --- ends ---------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 import zmq
 
-from medha.errors import PartFailed, WireInvalid
+from medha.errors import WireInvalid
 from medha.messages import Cancel, FetchBundle, Message, Submit, Tokens
 from medha.wire import decode, encode
 from medha_links.drops import Drops
@@ -66,13 +67,17 @@ class Link:
         self._peers = None if peers is None else frozenset(peers)
 
     def send(self, message: Message, payload: bytes | memoryview | None = None, *, peer: bytes = b"") -> None:
-        """Queue a message; `peer` says for whom where the link is bound here.
+        """Queue a message; `peer` says for whom where the link is bound here. It is lost if a server has refused us.
 
         Raises:
             zmq.ZMQError: the peer is not connected (EHOSTUNREACH).
         """
         frames = encode(message, payload)
-        self.socket.send_multipart(frames if self._peers is None else [peer, *frames], copy=False)
+        parts = frames if self._peers is None else [peer, *frames]
+        with suppress(
+            zmq.Again
+        ):  # queues have no bound, so that only a socket without any connection cannot send
+            self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_seconds: float = 0.0) -> Received | None:
         """The next message that belongs here, or None when none comes within the time-out."""
@@ -98,15 +103,6 @@ class Link:
     def drop(self, error: WireInvalid) -> None:
         """Count a message that was read and turned out to be out of place."""
         self._drops.drop(self.name, error)
-
-    def require_admitted(self, mend: str) -> None:
-        """Look whether the server has let this peer in, or is still to be heard.
-
-        Raises:
-            PartFailed: it has refused this peer's key; ZeroMQ does not try again.
-        """
-        if zmq.Event.HANDSHAKE_FAILED_AUTH in self.connections.take():
-            raise PartFailed(f"{self.name}: the other side does not admit this key; {mend}")
 
     def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
         """Messages that are queued get a moment to leave."""

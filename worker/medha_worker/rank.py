@@ -123,12 +123,20 @@ class Rank:
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
             for link in (self._control, self._tokens):
-                link.require_admitted(f"see {self._settings.key_file} and the controller's rank_keys_file")
                 link.send(self._hello)
 
     def _look_at_links(self) -> None:
-        """End an epoch in which messages of the controller, or for it, may be lost."""
+        """End an epoch in which messages of the controller, or for it, may be lost.
+
+        Raises:
+            PartFailed: the controller does not admit this rank, and ZeroMQ does not try again.
+        """
         events = [event for link in (self._control, self._tokens) for event in link.connections.take()]
+        if zmq.Event.HANDSHAKE_FAILED_AUTH in events:
+            raise PartFailed(
+                f"the controller does not admit this rank: the public half of {self._settings.key_file} is not in its "
+                "rank_keys_file"
+            )
         if zmq.Event.DISCONNECTED in events and self._engine is not None:
             self._lose(self._engine.executor.epoch, "the connection to the controller was broken")
 

@@ -1,0 +1,217 @@
+"""Who is no replica of this router gets nowhere; what a replica says out of place is dropped and counted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from medha.messages import Announce, BundlePart, Cancel, Emit, Failed, Message, Refused, TokenLogprob
+from medha.wire import encode
+from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.sockets import connect
+from medha_router.bundle import Bundle
+
+from ..frames import frames, is_dropped
+from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
+
+BODY = {"model": MODEL, "prompt": "x"}
+ACCEPTS: dict[str, tuple[type[Message], ...]] = {
+    "control": (Announce, Emit, Refused, Failed, BundlePart),
+    "tokens": (Announce,),
+}
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
+    router = start_router(tmp_path_factory.mktemp("attacked"), drain_seconds=1)
+    yield router
+    assert stop_router(router) == 0
+
+
+@pytest.fixture(scope="module")
+def speaker(attacked: Router, bundle_files: dict[str, bytes], bundle: Bundle) -> Iterator[ScriptedReplica]:
+    replica = ScriptedReplica(attacked, bundle_files)
+    replica.script = Script(tokens=say(bundle, "Hello"))
+    attacked.wait_ready()
+    yield replica
+    replica.stop()
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+
+def dropped(router: Router, link: str, reason: str = "") -> float:
+    named = f'medha_router_dropped_messages_total{{link="{link}"' + (
+        f',reason="{reason}"}}' if reason else ""
+    )
+    return router.metric(named)
+
+
+# --- anything at all --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", list(ACCEPTS))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(frames(without=(Announce,)), min_size=1, max_size=12))
+def test_the_router_drops_and_counts_whatever_does_not_belong_on_a_link(
+    attacked: Router, speaker: ScriptedReplica, link: str, batch: list[list[bytes]]
+) -> None:
+    before = dropped(attacked, link)
+    batch = [raw or [b""] for raw in batch]  # of no frame at all ZeroMQ sends nothing
+    for raw in batch:
+        speaker.order("raw" if link == "control" else "raw tokens", raw)
+    expected = before + sum(is_dropped(raw, ACCEPTS[link]) for raw in batch)
+    wait_for(lambda: dropped(attacked, link) >= expected, f"fewer than {expected} are counted on {link}")
+
+
+def test_after_all_that_the_router_serves(attacked: Router, speaker: ScriptedReplica) -> None:
+    assert attacked.post("/v1/completions", BODY).json()["choices"][0]["text"] == "Hello"
+
+
+# --- of the right form, and out of place ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        pytest.param(Emit("x", (10**6,)), "state", id="a token that the model has not"),
+        pytest.param(Emit("x", (-1,)), "state", id="a token below zero"),
+        pytest.param(Emit("x", (1,), logprobs=(TokenLogprob(0.0),) * 2), "state", id="a logprob too many"),
+        pytest.param(Emit("x", (1,), logprobs=(TokenLogprob(0.0, ((-1, 0.0),)),)), "state", id="of no token"),
+        pytest.param(Emit("x", (1,), cached_tokens=-1), "state", id="fewer than none cached"),
+        pytest.param(BundlePart("00", "tokenizer.json", 0), "state", id="a bundle that was not announced"),
+        pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
+    ],
+)
+def test_a_replica_that_says_what_cannot_be_is_not_believed(
+    attacked: Router, speaker: ScriptedReplica, message: Message, reason: str
+) -> None:
+    before = dropped(attacked, "control", reason)
+    payload = b"{}" if isinstance(message, BundlePart) else None
+    speaker.order("raw", [bytes(frame) for frame in encode(message, payload)])
+    wait_for(lambda: dropped(attacked, "control", reason) == before + 1, "it is not counted")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pending_prefill_seconds": float("nan")},
+        {"kv_tokens_free": -1},
+        {"vocab_size": 0},
+        {"waiting_limit": -1},
+        {"prefill_points": ((512, 1.0), (256, 2.0))},
+        {"prefill_points": ((512, float("inf")),)},
+    ],
+)
+def test_a_card_with_impossible_numbers_is_dropped_and_the_one_before_holds(
+    attacked: Router, speaker: ScriptedReplica, fields: dict[str, object]
+) -> None:
+    before = dropped(attacked, "control", "state")
+    card = replace(speaker.card, **fields)  # type: ignore[arg-type]
+    speaker.order("raw", [bytes(frame) for frame in encode(card)])
+    wait_for(lambda: dropped(attacked, "control", "state") == before + 1, "it is not counted")
+    assert attacked.post("/v1/completions", BODY).status_code == 200
+
+
+def test_nobody_speaks_for_another_replica_or_without_having_announced_himself(
+    attacked: Router, speaker: ScriptedReplica
+) -> None:
+    """Another replica's token admits to the router, and not to the requests of this one."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    keys = KeyPair.of_token(read_tokens(attacked.keys.enrolment)[0])
+    other = connect(context, attacked.control, b"other/1", keys, read_public_key(attacked.keys.router_public))
+    before = dropped(attacked, "control", "peer")
+    for message in (speaker.card, Emit("x", (1,)), Refused("x", "capacity"), Failed("x", "internal")):
+        other.socket.send_multipart(encode(message))
+    wait_for(lambda: dropped(attacked, "control", "peer") == before + 4, "they are not counted")
+    other.close(0)
+    context.term()
+    assert attacked.post("/v1/completions", BODY).status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["plaintext", "no token", "the key of another router"])
+def test_who_is_not_enrolled_is_refused_and_counted(
+    attacked: Router, speaker: ScriptedReplica, kind: str
+) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    before = attacked.metric("medha_router_refused_connections_total{")
+    enrolled = KeyPair.of_token(read_tokens(attacked.keys.enrolment)[0])
+    server = read_public_key(attacked.keys.router_public)
+    if kind == "plaintext":
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(attacked.control)
+        close: Callable[[], None] = socket.close
+    else:
+        keys = KeyPair.new() if kind == "no token" else enrolled
+        key = KeyPair.new().public if kind == "the key of another router" else server
+        opened = connect(context, attacked.control, b"r0/7", keys, key)
+        socket, close = opened.socket, lambda: opened.close(0)
+    socket.send_multipart(encode(speaker.card))
+    wait_for(
+        lambda: attacked.metric("medha_router_refused_connections_total{") > before, "nobody was refused"
+    )
+    close()
+    context.term()
+    assert attacked.post("/v1/completions", BODY).status_code == 200
+
+
+# --- connections that are lost ------------------------------------------------------------------------------
+
+
+def test_a_replica_that_connects_anew_is_sent_what_it_may_have_lost(
+    tmp_path: Path, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    """Neither side knows what was on its way; the stream goes on where the client's text ends."""
+    router = start_router(tmp_path, drain_seconds=1)
+    replica = ScriptedReplica(router, bundle_files)
+    try:
+        router.wait_ready()
+        text = "Hello there, dog."
+        tokens = say(bundle, text)
+        replica.script = Script(tokens=tokens[:3], hold=True)
+        with router.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+            lines = (line for line in response.iter_lines() if line.startswith("data: {"))
+            pieces = [json.loads(next(lines).removeprefix("data: "))["choices"][0]["text"] for _ in range(2)]
+            replica.script = Script(tokens=tokens)
+            late = replica.submits[0]
+            replica.order("reconnect")
+            replica.order("send", Emit(late.id, (1, 2, 3)))  # of the attempt before: not the client's
+            pieces += [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines]
+        assert "".join(pieces) == text
+        assert [submit.id for submit in replica.submits] == [late.id, f"{late.id}~1"]
+        assert replica.submits[1].tokens == late.tokens + 3
+    finally:
+        replica.stop()
+        assert stop_router(router) == 0
+
+
+@pytest.mark.parametrize("field", ["key_file", "enrolment_file"])
+def test_a_key_file_that_is_missing_ends_the_start_and_is_named(tmp_path: Path, field: str) -> None:
+    keys = KeyFiles.create(tmp_path / "keys")
+    given = {"port": 0, "key_file": str(keys.router), "enrolment_file": str(keys.enrolment)}
+    (tmp_path / "settings.json").write_text(json.dumps({**given, field: str(tmp_path / "nowhere")}))
+    ended = subprocess.run(
+        [sys.executable, "-m", "medha_router", "--settings", str(tmp_path / "settings.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 1
+    assert f"{tmp_path}/nowhere: " in ended.stderr
+    assert "Traceback" not in ended.stderr
