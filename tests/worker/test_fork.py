@@ -1,0 +1,62 @@
+"""A rank whose state parts from the controller's is found out, by the controller that serves and the executor that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec
+from medha.config import derive
+from medha.engine import STATE_HASH_EVERY_STEPS, ReplicaController
+from medha.errors import PartFailed
+from medha.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.executor import Executor
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.transformer import Transformer
+
+BLOCK_TOKENS, KV_BLOCKS, VOCAB = 16, 64, 512
+READY = RankReady(
+    rank=0, block_size_tokens=BLOCK_TOKENS, kv_blocks=KV_BLOCKS, weights_bytes=1, activation_bytes=1, kv_bytes=1,
+    profile=StepProfile(1e-3, 1e-6, 1e-9, 1e-5), device="cpu", max_model_len=512, vocab_size=VOCAB,
+    linear_flops_per_token=1e6, attention_flops_per_pair=1e3,
+)  # fmt: skip
+
+
+def test_a_fork_is_found_within_the_steps_between_two_hashes(tmp_path: Path) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
+    model = Transformer.load(
+        tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny", max_model_len=512)
+    )
+    spec = MedhaReplicaSpec(
+        model=ModelSpec(name="tiny", source=ModelSource(path="unused"), max_model_len=512),
+        kv_cache=KvCacheSpec(prefix_caching=False),
+    )
+    core = ReplicaController(derive(spec, READY), READY.profile)
+    executor = Executor(
+        model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=VOCAB, eos_token_ids=(),
+        clock=lambda: 0.0,
+    )  # fmt: skip
+    ids = np.arange(7, 27, dtype=np.int32)
+    sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=300)
+    event: Submit | Done = Submit(
+        id="a", prompt="p", tokens=len(ids), prompt_length=len(ids), seed=1, sampling=sampling
+    )
+
+    def run_next(event: Submit | Done, now: float) -> Done:
+        (step,) = [command for command in core.handle(event, now) if isinstance(command, Step)]
+        executor.prepare(step)
+        if executor.missing_prompts(step):
+            executor.add_tokens(Tokens(prompt="p", offset=0, total=len(ids)), ids)
+        done = executor.execute(step)
+        assert done is not None
+        return done
+
+    for number in range(2 * STATE_HASH_EVERY_STEPS + 5):  # agreed, over two hashes
+        event = run_next(event, float(number))
+    assert executor.ledger.reserve("of nobody", 1)
+    with pytest.raises(PartFailed, match="the ledgers differ"):
+        for number in range(STATE_HASH_EVERY_STEPS):
+            event = run_next(event, 1000.0 + number)
