@@ -41,9 +41,7 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(tmp_path: Path) -> 
     )  # fmt: skip
     ids = np.arange(7, 27, dtype=np.int32)
     sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=300)
-    event: Submit | Done = Submit(
-        id="a", prompt="p", tokens=len(ids), prompt_length=len(ids), seed=1, sampling=sampling
-    )
+    event = Submit(id="a", prompt="p", tokens=len(ids), prompt_length=len(ids), seed=1, sampling=sampling)
 
     def run_next(event: Submit | Done, now: float) -> Done:
         (step,) = [command for command in core.handle(event, now) if isinstance(command, Step)]
@@ -54,9 +52,14 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(tmp_path: Path) -> 
         assert done is not None
         return done
 
-    for number in range(2 * STATE_HASH_EVERY_STEPS + 5):  # agreed, over two hashes
-        event = run_next(event, float(number))
+    def run(event: Submit | Done, steps: range) -> Done:
+        for number in steps:
+            event = run_next(event, float(number))
+        assert isinstance(event, Done)
+        return event
+
+    agreed = 2 * STATE_HASH_EVERY_STEPS + 5
+    done = run(event, range(agreed))
     assert executor.ledger.reserve("of nobody", 1)
     with pytest.raises(PartFailed, match="the ledgers differ"):
-        for number in range(STATE_HASH_EVERY_STEPS):
-            event = run_next(event, 1000.0 + number)
+        run(done, range(agreed, agreed + STATE_HASH_EVERY_STEPS))
