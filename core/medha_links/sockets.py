@@ -49,6 +49,7 @@ class Connections:
         watched.monitor(endpoint, _WATCHED)
         self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR, socket_class=zmq.Socket)
         self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait for whoever is slow to look
         self.socket.connect(endpoint)
 
     def take(self) -> list[zmq.Event]:

@@ -1,0 +1,186 @@
+"""What encryption costs on a link: CURVE beside plaintext over the same sockets, interleaved in one run.
+
+    python benchmarks/links.py [--quick] [--json FILE]
+
+A server and a client, each a process with its own ZeroMQ threads, over ipc (as `medha up`) and over TCP on the loopback:
+
+* a step's way and back: a `Step` of 64 decodes to the client, a `Done` of 64 tokens back; the median of many.
+* token ids in one direction: frames of 4 MB, a million ids each; bytes per second.
+
+Encoding and decoding of the messages is left out: both have it. The exit status is 1 if a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from medha.messages import Done, Sample, Step, decode_entry
+from medha.wire import encode
+from medha_links.keys import KeyPair
+from medha_links.sockets import Doorkeeper, bind, connect
+
+SEQUENCES = 64
+FRAME_BYTES = 4_000_000
+MOST_STEP_SECONDS = 100e-6
+"""What encryption may add to a step's way and back: a hundredth of a step of 10 ms."""
+LEAST_BYTES_PER_SECOND = 100e6
+"""A prompt of a million tokens then takes 40 ms to pass, and seconds to prefill anywhere."""
+
+Row = dict[str, Any]
+
+
+def step_frames() -> tuple[bytes, bytes]:
+    entries = tuple(decode_entry(f"cmpl-{index:032x}-0", 0, 100_000 + index) for index in range(SEQUENCES))
+    samples = tuple(Sample(entry.id, 12_345) for entry in entries)
+    step, done = Step(1, 0, entries, predicted_seconds=0.01), Done(1, samples, compute_seconds=0.01)
+    return bytes(encode(step)[0]), bytes(encode(done)[0])
+
+
+def client(endpoint: str, keys: KeyPair | None, server: bytes) -> None:
+    """Answers a step with its end, and a token frame with nothing; ends with an empty message."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    if keys is None:
+        socket = plain(context, zmq.DEALER)
+        socket.connect(endpoint)
+    else:
+        opened = connect(context, endpoint, b"rank-0", keys, server)
+        socket = opened.socket
+    _, done = step_frames()
+    socket.send(done)
+    while frame := socket.recv(copy=False).buffer:
+        if len(frame) < FRAME_BYTES:
+            socket.send(done)
+    socket.close(0)
+
+
+def plain(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """As the links' sockets are, but for keys and heartbeats."""
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    return socket
+
+
+class Pair:
+    """A server here and a client in a process of its own."""
+
+    def __init__(self, endpoint: str, *, encrypted: bool) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        server, keys = KeyPair.new(), KeyPair.new()
+        self._encrypted = encrypted
+        if encrypted:
+            self._doorkeeper = Doorkeeper(self._context, [keys.public])
+            self._opened = bind(self._context, endpoint, server)
+            self._socket = self._opened.socket
+        else:
+            self._socket = plain(self._context, zmq.ROUTER)
+            self._socket.bind(endpoint)
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        arguments = (bound, keys if encrypted else None, server.public)
+        self._process = multiprocessing.get_context("spawn").Process(target=client, args=arguments)
+        self._process.start()
+        self._peer, _ = self._socket.recv_multipart()
+        self._step, _ = step_frames()
+
+    def step_seconds(self, count: int) -> list[float]:
+        taken = []
+        for _ in range(count):
+            started = time.perf_counter()
+            self._socket.send_multipart([self._peer, self._step])
+            self._socket.recv_multipart()
+            taken.append(time.perf_counter() - started)
+        return taken
+
+    def bytes_per_second(self, frames: int) -> float:
+        frame = bytes(FRAME_BYTES)
+        started = time.perf_counter()
+        for _ in range(frames):
+            self._socket.send_multipart([self._peer, frame], copy=False)
+        self._socket.send_multipart([self._peer, self._step])  # its answer says that all have come
+        self._socket.recv_multipart()
+        return frames * FRAME_BYTES / (time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._socket.send_multipart([self._peer, b""])
+        self._process.join()
+        if self._encrypted:
+            self._doorkeeper.close()
+        self._context.destroy(linger=0)
+
+
+def measure(transport: str, rounds: int, steps: int, frames: int) -> Row:
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = {
+            name: Pair(
+                f"ipc://{folder}/{name}" if transport == "ipc" else "tcp://127.0.0.1:*",
+                encrypted=name == "curve",
+            )
+            for name in ("plain", "curve")
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in pairs}
+        rates: dict[str, list[float]] = {name: [] for name in pairs}
+        for _ in range(rounds):
+            for name, pair in pairs.items():
+                seconds[name] += pair.step_seconds(steps)
+                rates[name].append(pair.bytes_per_second(frames))
+        for pair in pairs.values():
+            pair.close()
+    step, _ = step_frames()
+    row: Row = {"transport": transport, "step_bytes": len(step)}
+    for name in pairs:
+        row[f"{name}_step_us"] = round(1e6 * statistics.median(seconds[name]), 1)
+        row[f"{name}_mb_per_second"] = round(statistics.median(rates[name]) / 1e6, 1)
+    return row
+
+
+def claims(rows: list[Row]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for row in rows:
+        transport, added = row["transport"], round(row["curve_step_us"] - row["plain_step_us"], 1)
+        name = f"{transport}: what encryption adds to a step of {SEQUENCES} decodes, both ways, p50"
+        goal = 1e6 * MOST_STEP_SECONDS
+        found.append({"name": name, "value": added, "unit": "us", "goal": goal, "better": "less"})
+        name = f"{transport}: token ids in frames of 4 MB, encrypted"
+        rate, goal = row["curve_mb_per_second"], LEAST_BYTES_PER_SECOND / 1e6
+        found.append({"name": name, "value": rate, "unit": "MB/s", "goal": goal, "better": "more"})
+    return found
+
+
+def holds(claim: dict[str, Any]) -> bool:
+    return bool(
+        claim["value"] <= claim["goal"] if claim["better"] == "less" else claim["value"] >= claim["goal"]
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="seconds instead of half a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
+    arguments = parser.parse_args()
+    rounds, steps, frames = (3, 200, 10) if arguments.quick else (15, 500, 25)
+    rows = [measure(transport, rounds, steps, frames) for transport in ("ipc", "tcp")]
+    for row in rows:
+        sys.stdout.write("  ".join(f"{name} {value}" for name, value in row.items()) + "\n")
+    result = {"claims": claims(rows), "rows": rows}
+    for claim in result["claims"]:
+        mark = "holds" if holds(claim) else "FAILS"
+        sys.stdout.write(f"{mark}: {claim['name']}: {claim['value']} {claim['unit']}, goal {claim['goal']}\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(map(holds, result["claims"])) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
