@@ -20,6 +20,7 @@ from medha.candidates import Room
 from medha.config import ReplicaConfig
 from medha.messages import Admit, Grow
 from medha.pools import KvPools, Placed
+from medha.quick import new_admit
 from medha.request import Request
 
 LATE_SHARE = 0.35
@@ -207,7 +208,7 @@ class Admission:
             self._prefilling_longs.add(request.id)
             self._long_blocks += self.blocks_for(request.reservation_tokens)
         self._note_beside_claim(request, request.wanted_blocks)
-        return Admit(
+        return new_admit(
             id=submit.id,
             prompt=submit.prompt,
             tokens=submit.tokens,

@@ -135,7 +135,7 @@ class Candidates:
                 self.requests[row] = replacement
                 replacement.row = row
         if moved:  # all at once: a step ends dozens of prefills
-            to, source = list(moved), list(moved.values())
+            to, source = np.array([*moved]), np.array([*moved.values()])
             for column in self._per_row:
                 column[to] = column[source]
         if gone and self._keeps_order:
@@ -143,14 +143,12 @@ class Candidates:
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
         """Take `gone` of the `before` rows out of the order, and give those that moved their new names."""
-        ordered = self._by_due[:before]
-        stays = np.ones(before, dtype=np.bool_)
-        stays[gone] = False
-        ordered = ordered[stays[ordered]]
+        names = np.arange(before)
+        names[gone] = NOWHERE
         if moved:
-            names = np.arange(before)
             names[list(moved.values())] = list(moved)
-            ordered = names[ordered]
+        ordered = names.take(self._by_due[:before])
+        ordered = ordered[ordered != NOWHERE]
         self._by_due[: len(ordered)] = ordered
 
     def admitted(self, request: Request) -> None:

@@ -56,6 +56,7 @@ from medha.packer import Packed
 from medha.pools import KvPools
 from medha.predictor import Chunking, Predictor
 from medha.profile import Profile
+from medha.quick import new_emit, new_step
 from medha.request import Request
 from medha.roster import Roster
 
@@ -119,7 +120,7 @@ class ReplicaController:
     @property
     def _has_news(self) -> bool:
         """Ranks are still to be told of something that has ended, or can be shared."""
-        return bool(self._roster.forgets) or any(self._pools.has_news(lane.index) for lane in self._lanes)
+        return bool(self._roster.forgets) or self._pools.has_news
 
     @property
     def pools(self) -> KvPools:
@@ -186,24 +187,26 @@ class ReplicaController:
         """Take one event at `now` (seconds, any monotonic origin); return what is to be done, in order."""
         commands: list[ControllerCommand] = []
         match event:
-            case Submit():
-                commands += self._submit(event, now)
-            case Cancel():
-                self._cancel(event.id)
             case StageFree():
                 self._stage_free(event)
             case Done():
                 commands += self._done(event)
+            case Submit():
+                commands += self._submit(event, now)
+            case Cancel():
+                self._cancel(event.id)
             case Drain():
                 self._draining = True
         for lanes in self._lanes.coupled:
             # A launch may couple lanes that come later; they move together from the next event on.
-            if lanes in self._lanes.coupled and all(self._lanes[lane].takes_step for lane in lanes):
+            if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
                 commands += self._launch(lanes, now)
         return commands
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
+        if not (len(self._candidates) or self._lanes.decode(lanes) or self._has_news):
+            return []
         grows, exhausted = self._grow(lanes)
         admits = self._admit_late(now)
         filling = self._filler.fill(lanes, admits, now)
@@ -232,7 +235,7 @@ class ReplicaController:
         everywhere = range(len(self._lanes))
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = tuple(self._pools.state_hash(lane) for lane in everywhere)
-        step = Step(
+        step = new_step(
             step_id=self._next_step_id,
             epoch=self.epoch,
             entries=tuple(filling.entries),
@@ -359,7 +362,9 @@ class ReplicaController:
             if not request.ended:
                 self._prefill_done(request)
         for sample in done.samples:
-            commands += self._take_sample(sample)
+            emit = self._take_sample(sample)
+            if emit is not None:
+                commands.append(emit)
         for request_id, hashes in done.block_hashes:
             self._pools.extend(request_id, hashes, self._roster.running[request_id].length)
         for request in (*launched.filling.decodes, *(request for request, _ in launched.filling.prefills)):
@@ -372,10 +377,10 @@ class ReplicaController:
         self._pools.computed(request.id, request.computed)
         self._roster.computed(request)
 
-    def _take_sample(self, sample: Sample) -> list[ControllerCommand]:
+    def _take_sample(self, sample: Sample) -> Emit | None:
         request = self._roster.running[sample.id]
         if request.ended:
-            return []  # cancelled while the step ran
+            return None  # cancelled while the step ran
         request.length += 1
         finish_reason = sample.finish_reason
         if finish_reason is None and request.length >= request.limit_tokens:
@@ -389,15 +394,13 @@ class ReplicaController:
                 decodes.begin(request)
             decodes.add(request)
         request.emitted += 1
-        return [
-            Emit(
-                id=sample.id,
-                tokens=(sample.token,),
-                finish_reason=finish_reason,
-                logprobs=() if sample.logprob is None else (sample.logprob,),
-                cached_tokens=request.cached_tokens if is_first else 0,
-            )
-        ]
+        return new_emit(
+            sample.id,
+            (sample.token,),
+            finish_reason,
+            () if sample.logprob is None else (sample.logprob,),
+            request.cached_tokens if is_first else 0,
+        )
 
     def _fail(self, failure: EntryFailed) -> list[ControllerCommand]:
         request = self._roster.running[failure.id]

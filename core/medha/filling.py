@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -11,10 +12,11 @@ from medha.admission import Admission
 from medha.candidates import Candidates
 from medha.config import ReplicaConfig
 from medha.lanes import Lanes
-from medha.messages import Admit, Extent, StepEntry, decode_entry
+from medha.messages import Admit, StepEntry
 from medha.pace import Pace
 from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.predictor import Predictor
+from medha.quick import decode_entry, new_entry, new_extent
 from medha.request import NOWHERE, Request
 from medha.roster import Roster
 from medha.urgency import Urgency
@@ -88,6 +90,21 @@ class Filler:
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
         entries = _decode_entries(decodes)
+        alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
+        if entries:
+            self._pace.launched(
+                lanes,
+                now,
+                packed.predicted_seconds,
+                alone_seconds * self._predictor.correction,
+                with_decodes=targets is not None,
+                goes_on=goes_on,
+            )
+        self._lanes.couple()
+        return Filling(packed, entries, decodes, prefills)
+
+    def _dispatch(self, prefills: list[tuple[Request, int]], entries: list[StepEntry]) -> tuple[float, bool]:
+        """Chunks go into a step: what they would keep a stage busy alone, and whether one of the prefills goes on."""
         for request, count in prefills:
             entries += self._prefill_entries(request, count)
         alone_seconds = self._candidates.busy_seconds(request for request, _ in prefills)
@@ -100,17 +117,7 @@ class Filler:
         go_on = [request for request, _ in prefills if request.row != NOWHERE]
         self._roster.progressed(go_on)
         alone_seconds -= self._candidates.busy_seconds(go_on)
-        if entries:
-            self._pace.launched(
-                lanes,
-                now,
-                packed.predicted_seconds,
-                alone_seconds * self._predictor.correction,
-                with_decodes=targets is not None,
-                goes_on=bool(go_on),
-            )
-        self._lanes.couple()
-        return Filling(packed, entries, decodes, prefills)
+        return alone_seconds, bool(go_on)
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; False if there is none for it."""
@@ -156,11 +163,16 @@ class Filler:
 
     def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
         """The tightest of all decodes on `lanes`, without the time that passes between steps."""
-        found = [target for lane in lanes if (target := self._lanes[lane].decodes.targets) is not None]
-        if not found:
+        tightest = fair = inf
+        decoding = False
+        for lane in lanes:
+            target = self._lanes[lane].decodes.targets
+            if target is not None:
+                decoding = True
+                tightest = min(tightest, target.tpot_seconds)
+                fair = min(fair, target.fair_tpot_seconds)
+        if not decoding:
             return None
-        tightest = min(target.tpot_seconds for target in found)
-        fair = min(target.fair_tpot_seconds for target in found)
         between = self._pace.between_seconds * self._stages
         return DecodeTargets(
             max(tightest - between, tightest * _LEAST_OF_TARGET), max(fair - between, fair * _LEAST_OF_TARGET)
@@ -277,9 +289,9 @@ def _decode_entries(decodes: Iterable[Request]) -> list[StepEntry]:
 
 def _entry(request: Request, count: int) -> StepEntry:
     """The next `count` positions of a request, before they count as dispatched."""
-    extents = (Extent(request.dispatched, count),)
+    extents = (new_extent(request.dispatched, count),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:
-        return StepEntry(request.id, request.lane, extents, samples)
+        return new_entry(request.id, request.lane, extents, samples)
     assert request.shard_map is not None
-    return StepEntry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)
+    return new_entry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)

@@ -57,32 +57,40 @@ class Guarded:
 
     def __init__(self, settings: GuardedSettings) -> None:
         self.settings = settings
+        self._space = _Space(0)
 
     def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
         """Rows, most urgent first, after `plan` was brought up to date."""
-        if not len(plan.by_due):
-            return iter(())
-        view = self._feasible(_View(columns, plan, now, self.settings))
-        first = self._cheap(view)
-        rows = plan.by_due.copy()  # the caller may move rows before it has read on
-        return _lazily(rows) if first is None else _lazily(rows, first)
+        first = self.first(columns, plan, now)
+        return _lazily(plan.by_due.copy(), first)  # the caller may move rows before it has read on
+
+    def first(self, columns: Columns, plan: Plan, now: float) -> int | None:
+        """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due."""
+        rows = len(plan.by_due)
+        if not rows:
+            return None
+        if rows > self._space.rows:
+            self._space = _Space(2 * rows)
+        view = self._feasible(_View(columns, plan, now, self.settings, self._space))
+        place = self._cheap(view)
+        return None if place is None else int(plan.by_due[place])
 
     def _feasible(self, view: _View) -> _View:
         """Give up until every due can be met, then take back whom there is room for."""
         rounds = 0
-        while len(bad := np.flatnonzero(view.room < -_EPSILON_SECONDS)):
+        while len(bad := (view.room < -_EPSILON_SECONDS).nonzero()[0]):
             late = view.late[bad]
             hopeless = bad[~late & (view.remaining[bad] > view.due[bad] + view.grace + _EPSILON_SECONDS)]
             missed = bad[late & (view.room[bad] + view.load[bad] < -_EPSILON_SECONDS)]
             if len(hopeless):
                 view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
-            elif len(missed) and view.alone(int(missed[0])) > view.due[missed[0]] + _EPSILON_SECONDS:
+            elif len(missed) and view.is_broken(int(missed[0])):
                 view = self._renew(view)
             else:
-                points = self._points(view, bad)
+                worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
+                points = bad if not (worst or late[0]) else self._points(view, bad)
                 if not len(points):
                     break
-                worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
                 point = points[np.argmin(view.room[points])] if worst else points[0]
                 view = self._give_up(view, _largest(view, int(point)))
             rounds += 1
@@ -98,8 +106,10 @@ class Guarded:
         late = view.late[bad]
         if not late.any():
             return bad
-        stop = int(bad[-1]) + 1
-        largest = np.maximum.accumulate(view.load[:stop] * ~view.late[:stop])[bad]
+        kept = (~view.late[: int(bad[-1]) + 1]).nonzero()[0]
+        # The most work of one who is kept until each place, behind a 0 for none: in overload few are kept.
+        most = np.concatenate(([0.0], np.maximum.accumulate(view.load[kept])))
+        largest = most[kept.searchsorted(bad, side="right")]
         load = view.load[bad]
         tolerated = (largest < self.settings.given_up_share * load) & (
             view.room[bad] + load >= -_EPSILON_SECONDS
@@ -114,28 +124,30 @@ class Guarded:
         plan, rows = view.plan, view.plan.by_due[places]
         fresh = places[np.isinf(plan.promise[rows])]
         if len(fresh):
-            before = np.isfinite(plan.promise[plan.by_due])
-            ahead = float((view.load * before).sum()) + np.cumsum(view.load[fresh])
+            promise = plan.promise.take(plan.by_due, out=view.scratch, mode="clip")
+            promised = np.multiply(view.load, np.isfinite(promise), out=view.scratch)
+            ahead = float(promised.sum()) + view.load[fresh].cumsum()
             ends = view.now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
             plan.promise[plan.by_due[fresh]] = np.maximum(ends, np.nextafter(view.deadline[fresh], np.inf))
         return view.moved(places, plan.promise[rows])
 
     def _renew(self, view: _View) -> _View:
         """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
-        alone = np.maximum(np.cumsum(view.load * view.late), view.remaining)
-        broken = np.flatnonzero(view.late & (alone > view.due + _EPSILON_SECONDS))
+        alone = np.maximum(view.late_load.cumsum(), view.remaining)
+        broken = (view.late & (alone > view.due + _EPSILON_SECONDS)).nonzero()[0]
         promise = view.now + alone[broken] / self.settings.given_up_share
         view.plan.promise[view.plan.by_due[broken]] = promise
         return view.moved(broken, promise)
 
     def _take_back(self, view: _View) -> bool:
         """Give one of the smallest given up its deadline again, if everybody else's due can still be met."""
-        places = np.flatnonzero(view.late & (view.deadline >= view.remaining + view.now))
+        earliest = np.add(view.remaining, view.now, out=view.scratch)
+        places = (view.late & (view.deadline >= earliest)).nonzero()[0]
         if len(places) > _RETURNS:
             places = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
         for place in places[np.argsort(view.remaining[places], kind="stable")].tolist():
             deadline, load = float(view.deadline[place]), view.load[place]
-            before = int(np.searchsorted(view.due, deadline - view.now, side="right"))
+            before = int(view.due.searchsorted(deadline - view.now, side="right"))
             ahead = view.done[before - 1] if before else 0.0
             room = min(deadline - view.now - ahead, view.room[before:place].min(initial=np.inf))
             if load <= room:
@@ -147,60 +159,106 @@ class Guarded:
         """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
         if not view.any_late:
             return None
-        place = int(np.argmin(np.where(view.late, view.remaining, np.inf)))
+        view.scratch.fill(np.inf)
+        np.copyto(view.scratch, view.remaining, where=view.late)
+        place = int(view.scratch.argmin())
         room = float(view.room[:place].min(initial=np.inf))
         return place if view.load[place] <= self.settings.given_up_share * room else None
 
 
 def _largest(view: _View, point: int) -> Ints:
     """Places of the kept with most work that are due until `point`: so many that its due can be met."""
-    kept = np.flatnonzero(~view.late[: point + 1])
-    kept = kept[np.argsort(-view.load[kept], kind="stable")]
-    saved = np.cumsum(view.load[kept])
-    return kept[: int(np.searchsorted(saved, -view.room[point] - _EPSILON_SECONDS)) + 1]
+    kept = (~view.late[: point + 1]).nonzero()[0]
+    load = view.load[kept]
+    wanted = -view.room[point] - _EPSILON_SECONDS
+    largest = load.argmax()
+    if load[largest] >= wanted:  # one is enough, as nearly always, and need not be found by sorting
+        return kept[largest : largest + 1]
+    kept = kept[np.argsort(-load, kind="stable")]
+    return kept[: int(view.load[kept].cumsum().searchsorted(wanted)) + 1]
 
 
 def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
-    """Rows one by one, that at place `first` before all others."""
+    """Rows one by one, `first` before all others."""
     if first is not None:
-        yield int(rows[first])
-        rows = np.delete(rows, first)
+        yield first
+        rows = rows[rows != first]
     for start in range(0, len(rows), _BATCH):
         yield from rows[start : start + _BATCH].tolist()
+
+
+class _Space:
+    """Arrays that one view after the other is written into.
+
+    New arrays of thousands of rows come from the system page by page, which takes longer than to fill them.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.columns: list[Floats] = [np.empty(rows) for _ in range(8)]
+        self.late: Bools = np.empty(rows, dtype=np.bool_)
 
 
 class _View:
     """Columns in the order of dues (a *place* is an index into them), times counted from now."""
 
-    def __init__(self, columns: Columns, plan: Plan, now: float, settings: GuardedSettings) -> None:
-        self.columns, self.plan, self.now, self.settings = columns, plan, now, settings
-        due = plan.due[plan.by_due]
-        self.due: Floats = due - now
-        self.deadline: Floats = columns.deadline[plan.by_due]
+    def __init__(
+        self, columns: Columns, plan: Plan, now: float, settings: GuardedSettings, space: _Space
+    ) -> None:
+        self.columns, self.plan, self.now, self.settings, self.space = columns, plan, now, settings, space
+        by_due, rows = plan.by_due, len(plan.by_due)
+        due, deadline, remaining, load, late_load, done, room, scratch = [
+            column[:rows] for column in space.columns
+        ]
+        self.scratch: Floats = scratch
+        """For results that are not kept."""
+        plan.due.take(by_due, out=due, mode="clip")  # any mode but "raise" writes straight into `out`
+        columns.deadline.take(by_due, out=deadline, mode="clip")
+        columns.remaining_seconds.take(by_due, out=remaining, mode="clip")
+        self.deadline: Floats = deadline
         """Absolute."""
-        self.remaining: Floats = columns.remaining_seconds[plan.by_due]
-        self.load: Floats = self.remaining / settings.lanes
-        """What it takes of all lanes together."""
-        self.late: Bools = due > self.deadline
+        self.remaining: Floats = remaining
+        self.load: Floats = (
+            remaining if settings.lanes == 1 else np.divide(remaining, settings.lanes, out=load)
+        )
+        """What it takes of all lanes together: of one lane, the same array as `remaining`."""
+        self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
         """Given up."""
         self.any_late = bool(self.late.any())
+        self.late_load: Floats = np.multiply(self.load, self.late, out=late_load)
+        """The load of the given up, 0 of the others."""
         self.grace = 0.0 if self.any_late else settings.grace_seconds
-        self.done: Floats = np.cumsum(self.load)
+        self.due: Floats = np.subtract(due, now, out=due)
+        self.done: Floats = self.load.cumsum(out=done)
         """When it and all before it can be done."""
-        self.room: Floats = self._rooms(slice(None))
+        self.room: Floats = room
         """By how much it may be delayed."""
+        self._find_rooms(slice(None))
 
-    def _rooms(self, places: slice) -> Floats:
-        done, load = self.done[places], self.load[places]
-        ends = done if self.settings.lanes == 1 else np.maximum(done, self.remaining[places])
-        room: Floats = self.due[places] - ends
-        # A promise keeps its own work once more as a margin, which only small requests may use.
-        return room - load * self.late[places] if self.any_late else room + self.grace
+    def _find_rooms(self, places: slice) -> None:
+        ends, room = self.done[places], self.room[places]
+        if self.settings.lanes > 1:
+            ends = np.maximum(ends, self.remaining[places], out=self.scratch[places])
+        np.subtract(self.due[places], ends, out=room)
+        if (
+            self.any_late
+        ):  # a promise keeps its own work once more as a margin, which only small requests may use
+            room -= self.late_load[places]
+        else:
+            room += self.grace
 
-    def alone(self, place: int) -> float:
-        """When the given up until there would be done without the kept."""
-        before = slice(None, place + 1)
-        return max(float(np.cumsum(self.load[before] * self.late[before])[-1]), float(self.remaining[place]))
+    def is_broken(self, place: int) -> bool:
+        """Whether the given up until there would be done only behind its due, even without the kept.
+
+        The sum in order is what counts. A plain one is found in a tenth of the time, and says the same unless it comes
+        so near that rounding decides: both differ from the true sum by less than `len` roundings of it.
+        """
+        loads = self.late_load[: place + 1]
+        latest, own = float(self.due[place]) + _EPSILON_SECONDS, float(self.remaining[place])
+        total = float(loads.sum())
+        if abs(total - latest) <= 1e-15 * len(loads) * total:
+            total = float(loads.cumsum()[-1])
+        return max(total, own) > latest
 
     def moved(self, places: Ints, dues: Floats) -> _View:
         """The view after the requests at these places have got other dues."""
@@ -215,19 +273,21 @@ class _View:
         plan.by_due[:] = np.insert(
             others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
         )
-        return _View(self.columns, plan, self.now, self.settings)
+        return _View(self.columns, plan, self.now, self.settings, self.space)
 
     def move(self, place: int, due: float) -> None:
         """Give the request at `place` another due, and sort it in; the rest of the view follows."""
         row = int(self.plan.by_due[place])
         self.plan.due[row] = due
-        to = int(np.searchsorted(self.due, due - self.now, side="right"))
+        to = int(self.due.searchsorted(due - self.now, side="right"))
         to -= to > place
         first, last = min(place, to), max(place, to)
         lower, upper = slice(first, last), slice(first + 1, last + 1)
         source, target = (upper, lower) if to > place else (lower, upper)
-        shifted = (self.plan.by_due, self.due, self.deadline, self.remaining, self.load, self.late)
-        for column in (*shifted, self.done, self.room):
+        columns = [self.plan.by_due, self.due, self.deadline, self.remaining, self.late, self.late_load]
+        if self.load is not self.remaining:
+            columns.append(self.load)
+        for column in (*columns, self.done, self.room):
             moving = column[place]
             column[target] = column[source]
             column[to] = moving
@@ -235,7 +295,8 @@ class _View:
         self.done[target] += load
         self.room[target] -= load
         self.due[to] = due - self.now
-        self.late[to] = due > self.deadline[to]
+        late = self.late[to] = bool(due > self.deadline[to])
+        self.late_load[to] = self.load[to] if late else 0.0
         self.done[to] = self.load[to] + (self.done[to - 1] if to else 0.0)
         exact = slice(to, to + 1) if self.settings.lanes == 1 else slice(first, last + 1)
-        self.room[exact] = self._rooms(exact)
+        self._find_rooms(exact)

@@ -142,6 +142,21 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._lanes)
 
+    def take_step(self, lanes: Sequence[int]) -> bool:
+        """Whether each of `lanes` can take a step."""
+        for lane in lanes:  # noqa: SIM110 - a generator takes longer
+            if not self._lanes[lane].takes_step:
+                return False
+        return True
+
+    def decode(self, lanes: Sequence[int]) -> bool:
+        """Whether something on `lanes` has a token to compute, be it that KV for it is still to be found."""
+        for lane in lanes:
+            decodes = self._lanes[lane].decodes
+            if decodes.runnable or decodes.starved:
+                return True
+        return False
+
     def remapped(self, request: Request) -> None:
         """A request holds KV now, or holds it elsewhere, too."""
         if request.is_spread:

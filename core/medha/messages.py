@@ -24,7 +24,7 @@ The life of a request, as messages::
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from medha.shards import Segment
 
@@ -291,36 +291,6 @@ class StepEntry:
     @property
     def token_count(self) -> int:
         return sum(extent.count for extent in self.extents)
-
-
-@dataclass(slots=True)
-class _ExtentDraft:
-    start: int
-    count: int
-    stride: int = 1
-
-
-@dataclass(slots=True)
-class _StepEntryDraft:
-    id: str
-    lane: int
-    extents: tuple[Extent, ...]
-    samples: bool
-    strategy: str = "local"
-    shard_map_version: int = 0
-
-
-def decode_entry(id_: str, lane: int, position: int) -> StepEntry:
-    """The entry of a sequence that decodes the token at `position` on one lane.
-
-    A frozen dataclass sets each field by name through `object`, which takes several times as long as an ordinary one;
-    a step has hundreds of these. So it is made of drafts with the same slots, which are then frozen.
-    """
-    extent: Any = _ExtentDraft(position, 1)
-    extent.__class__ = Extent
-    entry: Any = _StepEntryDraft(id_, lane, (extent,), True)
-    entry.__class__ = StepEntry
-    return entry  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

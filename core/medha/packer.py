@@ -31,7 +31,7 @@ IDLE_EFFICIENCY = 0.98
 """Of the best prefill rate: what a long chunk may give up, while nothing decodes, to let arrivals in earlier."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DecodeTargets:
     """Tightest TPOT targets of all decodes that are running, whether or not their next token is in this step."""
 
@@ -202,15 +202,32 @@ def pack(
     upcoming = iter(prefills)
     head = list(islice(upcoming, 2))
     _set_budget(packed, batch, targets, head, limits)
+    if head:
+        _add_chunks(packed, batch, chain(head, upcoming), len(head) > 1, limits, admit)
+    if targets is not None:
+        # What is lost in adding up is no miss.
+        packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
+    return packed
+
+
+def _add_chunks(
+    packed: Packed,
+    batch: Batch,
+    prefills: Iterable[PrefillCandidate],
+    several: bool,
+    limits: Limits,
+    admit: Callable[[PrefillCandidate], bool],
+) -> None:
+    """Add chunks within the budget; `several`: more than one of the prefills is runnable."""
     chunks = _Chunks(batch, packed, limits, admit)
     yielding: list[PrefillCandidate] = []
     misses = 0
-    for prefill in chain(head, upcoming):
+    for prefill in prefills:
         budget_seconds = packed.budget_seconds
         if prefill.is_long:
             if chunks.has_long(prefill):
                 continue
-            if len(head) > 1:
+            if several:
                 budget_seconds *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
                 yielding.append(prefill)
         misses = 0 if chunks.add(prefill, budget_seconds) else misses + 1
@@ -220,10 +237,6 @@ def pack(
         if prefill.id in packed.chunks or not chunks.has_long(prefill):
             chunks.add(prefill, packed.budget_seconds)
     packed.predicted_seconds = batch.seconds()
-    if targets is not None:
-        # What is lost in adding up is no miss.
-        packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
-    return packed
 
 
 def _set_budget(

@@ -328,9 +328,13 @@ class KvPools:
             self._lanes[lane].releases = []
         return tuple(releases)
 
-    def has_news(self, lane: int) -> bool:
+    @property
+    def has_news(self) -> bool:
         """Whether the ranks of a lane have something to publish or to release."""
-        return bool(self._lanes[lane].publishes or self._lanes[lane].releases)
+        for lane in self._lanes:  # noqa: SIM110 - a generator takes longer
+            if lane.publishes or lane.releases:
+                return True
+        return False
 
     def state_hash(self, lane: int = 0) -> int:
         return self._lanes[lane].ledger.state_hash()

@@ -93,11 +93,10 @@ class Tally:
 
     def add_decodes(self, contexts_sum: int, count: int) -> None:
         """Put in `count` sequences of one query token each, behind `contexts_sum` tokens of KV together."""
-        attention = self._predictor.profile.attention
         self._works += count
         self.tokens += count
         self.sequences += count
-        self._attention += count * attention.sequence_seconds
+        self._attention += count * self._predictor._sequence_seconds
         self._attention += (contexts_sum + count) * self._predictor._decode_seconds_per_token
 
     def seconds(self) -> float:
@@ -109,7 +108,7 @@ class Tally:
     def seconds_with(self, context: int, count: int) -> float:
         """The same, with `count` query tokens behind `context` tokens of KV added."""
         predictor = self._predictor
-        attention = self._attention + predictor.profile.attention.seconds(context, count)
+        attention = self._attention + predictor._attention.of(context, count, False)
         return predictor._stage(self.tokens + count, self.sequences + 1, attention)
 
     def largest(self, context: int, most: int, budget_seconds: float) -> int:
@@ -130,8 +129,8 @@ class Tally:
         if not work.attention_only:
             self.tokens += sign * work.count
             self.sequences += sign
-        attention = self._predictor.profile.attention
-        self._attention += sign * attention.seconds(work.context, work.count, foreign=work.attention_only)
+        seconds = self._predictor._attention.of(work.context, work.count, work.attention_only)
+        self._attention += sign * seconds
 
 
 class Predictor:
@@ -164,6 +163,8 @@ class Predictor:
         self._most_layers = -(-self.profile.layers // stages)
         self._last_layers = self.profile.layers // stages  # the last stage also has the head
         self._launch = self.profile.launch_seconds
+        self._attention = self.profile.attention.one()
+        self._sequence_seconds = self.profile.attention.sequence_seconds
         self._attention_launch = self.profile.attention.launch_seconds
         self._decode_seconds_per_token = self.profile.attention.decode_seconds_per_token
         self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
@@ -273,10 +274,12 @@ class Predictor:
 
     def _stage(self, tokens: int, sequences: int, attention: float) -> float:
         """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
-        in_layer = self._layer_seconds(tokens) + attention + self._attention_launch
-        last = self._last_layers * in_layer + self._head_seconds(sequences)
+        if tokens >= len(self._per_layer) or sequences >= len(self._head):
+            self._layer_seconds(tokens), self._head_seconds(sequences)
+        in_layer = self._per_layer[tokens] + attention + self._attention_launch
+        last = self._last_layers * in_layer + self._head[sequences]
         most = self._most_layers * in_layer
-        return (self._launch + max(last, most)) * self.correction
+        return (self._launch + (max(most, last))) * self.correction
 
     def _layer_seconds(self, tokens: int) -> float:
         if tokens >= len(self._per_layer):
@@ -297,7 +300,7 @@ class Predictor:
     def _lone_layer_one(self, context: int, count: int) -> float:
         lanes = min(-(-(context + count) // self.tokens_per_lane), self.topology.kv)
         own = min(context, max(self.tokens_per_lane, -(-context // self.topology.kv)))
-        seconds = self.profile.attention.seconds(own, count) + self._attention_launch
+        seconds = self._attention.of(own, count, False) + self._attention_launch
         if lanes > 1:
             seconds += self.profile.exchange.seconds_one(count)
         return seconds + self._layer_seconds(count)

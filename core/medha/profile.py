@@ -9,7 +9,6 @@ up to whole tiles, or to whole waves of them. Where measured points exist, they 
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Annotated, Literal
@@ -18,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from medha.attention import AttentionSeconds
 from medha.errors import ConfigInvalid
 from medha.messages import StepProfile
 
@@ -143,14 +143,20 @@ class Attention:
         if self.points and self.points[0][0] != 1:
             raise ValueError(f"points must begin with one query, not with {self.points[0][0]}")
 
+    def one(self) -> AttentionSeconds:
+        """The formula of one sequence with these numbers."""
+        return AttentionSeconds(
+            sequence_seconds=self.sequence_seconds,
+            seconds_per_pair=self.seconds_per_pair,
+            kv_seconds_per_token=self.kv_seconds_per_token,
+            rows_per_token=self.rows_per_token,
+            tiles=self.tiles,
+            points=self.points,
+        )
+
     def seconds(self, context: int, count: int, *, foreign: bool = False) -> float:
         """Of `count` queries behind `context` tokens; `foreign`: the context is another lane's whole shard."""
-        keys, read = (context, context) if foreign else (context + (count + 1) / 2, context + count)
-        if self.points:
-            return self.sequence_seconds + keys * self._measured_slope(count)
-        compute = self._padded(count) * keys * self.seconds_per_pair
-        memory = read * self.kv_seconds_per_token
-        return self.sequence_seconds + max(memory, compute)
+        return self.one().of(context, count, foreign)
 
     def seconds_many(self, contexts: Counts, counts: Counts) -> Seconds:
         """`seconds` of many sequences of a lane's own."""
@@ -173,27 +179,7 @@ class Attention:
         """What each token of KV, its own included, adds to a decode."""
         if self.points:
             return self.points[0][1]
-        return max(self._padded(1) * self.seconds_per_pair, self.kv_seconds_per_token)
-
-    def _padded(self, count: int) -> float:
-        """Query tokens, rounded up to whole tiles of rows."""
-        rows = count * self.rows_per_token
-        for tile in self.tiles[:-1]:
-            if rows <= tile:
-                return tile / self.rows_per_token
-        last = self.tiles[-1]
-        return -(-rows // last) * last / self.rows_per_token
-
-    def _measured_slope(self, count: int) -> float:
-        """Seconds a key for `count` queries: between measured points a line, beyond them in proportion."""
-        points = self.points
-        index = bisect_left(points, (count,))
-        if index == len(points):
-            return points[-1][1] * count / points[-1][0]
-        if points[index][0] == count:
-            return points[index][1]
-        (left, low), (right, high) = points[index - 1 : index + 1]
-        return low + (high - low) * (count - left) / (right - left)
+        return max(self.one().padded(1) * self.seconds_per_pair, self.kv_seconds_per_token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from medha.errors import PartFailed
 
 MODULES = (
     *(f"medha/{name}.py" for name in (
-        "admission", "alike", "blocks", "candidates", "engine", "filling", "guarded", "intake", "lanes", "packer",
+        "admission", "alike", "attention", "blocks", "candidates", "engine", "filling", "guarded", "intake", "lanes", "packer",
         "policy", "pools", "predictor", "prefill", "prefix", "request", "roster", "shards", "slo", "urgency",
     )),
     *(f"medha_sim/{name}.py" for name in ("driver", "executor", "records")),

@@ -18,8 +18,9 @@ from typing import Protocol
 
 import numpy as np
 
-from medha.messages import ControllerEvent, Done, Sample, StageFree, Step
+from medha.messages import ControllerEvent, Sample, Step
 from medha.predictor import Predictor, Work
+from medha.quick import new_done, new_sample, new_stage_free
 from medha.shards import ShardMap
 
 
@@ -179,8 +180,8 @@ class Executor:
                 left_first = at
             at += timing.transit_seconds
         busiest = max(timing.stage_seconds)
-        done = Done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
-        free = StageFree(step.step_id, 0, lanes)
+        done = new_done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
+        free = new_stage_free(step.step_id, 0, lanes)
         message = self._message_seconds
         return Launched(((left_first + message, free), (at + message, done)), timing)
 
@@ -195,7 +196,7 @@ class Executor:
                 end = ends_at.get(entry.id)
                 if end is None:
                     end = ends_at[original_id(entry.id)]
-                samples.append(Sample(entry.id, position, "stop" if position + 1 >= end else None))
+                samples.append(new_sample(entry.id, position, "stop" if position + 1 >= end else None))
         return tuple(samples)
 
 
