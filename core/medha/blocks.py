@@ -235,7 +235,9 @@ class BlockLedger:
             assert not free[first : first + length].any()
             free[first : first + length] = True
         assert np.array_equal(free, (holders == 0) & ~self._remembered), "a block is lost"
-        assert self._idle_blocks == np.count_nonzero(self._remembered & (holders == 0))
+        # As Python's integer: compiled code takes no numpy one for a result of `==`.
+        idle = int(np.count_nonzero(self._remembered & (holders == 0)))
+        assert self._idle_blocks == idle
 
     def _share(self, runs: Iterable[Run]) -> None:
         """Count one more sequence on blocks that are held or remembered."""
