@@ -20,7 +20,10 @@ FAILURES = (
 @pytest.mark.timeout(300)
 def test_streams_outlive_every_process_that_is_stopped_or_cut_off() -> None:
     """Complete and with the same text, with no process and no shared memory left: else the exit status is 1."""
-    if subprocess.run(["unshare", "--map-root-user", "--net", "--mount", "true"], check=False).returncode != 0:
+    if (
+        subprocess.run(["unshare", "--map-root-user", "--net", "--mount", "true"], check=False).returncode
+        != 0
+    ):
         pytest.skip("no network namespaces can be made here")
     runs = [
         subprocess.Popen(
