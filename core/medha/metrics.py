@@ -15,7 +15,17 @@ from medha.wire import REASONS
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
-    "seconds", "tokens", "bytes", "ratio", "requests", "steps", "sequences", "messages", "connections", "replicas", ""
+    "seconds",
+    "tokens",
+    "bytes",
+    "ratio",
+    "requests",
+    "steps",
+    "sequences",
+    "messages",
+    "connections",
+    "replicas",
+    "",
 ]
 
 
