@@ -145,9 +145,11 @@ class Stage:
     def open_router(self) -> None:
         """Listen as a router does."""
         enrolled = KeyPair.of_token(read_tokens(self.keys.enrolment)[0]).public
-        self.doorkeeper = Doorkeeper(self.context, [enrolled])
+        # Of its own, as a process has one: closing a socket frees an address only some time later, ending a context at once.
+        self.router_context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.doorkeeper = Doorkeeper(self.router_context, [enrolled])
         self.router, self.router_tokens = (
-            Router(bind(self.context, self.endpoints[name], KeyPair.read(self.keys.router)))
+            Router(bind(self.router_context, self.endpoints[name], KeyPair.read(self.keys.router)))
             for name in ("router_control", "router_tokens")
         )
 
@@ -156,6 +158,7 @@ class Stage:
         for link in (self.router, self.router_tokens):
             link.close(0)
         self.doorkeeper.close()
+        self.router_context.term()
 
     def hello(self, incarnation: str = "first") -> Meet:
         """The rank says that it is here, again and again as ranks do, until it is called."""
