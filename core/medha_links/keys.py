@@ -42,10 +42,11 @@ class KeyPair:
     def of_token(cls, token: str) -> KeyPair:
         """The pair of who holds an enrolment token."""
         seed = blake2b(token.encode(), digest_size=32, person=b"medha enrolment").digest()
-        return cls._of(z85.encode(seed))
+        return cls.of_secret(z85.encode(seed))
 
     @classmethod
-    def _of(cls, secret: bytes) -> KeyPair:
+    def of_secret(cls, secret: bytes) -> KeyPair:
+        """The pair of a secret key in Z85."""
         return cls(zmq.curve_public(secret), secret)
 
     @classmethod
@@ -60,7 +61,7 @@ class KeyPair:
         if len(lines) != 1:
             raise ConfigInvalid(f"{path}: has {len(lines)} lines, expected one secret key; {_REMAKE}")
         _require_key(path, 1, lines[0])
-        return cls._of(lines[0])
+        return cls.of_secret(lines[0])
 
 
 def read_public_keys(path: Path) -> frozenset[bytes]:
@@ -188,11 +189,12 @@ def _require_private(path: Path) -> None:
 
 
 def _require_key(path: Path, number: int, line: bytes) -> None:
-    if not _is_key(line):  # the text of a secret must not end in a log: the line is named and not shown
+    if not is_key(line):  # the text of a secret must not end in a log: the line is named and not shown
         raise ConfigInvalid(f"{path}: line {number} is no key: expected 40 characters of Z85; {_REMAKE}")
 
 
-def _is_key(line: bytes) -> bool:
+def is_key(line: bytes) -> bool:
+    """Whether this is a key in Z85."""
     try:
         return len(z85.decode(line)) == KEY_BYTES
     except (KeyError, ValueError, struct.error):  # a character, the length, or the value of five of them
