@@ -1,0 +1,117 @@
+"""Writes what the chart takes from elsewhere: `python charts/generate.py`, run by `make gen`.
+
+- templates/crds/ from the models, with the label and the annotations that let Helm upgrade and keep them;
+- the table of values in README.md, and the descriptions in values.schema.json, from the comments in values.yaml.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medha_operator.crds import files as definitions
+
+CHART = Path(__file__).resolve().parent / "medha"
+_KEY = re.compile(r"( *)([A-Za-z]\w*):")
+_BEGIN, _END = "<!-- values: written by `make gen` -->", "<!-- end of values -->"
+
+
+@dataclass(frozen=True)
+class Value:
+    """One documented key of values.yaml."""
+
+    path: str
+    meaning: str
+    default: Any
+
+
+def values() -> list[Value]:
+    """Every key that a `# --` comment describes, in the order of the file."""
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    defaults = yaml.safe_load(text)
+    return [Value(path, meaning, _at(defaults, path)) for path, meaning in _described(text.splitlines())]
+
+
+def _described(lines: list[str]) -> Iterator[tuple[str, str]]:
+    above: list[tuple[int, str]] = []
+    comment: list[str] = []
+    for line in lines:
+        stripped = line.strip()
+        if stripped.startswith("# -- "):
+            comment = [stripped[5:]]
+        elif stripped.startswith("# ") and comment:
+            comment.append(stripped[2:])
+        elif found := _KEY.match(line):
+            indent, name = len(found[1]), found[2]
+            above = [(depth, key) for depth, key in above if depth < indent] + [(indent, name)]
+            if comment:
+                yield ".".join(key for _, key in above), " ".join(comment)
+            comment = []
+
+
+def _at(document: Any, path: str) -> Any:
+    for name in path.split("."):
+        document = document[name]
+    return document
+
+
+def readme(before: str) -> str:
+    """README.md with its table written anew."""
+    rows = ["| Value | Default | Meaning |", "|---|---|---|"]
+    for value in values():
+        default = json.dumps(value.default).replace("|", r"\|")
+        rows.append(f"| `{value.path}` | `{default}` | {value.meaning} |")
+    head, _, rest = before.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    return f"{head}{_BEGIN}\n\n" + "\n".join(rows) + f"\n\n{_END}{tail}"
+
+
+def schema(before: str) -> str:
+    """values.schema.json with the descriptions of values.yaml."""
+    document = json.loads(before)
+    for value in values():
+        node = document
+        for name in value.path.split("."):
+            node = node["properties"][name]
+        node["description"] = value.meaning
+    return json.dumps(document, indent=2) + "\n"
+
+
+def crd_templates() -> dict[str, str]:
+    """File name in templates/crds/ -> a definition that Helm installs, upgrades and, unless told otherwise, leaves."""
+    return {name: _crd_template(text) for name, text in definitions().items()}
+
+
+def _crd_template(text: str) -> str:
+    assert "{{" not in text, "Helm would read it as an action"
+    head, rest = text.split("\nmetadata:\n", 1)
+    name, _, rest = re.split(r"\n  labels:\n|\nspec:\n", rest, maxsplit=2)
+    ours = '    {{- include "medha.labels" (dict "root" . "component" "crds") | nindent 4 }}'
+    keep = "  {{- if .Values.crds.keep }}\n  annotations:\n    helm.sh/resource-policy: keep\n  {{- end }}"
+    return (
+        "{{- if .Values.crds.install }}\n"
+        f"{head}\nmetadata:\n{name}\n{keep}\n  labels:\n{ours}\nspec:\n{rest}"
+        "{{- end }}\n"
+    )
+
+
+def generated() -> dict[Path, str]:
+    """Path -> what should be written there."""
+    crds = CHART / "templates" / "crds"
+    pages = {CHART / "README.md": readme, CHART / "values.schema.json": schema}
+    return {crds / name: text for name, text in crd_templates().items()} | {
+        path: write(path.read_text(encoding="utf-8")) for path, write in pages.items()
+    }
+
+
+if __name__ == "__main__":
+    for target, text in generated().items():
+        target.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {target.relative_to(Path.cwd())}\n")

@@ -1,0 +1,128 @@
+{{- define "medha.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "medha.operatorName" -}}
+{{ include "medha.fullname" . }}-operator
+{{- end -}}
+
+{{/* By this name replicas refer to the router; its Deployment, its Service and its Secrets carry it. */}}
+{{- define "medha.routerName" -}}
+{{ include "medha.fullname" . }}-router
+{{- end -}}
+
+{{/* Labels that select: {root, component}. */}}
+{{- define "medha.selector" -}}
+app.kubernetes.io/name: medha
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{/* Labels of every object: {root, component}. */}}
+{{- define "medha.labels" -}}
+{{ include "medha.selector" . }}
+app.kubernetes.io/part-of: medha
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Name of an image: {root, image}. */}}
+{{- define "medha.image" -}}
+{{- with .root.Values.image.registry -}}{{ trimSuffix "/" . }}/{{- end -}}
+{{- .image.repository -}}
+{{- if .image.digest -}}@{{ .image.digest }}{{- else -}}:{{ .image.tag | default .root.Chart.AppVersion }}{{- end -}}
+{{- end -}}
+
+{{/* Security context of every container. */}}
+{{- define "medha.locked" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* Where pods may and should run: {root, of, component}. */}}
+{{- define "medha.placement" -}}
+{{- with .of.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .of.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+affinity:
+  {{- if .of.affinity }}
+  {{- toYaml .of.affinity | nindent 2 }}
+  {{- else }}
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "medha.selector" . | nindent 14 }}
+  {{- end }}
+{{- with .of.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* What the operator reads: medha_operator.settings.OperatorSettings. */}}
+{{- define "medha.operatorSettings" -}}
+{{- $routers := .Values.operator.routers -}}
+{{- if .Values.router.enabled -}}
+{{- $routers = prepend $routers (dict "name" (include "medha.routerName" .) "namespace" .Release.Namespace) -}}
+{{- end -}}
+{{- $settings := dict
+  "worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.image))
+  "image_pull_policy" .Values.image.pullPolicy
+  "namespaces" .Values.operator.namespaces
+  "routers" $routers
+  "concurrent_replicas" .Values.operator.concurrentReplicas
+  "resync_seconds" .Values.operator.resyncSeconds
+  "surge_wait_seconds" .Values.operator.surgeWaitSeconds
+  "lease_name" (include "medha.operatorName" .)
+  "lease_namespace" .Release.Namespace
+  "lease_seconds" .Values.operator.leaseSeconds
+-}}
+{{- toPrettyJson $settings -}}
+{{- end -}}
+
+{{/* What the router reads: medha_router.settings.RouterSettings. */}}
+{{- define "medha.routerSettings" -}}
+{{- with .Values.router -}}
+{{- $settings := dict
+  "host" "0.0.0.0"
+  "port" 8000
+  "control_endpoint" "tcp://0.0.0.0:5700"
+  "tokens_endpoint" "tcp://0.0.0.0:5701"
+  "key_file" "/etc/medha/keys/router.key"
+  "enrolment_file" "/etc/medha/keys/tokens"
+  "scratch_directory" "/tmp"
+  "max_body_bytes" .maxBodyBytes
+  "max_waiting" .maxWaiting
+  "max_samples" .maxSamples
+  "tokenize_processes" .tokenizeProcesses
+  "tokenize_threads" .tokenizeThreads
+  "drain_seconds" .drainSeconds
+  "log_level" .logLevel
+  "exit_with_parent" false
+-}}
+{{- toPrettyJson $settings -}}
+{{- end -}}
+{{- end -}}
