@@ -32,7 +32,7 @@ from medha.messages import Step
 from medha.wire import encode
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
-from medha_cli.supervisor import Part, supervise
+from medha_worker.supervision.supervisor import Part, supervise
 from medha_cli.up import RunFiles, write_parts
 from medha_worker import rank as rank_module
 from medha_worker.checkpoint import init_checkpoint

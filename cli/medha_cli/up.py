@@ -31,8 +31,8 @@ from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.runs import announced, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
-from medha_cli.supervisor import Part, supervise
 from medha_worker.process import free_port
+from medha_worker.supervision.supervisor import Part, supervise
 
 if TYPE_CHECKING:
     from medha_links.keys import KeyFiles

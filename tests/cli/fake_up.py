@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from medha_cli.display import TerminalDisplay
-from medha_cli.supervisor import Part, supervise
+from medha_worker.supervision.supervisor import Part, supervise
 
 folder = Path(sys.argv[1])
 groups = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from medha_cli.heartbeat import AWAY_SECONDS, LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
+from medha_worker.supervision.heartbeat import AWAY_SECONDS, LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
 
 
 def looked_at_often(beats: Beats, start: float, stop: float) -> list[int]:
@@ -39,7 +39,7 @@ def test_nobody_is_silent_because_the_supervisor_itself_stood_still() -> None:
 
 def test_the_kernel_says_whose_beat_it_is_and_anything_else_is_no_beat() -> None:
     beats = Beats()
-    listener = Listener(beats)
+    listener = Listener(beats, lambda *_: None)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             address = listener.address.replace("@", "\0", 1)

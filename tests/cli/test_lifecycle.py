@@ -9,12 +9,13 @@ import signal
 
 import pytest
 
-from medha_cli.lifecycle import (
+from medha_worker.supervision.lifecycle import (
     FAILED_GRACE_SECONDS,
     GRACE_SECONDS,
     Command,
     Event,
     Exited,
+    GiveUp,
     Interrupt,
     Kill,
     Lifecycle,
@@ -197,3 +198,30 @@ def test_a_silent_part_is_killed_while_serving_and_then_started_again_like_any_t
     assert run(*SERVING, (2.0, Silent("rank 1", 5.0)), (2.1, Exited("rank 1", -9)))[1] == [Start("rank 1")]
     assert run((0.5, Silent("rank 1", 5.0)))[1] == [], "readySeconds bounds a start"
     assert run(*DRAINING, (3.0, Silent("rank 1", 5.0)))[1] == [], "a drain has its own deadline"
+
+
+def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long() -> None:
+    waiting = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=30.0, awaits_word=True)
+    serving, _ = handle(waiting, Ready(), 1.0)
+    draining, commands = handle(serving, Interrupt(), 2.0)
+    assert draining.phase is Phase.DRAINING
+    assert not [command for command in commands if isinstance(command, Terminate)]
+    told, commands = handle(draining, Exited("router", 0), 3.0)
+    assert told.failure == "", "the leader has spoken"
+    late, commands = handle(draining, TimePassed(), draining.deadline)
+    assert late.exit_status == 0
+    assert {command.part for command in commands if isinstance(command, Terminate)} == set(ALL)
+
+
+def test_parts_without_requests_stop_at_once() -> None:
+    serving, _ = run(*SERVING)
+    state, commands = handle(serving, Interrupt(busy=False), 2.0)
+    assert state.phase is Phase.STOPPING
+    assert {command.part for command in commands if isinstance(command, Terminate)} == set(ALL)
+
+
+def test_who_watches_the_parts_may_give_up_with_an_exit_status_of_its_own() -> None:
+    state, _ = run(*SERVING, (2.0, GiveUp("they do not meet", 75)), *[(3.0, Exited(part, 0)) for part in ALL])
+    assert (state.phase, state.exit_status, state.failure) == (Phase.ENDED, 75, "they do not meet")
+    state, _ = run(*DRAINING, (3.0, GiveUp("they do not meet", 75)))
+    assert state.phase is Phase.DRAINING, "open requests are finished first"

@@ -64,6 +64,7 @@ from medha_worker.inspection import Inspection
 from medha_worker.link import RouterLinks
 from medha_worker.observe import Observer
 from medha_worker.outputs import OutputHasher
+from medha_worker.part_state import PartState, Phase
 from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
 from medha_worker.prompts import PromptStore
 from medha_worker.rank_links import RankLinks
@@ -74,6 +75,7 @@ HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several o
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
 STUCK_SECONDS = 20.0  # of a loop that does not turn
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
+MOST_NAMED = 20  # ranks that are missing, in what the supervisor is told
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
 """Prompts, in tokens, whose predicted time alone is announced."""
 
@@ -153,6 +155,7 @@ class Controller:
         self._context = context
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
+        self._told: ReplicaController | None = None  # of which the supervisor was told that it serves
         self._stopping = False
         self._record: TextIO | None = None
         self._announced: Load | None = None
@@ -181,6 +184,9 @@ class Controller:
                 if self._core is not None:
                     self._step(Drain())
             self._announce()
+            if self._core is None or self._core is not self._told:
+                self._told = self._core
+                watchdog.tell(self._state())
         self._announce(force=True)
         self._ranks.shut_down()
 
@@ -191,6 +197,14 @@ class Controller:
         trace = self._inspection.asks_of_ranks(now)
         if trace is not None and self._core is not None:
             self._ranks.send(trace)
+
+    def _state(self) -> PartState:
+        """What the supervisor is told."""
+        if self._core is not None:
+            return PartState(phase="serving", epoch=self._core.epoch)
+        ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
+        phase: Phase = "gathering" if self._ranks.epoch is None else "meeting"
+        return PartState(phase=phase, epoch=self._ranks.epoch, detail=f"waiting for rank {ranks}")
 
     def _drained(self, until: float) -> bool:
         return self._core is None or self._core.idle or time.monotonic() >= until

@@ -29,6 +29,7 @@ from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened,
 from medha_worker.link import Link, rank_identity
 from medha_worker.loaded import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.lock_step import bound_seconds
+from medha_worker.part_state import PartState
 from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.recorder import StepRecorder
 from medha_worker.watchdog import Watchdog
@@ -36,6 +37,7 @@ from medha_worker.watchdog import Watchdog
 POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
 HELLO_SECONDS = 1.0  # how often a rank says that it is here
 STUCK_SECONDS = 20.0  # of a loop that does not turn while nothing is to do
+MOST_DETAIL = 500  # characters of a reason that the supervisor is told
 TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
 
 _log = logging.getLogger("medha.rank")
@@ -70,6 +72,9 @@ class Rank:
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
         self._next_step = 0
+        self._met: set[str] = set()  # links on which the controller has let us in
+        self._unmet: tuple[int | None, str] = None, ""  # the last epoch that did not come about, and why
+        self._told: object = None  # what the last words to the supervisor were made of
         self._watchdog = Watchdog()
         self._stopping = False
         self._loading = True
@@ -80,12 +85,14 @@ class Rank:
         Raises:
             MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
         """
+        self._watchdog.tell(PartState(phase="loading"))
         loaded = load(self._settings, self._recorder)
         self._loading = False
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
             self._look_at_links()
             self._say_hello()
+            self._tell_supervisor()
             self._send_trace()
             received = self._control.receive(timeout_seconds=POLL_SECONDS)
             match received and received.message:
@@ -118,6 +125,25 @@ class Rank:
         self._tokens.close()
         self._context.term()
 
+    def _tell_supervisor(self, meeting: int | None = None) -> None:
+        """Say what this rank is at, if that is something else than before."""
+        at = meeting, self._engine, len(self._met), self._unmet
+        if at == self._told:
+            return
+        self._told = at
+        epoch, unmet_reason = self._unmet
+        change: dict[str, object]
+        state = PartState(phase="calling", unmet_epoch=epoch, unmet_reason=unmet_reason[:MOST_DETAIL])
+        if meeting is not None:
+            change = {"phase": "meeting", "epoch": meeting, "detail": "groups form, then the warm-up runs"}
+        elif self._engine is not None:
+            change = {"phase": "serving", "epoch": self._engine.executor.epoch}
+        elif len(self._met) == 2:
+            change = {"phase": "gathering", "detail": "the controller waits for all ranks"}
+        else:
+            change = {"detail": f"the controller at {self._settings.control} does not answer"}
+        self._watchdog.tell(state.model_copy(update=change))
+
     def _say_hello(self) -> None:
         now = time.monotonic()
         if now - self._hello_at >= HELLO_SECONDS:
@@ -131,7 +157,14 @@ class Rank:
         Raises:
             PartFailed: the controller does not admit this rank, and ZeroMQ does not try again.
         """
-        events = [event for link in (self._control, self._tokens) for event in link.connections.take()]
+        events = []
+        for link in (self._control, self._tokens):
+            for event in link.connections.take():
+                events.append(event)
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    self._met.add(link.name)
+                elif event == zmq.Event.DISCONNECTED:
+                    self._met.discard(link.name)
         if zmq.Event.HANDSHAKE_FAILED_AUTH in events:
             raise PartFailed(
                 f"the controller does not admit this rank: the public half of {self._settings.key_file} is not in its "
@@ -153,6 +186,8 @@ class Rank:
         except (RuntimeError, MemoryError, PartFailed, WireInvalid) as error:
             if self._settings.topology.ranks == 1:
                 raise
+            if self._engine is None:
+                self._unmet = epoch, str(error)
             self._lose(epoch, f"{type(error).__name__}: {error}")
 
     def _lose(self, epoch: int, reason: str) -> None:
@@ -167,6 +202,7 @@ class Rank:
 
     def _meet(self, loaded: Loaded, meet: Meet) -> None:
         self._leave()
+        self._tell_supervisor(meeting=meet.epoch)
         self._watchdog.allow(MEET_SECONDS + self._settings.spec.lifecycle.ready_seconds, "meeting")
         # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -98,6 +98,11 @@ class RankLinks:
         """Ranks that have not been heard, or are not ready yet."""
         return self._muster.missing
 
+    @property
+    def epoch(self) -> int | None:
+        """The epoch in which the ranks meet or have met; None while they gather."""
+        return self._muster.epoch
+
     def close(self) -> None:
         """Close the links; messages still queued get a moment to leave."""
         for link in self.links:

@@ -14,6 +14,8 @@ import time
 from contextlib import suppress
 from threading import Thread
 
+from medha_worker.part_state import PartState
+
 BEAT_SECONDS = 1.0
 AWAY_SECONDS = 3.0  # between two beats: then the whole process stood still, and not its main loop alone
 
@@ -44,6 +46,7 @@ class Watchdog:
 
     def __init__(self) -> None:
         self._promise = Promise()
+        self._state: PartState | None = None
         self._address = os.environ.get("NOTIFY_SOCKET", "").replace("@", "\0", 1)
         Thread(target=self._watch, daemon=True).start()
 
@@ -51,16 +54,31 @@ class Watchdog:
         """Called by the main loop: it will call again within so many seconds, or this process is killed."""
         self._promise.renew(time.monotonic(), seconds, doing)
 
+    def tell(self, state: PartState) -> None:
+        """Called by the main loop: what it is at. Said at once if it is new, and with every beat."""
+        if state == self._state:
+            return
+        self._state = state
+        with _sender() as sender:
+            self._beat(sender)
+
+    def _beat(self, sender: socket.socket) -> None:
+        if self._address:
+            state = self._state
+            lines = [b"WATCHDOG=1"] if state is None else [b"WATCHDOG=1", state.line()]
+            with suppress(OSError):  # a supervisor that is busy or gone: the parent's death ends us anyway
+                sender.sendto(b"\n".join(lines), self._address)
+
     def _watch(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        with _sender() as sender:
             while True:
                 overdue = self._promise.broken(time.monotonic())
                 if overdue is not None:
                     _log.critical("stuck in %s; this process ends, to be started again", overdue)
                     os.kill(os.getpid(), signal.SIGKILL)
-                if self._address:
-                    with suppress(
-                        OSError
-                    ):  # a supervisor that is busy or gone: the parent's death ends us anyway
-                        sender.sendto(b"WATCHDOG=1", self._address)
+                self._beat(sender)
                 time.sleep(BEAT_SECONDS)
+
+
+def _sender() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)

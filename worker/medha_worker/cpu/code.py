@@ -78,6 +78,12 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     def put(self, value: ir.Value, pointer: ir.Value, index: Number) -> None:
         self.store(value, self.at(pointer, index), align=4)
 
+    def prefetch(self, pointer: ir.Value, index: Number) -> None:
+        """Ask for the cache line of an element, to be read later; it goes to second-level cache."""
+        function = self._external("llvm.prefetch.p0", VOID, POINTER, INT32, INT32, INT32)
+        to_read, locality, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
+        self.call(function, [self.at(pointer, index), to_read, locality, data])
+
     # --- vectors ------------------------------------------------------------------------------------
 
     def same(self, value: float) -> ir.Constant:

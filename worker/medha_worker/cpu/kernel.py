@@ -27,6 +27,10 @@ from medha_worker.cpu.machine import Compiled, Target
 TILE_KEYS = 64
 # A decode's products of one key are written out; beyond this they are too many.
 _MOST_DIRECT_HEAD_DIM = 256
+# How far ahead a decode asks memory for K and V. The processor's own prefetch ends with each page, and knows no block
+# table; a load alone waits for memory. Two tiles, 32 KiB of each, are on their way while one is computed.
+_KEYS_AHEAD = 2 * TILE_KEYS
+_CACHE_LINE_FLOATS = 16
 
 # While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
 _SMALL = 57.0
@@ -439,7 +443,10 @@ class _DecodeEmitter(_Emitter):
                     half = count // 2
                     sums = zip(partial_sums(first, half), partial_sums(first + half, half), strict=True)
                     return [code.folded(a, b, half) for a, b in sums]
-                source = self._place(code, slots, code.plus(key, group.index, first), last_key)
+                at_key = code.plus(key, group.index, first)
+                source = self._place(code, slots, at_key, last_key)
+                if not only_maximum:
+                    self._fetch_ahead(code, pool_keys, slots, at_key, last_key)
                 products = [code.same(0.0) for _ in rows]
                 for at in range(0, head_dim, lanes):
                     part = code.vector(pool_keys, code.plus(source, at))
@@ -473,7 +480,9 @@ class _DecodeEmitter(_Emitter):
             places = [(row, column) for row in rows for column in columns]
             carried = [code.vector(sums, row * head_dim + column) for row, column in places]
             with code.counting(0, TILE_KEYS, 1, carried) as loop:
-                source = self._place(code, slots, code.plus(key, loop.index), last_key)
+                at_key = code.plus(key, loop.index)
+                source = self._place(code, slots, at_key, last_key)
+                self._fetch_ahead(code, pool_values, slots, at_key, last_key)
                 values = {column: code.vector(pool_values, code.plus(source, column)) for column in columns}
                 for row in rows:
                     weight = code.splat(code.one(weights, code.plus(loop.index, row * TILE_KEYS)))
@@ -484,6 +493,14 @@ class _DecodeEmitter(_Emitter):
                 code.put(value, sums, row * head_dim + column)
         code.ret_void()
         return function
+
+    def _fetch_ahead(
+        self, code: VectorBuilder, pool: ir.Value, slots: ir.Value, key: ir.Value, last_key: ir.Value
+    ) -> None:
+        """Let the key's follower `_KEYS_AHEAD` further on come to second-level cache, wherever its block lies."""
+        source = self._place(code, slots, code.plus(key, _KEYS_AHEAD), last_key)
+        for at in range(0, self.head_dim, _CACHE_LINE_FLOATS):
+            code.prefetch(pool, code.plus(source, at))
 
     def _place(self, code: VectorBuilder, slots: ir.Value, key: ir.Value, last_key: ir.Value) -> ir.Value:
         """Offset of a key in the pool; beyond the last one, which no row sees, the last one's."""

@@ -7,8 +7,9 @@ is therefore a strided view that attention reads in place, without gathering.
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
-import numpy as np
 import torch
 
 from medha_worker.model.batch import SlotRun
@@ -73,14 +74,18 @@ class KVCache:
 
 # A slice copy costs about as much as scattering this many rows.
 _ROWS_PER_SLICE_COPY = 8
-_CACHE_LINE_BYTES = 64
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose pages a CPU takes on first touch: `torch.zeros` writes them all, a second for each gigabyte."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+    """Zeros whose pages a CPU takes on first touch: `torch.zeros` writes them all, a second for each gigabyte.
+
+    In large pages where Linux has them: with pages of 4 KiB, whose addresses take time to look up, a decode over
+    scattered blocks reads K and V at three quarters of the rate.
+    """
     size = math.prod(shape) * dtype.itemsize
-    raw = np.zeros(size + _CACHE_LINE_BYTES, dtype=np.uint8)  # calloc: zeroed pages of the kernel's
-    first = -raw.ctypes.data % _CACHE_LINE_BYTES
-    return torch.from_numpy(raw[first : first + size]).view(dtype).view(shape)
+    if device.type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,6 +1,7 @@
 """Which parts show that they live: each sends a datagram a second to its supervisor, as to systemd.
 
-The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, and `WATCHDOG=1` says "I get on". The
+The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, `WATCHDOG=1` says "I get on", and a line
+`X_MEDHA_STATE=` says what the part is at (`part_state`). The
 kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. A part is watched
 from its first sign of life on: what it does before, such as importing its libraries, is bounded elsewhere.
 """
@@ -11,11 +12,15 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from threading import Lock, Thread
+
+from medha_worker.part_state import PartState, read_state
 
 SILENT_SECONDS = 5.0
 """A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
 LOOK_SECONDS = 1.0  # how often it is looked for silent parts
+DATAGRAM_BYTES = 8192
 AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
@@ -51,8 +56,10 @@ class Beats:
 class Listener:
     """The socket that parts beat on, read by a thread of its own."""
 
-    def __init__(self, beats: Beats) -> None:
+    def __init__(self, beats: Beats, told: Callable[[int, PartState], None]) -> None:
+        """`told` is called with a process and what it is at, from this listener's thread."""
         self._beats = beats
+        self._told = told
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         name = f"medha-{secrets.token_hex(8)}"
@@ -63,15 +70,18 @@ class Listener:
 
     def _listen(self) -> None:
         while True:
-            data, ancillary, _, _ = self._socket.recvmsg(256, socket.CMSG_SPACE(_CREDENTIALS.size))
+            data, ancillary, _, _ = self._socket.recvmsg(DATAGRAM_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
             if data == b"STOP":
                 return
-            if data != b"WATCHDOG=1":
+            if not data.startswith(b"WATCHDOG=1"):
                 continue
+            state = read_state(data)
             for level, kind, content in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
                     process_id, _, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
                     self._beats.heard(process_id, time.monotonic())
+                    if state is not None:
+                        self._told(process_id, state)
 
     def close(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:

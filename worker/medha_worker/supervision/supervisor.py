@@ -1,9 +1,9 @@
-"""Running the parts of a replica as processes: thin I/O around `lifecycle`.
+"""Running parts of a replica as processes: thin I/O around `lifecycle`.
 
 Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
 has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
 happens becomes an event in one queue, and the main thread takes them one by one. Parts that fall silent are found by
-looking (`heartbeat`).
+looking (`heartbeat`). What parts say that they are at goes to a `Watch`, which may give up.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from threading import Thread
 from types import FrameType
 from typing import IO, Protocol
 
-from medha_cli.heartbeat import LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
-from medha_cli.lifecycle import (
+from medha_worker.part_state import PartState
+from medha_worker.supervision.heartbeat import LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
+from medha_worker.supervision.lifecycle import (
     Event,
     Exited,
+    GiveUp,
     Interrupt,
     Kill,
     Lifecycle,
@@ -40,7 +42,6 @@ from medha_cli.lifecycle import (
 )
 
 READY_POLL_SECONDS = 0.1
-LONGEST_WAIT_SECONDS = 3600.0  # a queue does not take infinity
 LAST_LINES_SECONDS = 1.0  # for output that is still in the pipe when a part has ended
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -64,6 +65,46 @@ class Printed:
     line: str
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A process has said what it is at."""
+
+    process_id: int
+    state: PartState
+
+
+class Watch(Protocol):
+    """Follows what the parts say that they are at; all of it is called in the main thread, with a monotonic `now`."""
+
+    def told(self, part: str, state: PartState, now: float) -> None: ...
+
+    def ended(self, part: str, now: float) -> None: ...
+
+    def look(self, now: float) -> GiveUp | None:
+        """Called at least every second: whether the parts can go on."""
+
+    def busy(self) -> bool:
+        """Whether requests may be open, so that a stop has to wait for them."""
+
+    def stopping(self, reason: str) -> None:
+        """The parts are asked to stop, or will be soon."""
+
+
+class Unwatched:
+    """The watch of `medha up`: it sees all of a replica's parts end, and asks its router whether it is ready."""
+
+    def told(self, part: str, state: PartState, now: float) -> None: ...
+
+    def ended(self, part: str, now: float) -> None: ...
+
+    def look(self, now: float) -> GiveUp | None: ...
+
+    def busy(self) -> bool:
+        return True
+
+    def stopping(self, reason: str) -> None: ...
+
+
 class Display(Protocol):
     """What the supervisor shows."""
 
@@ -78,6 +119,9 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
+_Happening = Event | Printed | Told
+
+
 def supervise(
     groups: tuple[tuple[Part, ...], ...],
     *,
@@ -85,39 +129,60 @@ def supervise(
     display: Display,
     ready_seconds: float,
     drain_seconds: float,
+    awaits_word: bool = False,
+    watch: Watch | None = None,
 ) -> Lifecycle:
     """Start every part, and return the final state once the last one has ended; call it in the main thread.
 
     `groups` is the order in which the parts are asked to stop. `is_ready` is polled until it is true, and must
-    not block for long.
+    not block for long. `awaits_word`: another pod's part tells these ones when the replica is drained.
     """
+    watch = watch or Unwatched()
     parts = [part for group in groups for part in group]
     by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
-    events: SimpleQueue[Event | Printed] = SimpleQueue()
+    events: SimpleQueue[_Happening] = SimpleQueue()
     beats = Beats()
-    listener = Listener(beats)
+    listener = Listener(beats, lambda process_id, state: events.put(Told(process_id, state)))
     running: dict[str, _Process] = {}
 
     def silent() -> list[str]:
         found = beats.silent(time.monotonic())
         return [name for name, process in running.items() if process.pid in found]
 
-    inbox = _Inbox(events, is_ready, silent)
+    inbox = _Inbox(events, is_ready, silent, watch.look)
     try:
         with _stop_signals(events):
             display.starting([part.name for part in parts])
             for part in parts:
                 running[part.name] = _Process(part, events, listener.address)
-            state = begin(names, time.monotonic(), ready_seconds=ready_seconds, drain_seconds=drain_seconds)
+            state = begin(
+                names,
+                time.monotonic(),
+                ready_seconds=ready_seconds,
+                drain_seconds=drain_seconds,
+                awaits_word=awaits_word,
+            )
             while state.phase is not Phase.ENDED:
                 event = inbox.next(state)
                 if isinstance(event, Printed):
                     display.line(event.part, event.line)
                     continue
-                if isinstance(event, Exited):
-                    beats.forget(running[event.part].pid)
-                    running[event.part].reap()
+                if isinstance(event, Told):
+                    for name, process in running.items():
+                        if process.pid == event.process_id:
+                            watch.told(name, event.state, time.monotonic())
+                    continue
+                match event:
+                    case Exited(name):
+                        beats.forget(running[name].pid)
+                        running[name].reap()
+                        watch.ended(name, time.monotonic())
+                    case Interrupt():
+                        event = Interrupt(busy=watch.busy())
+                        watch.stopping("asked to stop")
+                    case GiveUp(reason):
+                        watch.stopping(reason)
                 state, commands = handle(state, event, time.monotonic())
                 for command in commands:
                     match command:
@@ -146,21 +211,28 @@ class _Inbox:
 
     def __init__(
         self,
-        events: SimpleQueue[Event | Printed],
+        events: SimpleQueue[_Happening],
         is_ready: Callable[[], bool],
         silent: Callable[[], list[str]],
+        look: Callable[[float], GiveUp | None],
     ) -> None:
         self._events = events
         self._is_ready = is_ready
         self._silent = silent
+        self._look = look
         self._poll_at = time.monotonic()
+        self._gave_up = False
 
-    def next(self, state: Lifecycle) -> Event | Printed:
+    def next(self, state: Lifecycle) -> _Happening:
         """The next event; looking comes first, so that a part that prints without end hides nothing."""
         now = time.monotonic()
         if now >= state.deadline:
             return TimePassed()
-        look_at = state.deadline
+        given_up = self._look(now)
+        if given_up is not None and not self._gave_up:
+            self._gave_up = True
+            return given_up
+        look_at = min(state.deadline, now + LOOK_SECONDS)
         if state.phase is Phase.STARTING:
             if now >= self._poll_at:
                 self._poll_at = now + READY_POLL_SECONDS
@@ -174,7 +246,7 @@ class _Inbox:
                     self._events.put(Silent(part, SILENT_SECONDS))
             look_at = min(look_at, self._poll_at)
         try:
-            return self._events.get(timeout=max(0.0, min(look_at - now, LONGEST_WAIT_SECONDS)))
+            return self._events.get(timeout=max(0.0, look_at - now))
         except Empty:
             return TimePassed()
 
@@ -182,7 +254,7 @@ class _Inbox:
 class _Process:
     """One running part. Only the main thread signals and reaps it, so its id is never another process's."""
 
-    def __init__(self, part: Part, events: SimpleQueue[Event | Printed], notify_socket: str) -> None:
+    def __init__(self, part: Part, events: SimpleQueue[_Happening], notify_socket: str) -> None:
         self._name = part.name
         self._end_signal = part.end_signal
         self._events = events
@@ -241,7 +313,7 @@ class _Process:
 
 
 @contextmanager
-def _stop_signals(events: SimpleQueue[Event | Printed]) -> Iterator[None]:
+def _stop_signals(events: SimpleQueue[_Happening]) -> Iterator[None]:
     """While this lasts, the signals that ask to stop become events."""
 
     def interrupt(_signal: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""When the parts of `medha up` are asked to stop, and when they are killed: a state machine without I/O.
+"""When the parts of `medha up`, or of a pod, are asked to stop, and when they are killed: a state machine without I/O.
 
 What may happen, and what follows::
 
@@ -12,10 +12,12 @@ What may happen, and what follows::
 
     DRAINING or STOPPING --Ctrl-C again--> KILLING (exit 130)
     STOPPING --grace is over--> KILLING
+    STARTING or SERVING --what watches the parts gives up--> STOPPING (its exit status)
 
 DRAINING asks the parts in order, one group after the other: the router first, because it knows the open
 requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at once, and after
-a failure without draining: what has failed cannot finish anybody's request.
+a failure without draining: what has failed cannot finish anybody's request. Where the requests are another pod's
+(`awaits_word`), DRAINING asks nobody: its controller tells the ranks when the last request is finished.
 Every state that waits has a deadline, so it always ends; it ends when no part is left, never before.
 """
 
@@ -66,7 +68,17 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Ctrl-C or SIGTERM."""
+    """Ctrl-C or SIGTERM; `busy` if requests may be open here."""
+
+    busy: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Who watches the parts has found that they cannot go on together."""
+
+    reason: str
+    exit_status: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ class Say:
     text: str
 
 
-Event = Ready | Exited | Silent | Interrupt | TimePassed
+Event = Ready | Exited | Silent | Interrupt | GiveUp | TimePassed
 Command = Terminate | Kill | Start | Present | Say
 
 
@@ -117,11 +129,14 @@ class Lifecycle:
     deadline: float
     drain_seconds: float
     ready_seconds: float
+    awaits_word: bool = (
+        False  # parts end by themselves when the replica is drained: another pod's part tells them
+    )
     phase: Phase = Phase.STARTING
     asked: frozenset[str] = frozenset()
     deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while serving, and when
     exit_status: int = 0
-    failure: str = ""  # why exit_status is 1
+    failure: str = ""  # why exit_status is not 0
 
     @property
     def in_order(self) -> list[str]:
@@ -130,7 +145,12 @@ class Lifecycle:
 
 
 def begin(
-    groups: tuple[tuple[str, ...], ...], now: float, *, ready_seconds: float, drain_seconds: float
+    groups: tuple[tuple[str, ...], ...],
+    now: float,
+    *,
+    ready_seconds: float,
+    drain_seconds: float,
+    awaits_word: bool = False,
 ) -> Lifecycle:
     """The state of a replica whose parts have just been started."""
     return Lifecycle(
@@ -139,6 +159,7 @@ def begin(
         deadline=now + ready_seconds,
         drain_seconds=drain_seconds,
         ready_seconds=ready_seconds,
+        awaits_word=awaits_word,
     )
 
 
@@ -147,8 +168,10 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
     match event:
         case Ready() if state.phase is Phase.STARTING:
             return replace(state, phase=Phase.SERVING, deadline=math.inf), [Present()]
-        case Interrupt():
-            return _interrupted(state, now)
+        case Interrupt(busy):
+            return _interrupted(state, now, busy=busy)
+        case GiveUp(reason, exit_status) if state.phase in (Phase.STARTING, Phase.SERVING):
+            return _fail(state, now, reason, exit_status)
         case Exited() if event.part in state.running:
             return _exited(replace(state, running=state.running - {event.part}), event, now)
         case Silent(part, seconds) if state.phase is Phase.SERVING and part in state.running:
@@ -158,21 +181,31 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
     return state, []
 
 
-def _interrupted(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
+def _interrupted(state: Lifecycle, now: float, *, busy: bool) -> tuple[Lifecycle, list[Command]]:
     match state.phase:
         case Phase.STARTING:
             state, commands = _stop(state, now, GRACE_SECONDS)
             return state, [Say("stopping before the replica was ready"), *commands]
         case Phase.SERVING:
-            state = replace(state, phase=Phase.DRAINING)
-            state, commands = _ask_next_group(state, now)
-            text = f"draining: open requests get {state.drain_seconds:g} s to finish; Ctrl-C again kills"
-            return state, [Say(text), *commands]
+            return _drain(state, now, busy=busy)
         case Phase.DRAINING | Phase.STOPPING:
             state, commands = _kill(replace(state, exit_status=state.exit_status or INTERRUPTED))
             return state, [Say("killing all parts"), *commands]
         case Phase.KILLING | Phase.ENDED:
             return state, []
+
+
+def _drain(state: Lifecycle, now: float, *, busy: bool) -> tuple[Lifecycle, list[Command]]:
+    if not busy:
+        state, commands = _stop(state, now, GRACE_SECONDS)
+        return state, [Say("stopping: no requests are open here"), *commands]
+    state = replace(state, phase=Phase.DRAINING)
+    if state.awaits_word:
+        text = f"draining: the leader gets {state.drain_seconds:g} s to finish open requests"
+        return replace(state, deadline=now + state.drain_seconds + GRACE_SECONDS), [Say(text)]
+    state, commands = _ask_next_group(state, now)
+    text = f"draining: open requests get {state.drain_seconds:g} s to finish; Ctrl-C again kills"
+    return state, [Say(text), *commands]
 
 
 def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
@@ -214,6 +247,12 @@ def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
                 "or raise spec.lifecycle.readySeconds"
             )
             return _fail(state, now, reason)
+        case Phase.DRAINING if not state.asked:
+            state, commands = _stop(state, now, GRACE_SECONDS)
+            return state, [
+                Say("the leader did not say in time that the replica is drained; stopping"),
+                *commands,
+            ]
         case Phase.DRAINING:
             late = [part for part in state.in_order if part in state.asked]
             return _fail(state, now, f"{', '.join(late)} did not stop in time and will be killed")
@@ -221,12 +260,17 @@ def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
             return _kill(state)
 
 
-def _fail(state: Lifecycle, now: float, reason: str) -> tuple[Lifecycle, list[Command]]:
+def _fail(state: Lifecycle, now: float, reason: str, exit_status: int = 1) -> tuple[Lifecycle, list[Command]]:
     """Stop everything because of `reason`; the first failure is the one that is reported.
 
     Nothing can be drained without the part that failed, so parts that were asked to drain are asked again.
     """
-    state = replace(state, exit_status=1, failure=state.failure or reason, asked=frozenset())
+    state = replace(
+        state,
+        exit_status=state.exit_status or exit_status,
+        failure=state.failure or reason,
+        asked=frozenset(),
+    )
     return _stop(state, now, FAILED_GRACE_SECONDS, drain=False)
 
 
