@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from pydantic import ValidationError
+
 from medha.api import MedhaReplicaSpec
 from medha_operator.observed import Observed, Pod
 from medha_operator.status import Condition
@@ -54,6 +56,14 @@ def refuse(message: str) -> tuple[Judgement, ...]:
         Judgement("Accepted", False, "Invalid", message),
         Judgement("Reconciling", False, "Invalid", message),
         Judgement("Stalled", True, "Invalid", message),
+    )
+
+
+def problems_in(error: ValidationError) -> str:
+    """What is wrong with a spec, field by field."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
+        for problem in error.errors()
     )
 
 

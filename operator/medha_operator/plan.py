@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import judge, refuse, stamped
+from medha_operator.conditions import judge, problems_in, refuse, stamped
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
@@ -35,7 +35,7 @@ from medha_operator.render import (
 )
 from medha_operator.revision import Revision, begin, find
 from medha_operator.settings import OperatorSettings
-from medha_operator.status import ReplicaStatus, RoleCount
+from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
 
@@ -69,9 +69,9 @@ class Delete:
 
 @dataclass(frozen=True)
 class SetStatus:
-    """Write the status, if the replica is still the one that was looked at."""
+    """Write the status, if the resource is still the one that was looked at."""
 
-    status: ReplicaStatus
+    status: ReplicaStatus | DeploymentStatus
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ def _gang(
             return [*actions, *_end(ended, "it has ended")], status, again
         if len(alive) == expected and all(pod.is_started for pod in alive):
             newest = max(pod.created for pod in alive)
-            return actions, status.model_copy(update={"newest_member": _timestamp(newest)}), again
+            return actions, status.model_copy(update={"newest_member": timestamp(newest)}), again
         return actions, status, again
     broken = _broken(alive, expected, seconds(status.newest_member))
     if broken is None:
@@ -224,7 +224,7 @@ def _gang(
             update={
                 "restarted_member": status.newest_member,
                 "restarts": status.restarts + 1,
-                "last_restart_time": _timestamp(now),
+                "last_restart_time": timestamp(now),
             }
         )
         actions.append(Tell("GangRestarted", f"{broken}; all pods start anew", is_warning=True))
@@ -334,11 +334,7 @@ def _described(
 
 def _refused(observed: Observed, error: ValidationError, now: float) -> ReplicaStatus:
     """Status of a spec that the schema let through and the models do not."""
-    problems = "; ".join(
-        f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
-        for problem in error.errors()
-    )
-    conditions = stamped(refuse(problems), observed.status.conditions, observed.generation, now)
+    conditions = stamped(refuse(problems_in(error)), observed.status.conditions, observed.generation, now)
     return observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}
     )
@@ -348,5 +344,6 @@ def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
     return () if status == observed.status else (SetStatus(status),)
 
 
-def _timestamp(unix_seconds: float) -> str:
+def timestamp(unix_seconds: float) -> str:
+    """Unix time as Kubernetes writes it, in whole seconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -52,8 +52,12 @@ def find(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision | None:
 def begin(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision:
     """A revision for `spec` that is none of `kept`; its templates are still to be rendered."""
     fields = restart_fields(spec)
-    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-    return Revision(digest[:10], 1 + max((one.number for one in kept), default=0), fields)
+    return Revision(digest(fields), 1 + max((one.number for one in kept), default=0), fields)
+
+
+def digest(value: Any) -> str:
+    """Ten hexadecimal digits of anything that JSON can say."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

@@ -5,6 +5,16 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 
+class RouterSite(BaseModel):
+    """A router of this installation, for which the operator makes keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    """Of its Deployment and its Service."""
+    namespace: str
+
+
 class OperatorSettings(BaseModel):
     """One installation; a JSON file that the chart mounts."""
 
@@ -19,6 +29,12 @@ class OperatorSettings(BaseModel):
     """Replicas reconciled at a time, which bounds the calls to the API server."""
     resync_seconds: float = Field(default=300.0, gt=0)
     """How often every replica is looked at without an event."""
+    surge_wait_seconds: float = Field(default=300.0, gt=0)
+    """How long an extra replica of a rollout may find no room before the rollout goes on without it, or says that it
+    cannot: a cluster's autoscaler needs minutes for a node."""
     lease_name: str = "medha-operator"
     lease_namespace: str = "medha-system"
     lease_seconds: float = Field(default=15.0, gt=1)
+    metrics_port: int = Field(default=9402, ge=0, le=65535)
+    """Where Prometheus scrapes the operator."""
+    routers: tuple[RouterSite, ...] = ()

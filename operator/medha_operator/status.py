@@ -88,4 +88,8 @@ class DeploymentStatus(Model):
     selector: str = Field(default="", max_length=512)
     """Labels of the replicas' leaders, one pod each, as HPA and KEDA read them."""
     current_revision: str = Field(default="", max_length=63)
+    """Template that replicas below `rollout.partition` are made of: the last one that all replicas had."""
     update_revision: str = Field(default="", max_length=63)
+    """Template that the spec asks for."""
+    last_progress_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When the counts above changed last, from which `progressDeadlineSeconds` runs."""

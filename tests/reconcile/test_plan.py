@@ -112,10 +112,10 @@ def test_a_field_that_others_have_added_stays(world: World) -> None:
 
 
 def test_keys_are_made_once(world: World) -> None:
-    uid = world.objects["Secret", "r-keys"]["metadata"]["uid"]
+    uid = world.objects["Secret", "r-keys-u"]["metadata"]["uid"]
     world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
     world.settle()
-    assert world.objects["Secret", "r-keys"]["metadata"]["uid"] == uid
+    assert world.objects["Secret", "r-keys-u"]["metadata"]["uid"] == uid
 
 
 # --- restarts -------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""What is known of one deployment: the resource itself, its replicas and the templates that it has kept, as facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medha.api import MedhaReplicaSpec, ReplicaTemplate
+from medha_operator.observed import Object, seconds
+from medha_operator.revision import begin, digest
+from medha_operator.status import DeploymentStatus
+
+DEPLOYMENT_LABEL = "medha.dev/deployment"
+TEMPLATE_LABEL = "medha.dev/deployment-revision"
+MAY_DRAIN = "medha.dev/may-drain"
+"""Annotation of a replica whose deployment lets it leave a cordoned node; its value names the gang that may go, by
+`status.newestMember`, so that the gang that comes after it is not drained by the same word."""
+_NO_ROOM = ("InsufficientCapacity", "WaitingForGang")
+
+
+@dataclass(frozen=True)
+class KeptTemplate:
+    """A template that replicas of the deployment were made of, kept in a ControllerRevision to go back to."""
+
+    name: str
+    """Ten hexadecimal digits."""
+    number: int
+    """Counts upwards; a template that is asked for again gets a new number."""
+    template: Mapping[str, Any]
+    """`spec.template` as the API server had it."""
+    uid: str = ""
+    resource_version: str = ""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A MedhaReplica whose name belongs to the deployment."""
+
+    index: int
+    document: Object
+    name: str
+    uid: str
+    resource_version: str
+    created: float
+    revision: str
+    """Name of the kept template that its spec was written from."""
+    is_ours: bool = True
+    """The deployment is its controller, or made it and was deleted without it. Else somebody else's has the name."""
+    is_deleting: bool = False
+    ready_since: float | None = None
+    """Unix time, seconds; None while it is not ready, or its status may speak of pods that its spec has ended."""
+    unplaced_since: float | None = None
+    """Since when some of its pods find no node, Unix time."""
+    waits_to_drain: bool = False
+    """It stands on a cordoned node and goes on serving until it is told that it may leave."""
+    may_drain: bool = False
+    """It has been told so and has not gone yet."""
+    trouble: tuple[str, str] = ("Starting", "")
+    """Reason and message of its condition `Ready`."""
+    is_stalled: bool = False
+    """What keeps it from being ready does not mend itself."""
+
+
+@dataclass(frozen=True)
+class ObservedDeployment:
+    """One deployment and everything that belongs to it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    resource_version: str
+    spec: Mapping[str, Any]
+    status: DeploymentStatus
+    is_deleting: bool = False
+    children: tuple[Child, ...] = ()
+    """Every MedhaReplica of the namespace that is called `<name>-<number>`, whoever owns it."""
+    templates: tuple[KeptTemplate, ...] = ()
+
+
+def child_name(deployment: str, index: int) -> str:
+    """Name of the replica with this index."""
+    return f"{deployment}-{index}"
+
+
+def child_index(deployment: str, replica: str) -> int | None:
+    """The index in a replica's name; None if a deployment of that name would never call it so."""
+    stem, _, number = replica.rpartition("-")
+    is_number = number.isascii() and number.isdecimal() and str(int(number)) == number
+    return int(number) if stem == deployment and is_number else None
+
+
+def child_of(document: Object, index: int, deployment_uid: str) -> Child:
+    """The facts of a MedhaReplica's document."""
+    metadata, status = document["metadata"], document.get("status", {})
+    labels = metadata.get("labels", {})
+    controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
+    conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
+    is_told = _speaks_of_present_pods(document)
+    ready, placed = conditions.get("Ready"), conditions.get("Scheduled")
+    gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
+    drains = _is(conditions.get("Draining"), "True")
+    return Child(
+        index=index,
+        document=document,
+        name=metadata["name"],
+        uid=metadata["uid"],
+        resource_version=metadata["resourceVersion"],
+        created=seconds(metadata["creationTimestamp"]),
+        revision=labels.get(TEMPLATE_LABEL, ""),
+        is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
+        is_deleting="deletionTimestamp" in metadata,
+        ready_since=_since(ready) if is_told and _is(ready, "True") else None,
+        unplaced_since=_since(placed) if _is(placed, "False") and placed["reason"] in _NO_ROOM else None,
+        waits_to_drain=drains and granted != gang,
+        may_drain=drains and granted is not None and granted == gang,
+        trouble=(ready["reason"], ready.get("message", "")) if ready and is_told else ("Starting", ""),
+        is_stalled=is_told and _is(conditions.get("Stalled"), "True"),
+    )
+
+
+def find_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate | None:
+    """The newest kept template that asks for the same as `template`, whatever defaults were added since."""
+    canonical = _canonical(template)
+    for one in sorted(kept, key=lambda entry: entry.number, reverse=True):
+        if one.template == template or _canonical(one.template) == canonical:
+            return one
+    return None
+
+
+def begin_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate:
+    """A template that is none of `kept`."""
+    return KeptTemplate(digest(_canonical(template)), next_number(kept), template)
+
+
+def next_number(kept: Iterable[KeptTemplate]) -> int:
+    return 1 + max((one.number for one in kept), default=0)
+
+
+def _canonical(template: Mapping[str, Any]) -> Any:
+    """Of two templates that mean the same, the same; of one that this release cannot read, the template itself."""
+    try:
+        return ReplicaTemplate.model_validate(template).model_dump(
+            mode="json", by_alias=True, exclude_none=True
+        )
+    except ValueError:
+        return template
+
+
+def _speaks_of_present_pods(document: Object) -> bool:
+    """Whether the status may be believed, though the replica's own turn may be still to come.
+
+    A change that restarts makes every earlier word void. After one that does not, the pods are what they were.
+    """
+    status = document.get("status", {})
+    if status.get("observedGeneration", 0) >= document["metadata"].get("generation", 0):
+        return True
+    try:
+        spec = MedhaReplicaSpec.model_validate(document["spec"])
+    except ValueError:
+        return False
+    return not spec.suspend and status.get("revision") == begin(spec, []).name
+
+
+def _is(condition: Any, status: str) -> bool:
+    return condition is not None and condition["status"] == status
+
+
+def _since(condition: Any) -> float:
+    return seconds(condition["lastTransitionTime"])

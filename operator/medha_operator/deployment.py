@@ -1,0 +1,428 @@
+"""What to do for one deployment: `plan_deployment(observed, now, settings)`, pure and level-triggered.
+
+A deployment of N replicas owns the MedhaReplicas `<name>-0` to `<name>-<N-1>`. A new template reaches them in place, by
+whole replicas, from the highest index down to `rollout.partition`: a replica that gets it ends all of its pods and
+starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
+on, stand in for those that are away. A change that restarts no pods is applied to all at once.
+
+Two bounds hold in every plan. No replica is made beyond N + maxSurge; and none that is ready is taken down unless
+N - maxUnavailable others are available. What is not ready may always be changed: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import Any
+
+from pydantic import ValidationError
+
+from medha.api import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha_operator.children import (
+    DEPLOYMENT_LABEL,
+    MAY_DRAIN,
+    TEMPLATE_LABEL,
+    Child,
+    KeptTemplate,
+    ObservedDeployment,
+    begin_template,
+    child_name,
+    find_template,
+    next_number,
+)
+from medha_operator.conditions import problems_in, refuse, stamped
+from medha_operator.deployment_conditions import Rollout, judge_rollout
+from medha_operator.observed import seconds
+from medha_operator.overlay import holds, overlaid
+from medha_operator.plan import Action, Apply, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.render import MANAGER, Manifest
+from medha_operator.revision import restart_fields
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import DeploymentStatus
+
+
+def plan_deployment(observed: ObservedDeployment, now: float, settings: OperatorSettings) -> Plan:
+    """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
+    if observed.is_deleting:
+        return Plan(())  # the garbage collector takes the replicas
+    try:
+        spec = MedhaDeploymentSpec.model_validate(observed.spec)
+    except ValidationError as error:
+        return Plan(_status(observed, _refused(observed, error, now)))
+    wanted, kept = _wanted(observed, spec)
+    scene = _scene(observed, wanted, now, settings)
+    steps = [*_create(scene), *_change(scene), *_remove(scene)]
+    status, again = _described(scene, now)
+    return Plan((*kept, *_status(observed, status), *steps, *_history(scene)), again)
+
+
+# --- what is wanted -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The spec in numbers, and the template of each index."""
+
+    spec: MedhaDeploymentSpec
+    surge: int
+    unavailable: int
+    update: KeptTemplate
+    """What the spec asks for."""
+    current: KeptTemplate
+    """What all replicas had last: of those that the rollout does not reach."""
+    kept: Mapping[str, KeptTemplate]
+
+    def template(self, index: int, child: Child | None) -> KeptTemplate:
+        """What the replica with this index is to be made of."""
+        if self.spec.paused or index < self.spec.rollout.partition:
+            return self.kept.get(child.revision, self.current) if child else self.current
+        return self.update
+
+
+def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
+    """What is wanted, and the template to keep before anything is made of it."""
+    template = dict(observed.spec["template"])
+    known = find_template(template, observed.templates)
+    update = known or begin_template(template, observed.templates)
+    actions: list[Action] = []
+    if known is not None and any(one.number > known.number for one in observed.templates):
+        update = replace(known, number=next_number(observed.templates))  # asked for again: the newest anew
+    if not spec.paused and update != known:
+        actions.append(Apply(_template_manifest(observed, update)))
+        if known is None:
+            actions.append(Tell("RolloutStarted", f"template {update.name} is rolled out"))
+    kept = {one.name: one for one in (*observed.templates, update)}
+    present = sorted((child for child in observed.children if child.is_ours), key=lambda child: child.index)
+    older = [child.revision for child in present if child.revision in kept and child.revision != update.name]
+    names = (observed.status.current_revision, *older, update.name)
+    current = next(kept[name] for name in names if name in kept)
+    surge, unavailable = _bounds(spec)
+    return _Wanted(spec, surge, unavailable, update, current, kept), actions
+
+
+def _bounds(spec: MedhaDeploymentSpec) -> tuple[int, int]:
+    """`maxSurge` and `maxUnavailable` in replicas; never both 0, or nothing could ever move."""
+    surge = _share(spec.rollout.max_surge, spec.replicas, ceil)
+    unavailable = _share(spec.rollout.max_unavailable, spec.replicas, floor)
+    return surge, unavailable if surge or unavailable else 1
+
+
+def _share(bound: int | str, replicas: int, rounded: Any) -> int:
+    if isinstance(bound, int):
+        return bound
+    return int(rounded(int(bound.rstrip("%")) * replicas / 100))
+
+
+def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Manifest:
+    """The ControllerRevision that keeps a template."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": _metadata(observed, f"{observed.name}-{kept.name}"),
+        "revision": kept.number,
+        "data": {"template": dict(kept.template)},
+    }
+
+
+def _replica_manifest(
+    observed: ObservedDeployment, index: int, kept: KeptTemplate, may_drain: str | None = None
+) -> Manifest:
+    """A replica of the deployment. Its leader's pod is labelled, so that HPA and KEDA count one pod a replica."""
+    template = kept.template
+    own = template.get("metadata", {})
+    metadata = _metadata(observed, child_name(observed.name, index))
+    metadata["labels"] = {**own.get("labels", {}), **metadata["labels"], TEMPLATE_LABEL: kept.name}
+    annotations = {**own.get("annotations", {}), **({MAY_DRAIN: may_drain} if may_drain else {})}
+    if annotations:
+        metadata["annotations"] = annotations
+    marked = {"template": {"metadata": {"labels": {DEPLOYMENT_LABEL: observed.name}}}}
+    return {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": metadata,
+        "spec": overlaid(template["spec"], marked),
+    }
+
+
+def _metadata(observed: ObservedDeployment, name: str) -> Manifest:
+    reference = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaDeployment",
+        "name": observed.name,
+        "uid": observed.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    labels = {
+        "app.kubernetes.io/name": "medha",
+        "app.kubernetes.io/part-of": "medha",
+        "app.kubernetes.io/managed-by": MANAGER,
+        DEPLOYMENT_LABEL: observed.name,
+    }
+    return {
+        "name": name,
+        "namespace": observed.namespace,
+        "labels": labels,
+        "ownerReferences": [reference],
+    }
+
+
+# --- what is there --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Scene:
+    """What is there beside what is wanted, and how many may still be taken down in this plan."""
+
+    observed: ObservedDeployment
+    wanted: _Wanted
+    present: dict[int, Child]
+    """Replicas of ours that are not being deleted, by index."""
+    away: frozenset[int]
+    """Indices whose name is in use by what is being deleted, or by somebody else's replica."""
+    available: int
+    """Replicas available now, less those that this plan takes down."""
+    outdated: dict[int, Child]
+    """Those whose change would end pods."""
+    leaving: dict[int, Child]
+    """Those that must leave their node and have not been told that they may."""
+    surge: int
+    """Replicas wanted beyond the spec's."""
+    is_starved: bool
+    """A replica finds no room and did not for `surge_wait_seconds`."""
+    again: float | None = None
+
+    @property
+    def replicas(self) -> int:
+        return self.wanted.spec.replicas
+
+    def manifest(self, index: int, child: Child | None = None) -> Manifest:
+        """What the replica is to be, with the leave that it was given already."""
+        gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
+        return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
+
+    def may_lose_one(self, unavailable: int) -> bool:
+        """Whether one that serves may be taken down."""
+        return self.available - 1 >= self.replicas - unavailable
+
+    def look_again(self, wait_seconds: float) -> None:
+        self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
+
+
+def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: OperatorSettings) -> _Scene:
+    ours = [child for child in observed.children if child.is_ours]
+    present = {child.index: child for child in ours if not child.is_deleting}
+    away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
+    scene = _Scene(observed, wanted, present, away, 0, {}, {}, 0, is_starved=False)
+    for index, child in present.items():
+        scene.available += is_available(child, wanted.spec.min_ready_seconds, now)
+        if child.ready_since is not None:
+            left = child.ready_since + wanted.spec.min_ready_seconds - now
+            if left > 0:
+                scene.look_again(left)
+        if _ends_pods(child, scene.manifest(index, child)):
+            scene.outdated[index] = child
+        elif child.waits_to_drain:
+            scene.leaving[index] = child
+        if child.unplaced_since is not None:
+            left = child.unplaced_since + settings.surge_wait_seconds - now
+            scene.is_starved |= left <= 0
+            if left > 0:
+                scene.look_again(left)
+    serving = [
+        index
+        for index, child in (scene.outdated | scene.leaving).items()
+        if index < scene.replicas and child.ready_since is not None
+    ]
+    scene.surge = min(wanted.surge, len(serving))
+    return scene
+
+
+def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
+    """Whether it has been ready for long enough, and is not about to leave its node."""
+    return (
+        child.ready_since is not None and not child.may_drain and now - child.ready_since >= min_ready_seconds
+    )
+
+
+def _ends_pods(child: Child, manifest: Manifest) -> bool:
+    """Whether applying `manifest` to the replica ends its pods."""
+    if holds(child.document, manifest):
+        return False
+    try:
+        here = MedhaReplicaSpec.model_validate(child.document["spec"])
+        there = MedhaReplicaSpec.model_validate(manifest["spec"])
+    except ValidationError:
+        return True
+    return restart_fields(here) != restart_fields(there)
+
+
+# --- steps ----------------------------------------------------------------------------------------------
+
+
+def _create(scene: _Scene) -> Iterable[Action]:
+    """Replicas that are missing; beyond the spec's only as many as the bound allows."""
+    room = scene.replicas + scene.wanted.surge - len(scene.present)
+    for index in range(scene.replicas + scene.surge):
+        if index in scene.present or index in scene.away:
+            continue
+        if index >= scene.replicas:
+            if room <= 0:
+                return
+            text = f"replica {child_name(scene.observed.name, index)} stands in during the change"
+            yield Tell("SurgeCreated", text)
+        yield Apply(scene.manifest(index))
+        room -= 1
+
+
+def _change(scene: _Scene) -> Iterable[Action]:
+    """Replicas that differ from what they are to be: those that serve nobody first, then from the highest index."""
+    kept = scene.replicas + scene.surge
+    for index, child in sorted(
+        scene.present.items(), key=lambda item: (item[1].ready_since is not None, -item[0])
+    ):
+        if index >= kept:
+            continue
+        manifest = scene.manifest(index, child)
+        if index in scene.outdated:
+            if _take_down(scene, child, scene.wanted.unavailable):
+                yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
+                yield from _replaced(child, manifest)
+        elif index in scene.leaving:
+            # Another one comes first; without it only where there may be no other, or it finds no room.
+            has_no_other = scene.wanted.surge == 0 or scene.is_starved
+            if _take_down(scene, child, scene.wanted.unavailable if has_no_other else 0):
+                yield Tell("ReplicaMoving", f"replica {child.name} leaves its cordoned node")
+                gang = child.document["status"]["newestMember"]
+                yield Apply(
+                    _replica_manifest(
+                        scene.observed, index, scene.wanted.template(index, child), may_drain=gang
+                    )
+                )
+        elif not holds(child.document, manifest) or _has_leave_left_over(child, manifest):
+            yield Apply(manifest)
+
+
+def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
+    """Whether the replica may be taken down now; if so, it is counted."""
+    if child.ready_since is None:
+        return True
+    if not scene.may_lose_one(unavailable):
+        return False
+    scene.available -= 1
+    return True
+
+
+def _replaced(child: Child, manifest: Manifest) -> Iterable[Action]:
+    """The change itself; a field that cannot be changed needs another object of the same name."""
+    here, there = (one["spec"].get("placement", {}).get("gang", "none") for one in (child.document, manifest))
+    if here == there:
+        yield Apply(manifest)
+    else:
+        yield _delete("MedhaReplica", child.name, child, f"its gang changes from {here} to {there}")
+
+
+def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
+    granted = child.document["metadata"].get("annotations", {})
+    return MAY_DRAIN in granted and MAY_DRAIN not in manifest["metadata"].get("annotations", {})
+
+
+def _remove(scene: _Scene) -> Iterable[Action]:
+    """Replicas beyond those wanted: not ready first, then the newest. A ready one stays while it stands in for another.
+
+    Where a replica finds no room that one of these may be holding, the bound of unavailable ones may be used up.
+    """
+    kept = scene.replicas + scene.surge
+    surplus = [child for index, child in scene.present.items() if index >= kept]
+    for child in sorted(surplus, key=lambda one: (one.ready_since is not None, -one.index)):
+        if _take_down(scene, child, scene.wanted.unavailable if scene.is_starved else 0):
+            yield _delete("MedhaReplica", child.name, child, f"{scene.replicas} replicas are wanted")
+
+
+def _history(scene: _Scene) -> Iterable[Action]:
+    """Kept templates that are too old to go back to."""
+    in_use = {scene.wanted.update.name, scene.wanted.current.name}
+    in_use |= {child.revision for child in scene.observed.children}
+    old = sorted(
+        (one for one in scene.observed.templates if one.name not in in_use), key=lambda one: -one.number
+    )
+    for one in old[scene.wanted.spec.revision_history_limit :]:
+        name = f"{scene.observed.name}-{one.name}"
+        yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
+
+
+def _delete(kind: str, name: str, found: Child | KeptTemplate, reason: str) -> Delete:
+    return Delete(kind, name, found.uid, found.resource_version, reason)
+
+
+def _template_of(manifest: Manifest) -> str:
+    return str(manifest["metadata"]["labels"][TEMPLATE_LABEL])
+
+
+# --- status ---------------------------------------------------------------------------------------------
+
+
+def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | None]:
+    """The status of what is there (not of what this plan does), and when to look again."""
+    observed, wanted, before = scene.observed, scene.wanted, scene.observed.status
+    children = scene.present.values()
+    differing = {
+        index
+        for index, child in scene.present.items()
+        if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
+    }
+    updated = sum(child.revision == wanted.update.name for child in children)
+    is_everywhere = len(scene.present) >= scene.replicas and updated == len(scene.present)
+    available = sum(is_available(child, wanted.spec.min_ready_seconds, now) for child in children)
+    counts = {
+        "observed_generation": observed.generation,
+        "replicas": len(scene.present),
+        "updated_replicas": updated,
+        "ready_replicas": sum(child.ready_since is not None for child in children),
+        "available_replicas": available,
+        "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
+        "current_revision": (wanted.update if is_everywhere else wanted.current).name,
+        "update_revision": wanted.update.name,
+    }
+    has_moved = before.last_progress_time is None or any(
+        getattr(before, name) != value for name, value in counts.items()
+    )
+    last_progress = timestamp(now) if has_moved else before.last_progress_time
+    assert last_progress is not None
+    left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
+    rollout = Rollout(
+        replicas=scene.replicas,
+        least_available=max(0, scene.replicas - wanted.unavailable),
+        available=available,
+        children=tuple(sorted(children, key=lambda child: child.index)),
+        differing=frozenset(differing),
+        moving=frozenset(scene.leaving)
+        | {index for index, child in scene.present.items() if child.may_drain},
+        taken=tuple(child.name for child in observed.children if not child.is_ours),
+        template=wanted.update.name,
+        has_change_waiting=wanted.spec.paused
+        and any(child.revision != wanted.update.name for child in children),
+        is_blocked=scene.is_starved and wanted.unavailable == 0,
+        is_late=left <= 0,
+        min_ready_seconds=wanted.spec.min_ready_seconds,
+        now=now,
+    )
+    conditions = stamped(judge_rollout(rollout), before.conditions, observed.generation, now)
+    if left > 0 and not rollout.is_complete:
+        scene.look_again(left)
+    return before.model_copy(
+        update=counts | {"last_progress_time": last_progress, "conditions": conditions}
+    ), scene.again
+
+
+def _refused(observed: ObservedDeployment, error: ValidationError, now: float) -> DeploymentStatus:
+    """Status of a spec that the schema let through and the models do not; the replicas stay as they are."""
+    conditions = stamped(refuse(problems_in(error)), observed.status.conditions, observed.generation, now)
+    return observed.status.model_copy(
+        update={"observed_generation": observed.generation, "conditions": conditions}
+    )
+
+
+def _status(observed: ObservedDeployment, status: DeploymentStatus) -> tuple[Action, ...]:
+    return () if status == observed.status else (SetStatus(status),)

@@ -1,0 +1,127 @@
+"""What a deployment's status says: conditions from its replicas, each with one reason that tells what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from medha_operator.children import Child
+from medha_operator.conditions import Judgement
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Where a deployment stands."""
+
+    replicas: int
+    """Wanted."""
+    least_available: int
+    """Less would be more than `maxUnavailable` away."""
+    available: int
+    children: tuple[Child, ...]
+    """Those there are, by index, without those that are being deleted."""
+    differing: frozenset[int]
+    """Indices of those that are not what they are to be."""
+    moving: frozenset[int]
+    """Indices of those that leave a cordoned node."""
+    taken: tuple[str, ...]
+    """Names that somebody else's replica has."""
+    template: str
+    has_change_waiting: bool
+    """It is paused, and some have an older template."""
+    is_blocked: bool
+    """A replica finds no room, and none that serves may go to make some."""
+    is_late: bool
+    """`progressDeadlineSeconds` are over."""
+    min_ready_seconds: float
+    now: float
+
+    @property
+    def is_complete(self) -> bool:
+        """Every replica is what the spec asks for, none is too much."""
+        return (
+            not self.taken
+            and not self.differing
+            and not self.moving
+            and len(self.children) == self.replicas == self.available
+        )
+
+
+def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
+    """Every condition of a deployment whose spec is valid."""
+    ready = _ready(rollout)
+    enough = rollout.available >= rollout.least_available
+    counted = f"{rollout.available} of {rollout.replicas} replicas are available"
+    available = Judgement(
+        "Available", enough, "EnoughReplicas" if enough else "TooFewReplicas",
+        counted if enough else f"{counted}; at least {rollout.least_available} should be",
+    )  # fmt: skip
+    stalled = _stalled(rollout)
+    is_at_rest = ready.holds or stalled is not None or ready.reason == "Paused"
+    moves = not is_at_rest or ready.holds
+    progressing = Judgement("Progressing", moves, ready.reason, ready.message)
+    return (
+        ready,
+        available,
+        progressing,
+        Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
+        Judgement("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),
+    )
+
+
+def _ready(rollout: Rollout) -> Judgement:
+    counted = f"{rollout.available} of {rollout.replicas} replicas are available"
+    stalled = _stalled(rollout)
+    if stalled is not None:
+        return Judgement("Ready", False, stalled[0], f"{counted}; {stalled[1]}")
+    if rollout.has_change_waiting:
+        return Judgement("Ready", False, "Paused", f"{counted}; template {rollout.template} waits")
+    if rollout.is_complete:
+        return Judgement("Ready", True, "Complete", counted)
+    if rollout.differing:
+        changed = rollout.replicas - len(rollout.differing)
+        text = f"{counted}; {changed} have template {rollout.template} or need none"
+        return Judgement("Ready", False, "RollingOut", text)
+    if rollout.moving:
+        return Judgement("Ready", False, "Moving", f"{counted}; {len(rollout.moving)} leave a cordoned node")
+    absent = rollout.replicas - sum(child.index < rollout.replicas for child in rollout.children)
+    if absent > 0:
+        return Judgement("Ready", False, "Creating", f"{counted}; {absent} are missing")
+    waiting = _not_available(rollout)
+    if waiting is None:
+        over = len(rollout.children) - rollout.replicas
+        return Judgement("Ready", False, "Removing", f"{counted}; {over} too many are going")
+    if waiting.ready_since is not None:
+        text = f"{counted}; replica {waiting.name} is ready, and waits for minReadySeconds"
+        return Judgement("Ready", False, "WaitingForMinReady", text)
+    reason, message = waiting.trouble
+    return Judgement("Ready", False, reason, f"{counted}; replica {waiting.name}: {message}")
+
+
+def _stalled(rollout: Rollout) -> tuple[str, str] | None:
+    """Reason and message of what does not mend itself."""
+    if rollout.taken:
+        names = ", ".join(rollout.taken)
+        return "NameTaken", f"{names} is not of this deployment; rename or delete it"
+    unplaced = next((child for child in rollout.children if child.unplaced_since is not None), None)
+    if rollout.is_blocked and unplaced is not None:
+        text = f"replica {unplaced.name} finds no room: {unplaced.trouble[1]}; make room"
+        if rollout.differing or rollout.moving:
+            return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to go on with fewer"
+        return "InsufficientCapacity", text
+    broken = next((child for child in rollout.children if child.is_stalled), None)
+    if broken is not None:
+        return broken.trouble[0], f"replica {broken.name}: {broken.trouble[1]}"
+    if rollout.is_late and not rollout.is_complete and not rollout.has_change_waiting:
+        waiting = _not_available(rollout)
+        text = f"; replica {waiting.name}: {waiting.trouble[0]}" if waiting else ""
+        return "ProgressDeadlineExceeded", f"nothing has moved for progressDeadlineSeconds{text}"
+    return None
+
+
+def _not_available(rollout: Rollout) -> Child | None:
+    """The first replica that keeps the others waiting."""
+    for child in rollout.children:
+        since = child.ready_since
+        if since is None or rollout.now - since < rollout.min_ready_seconds:
+            return child
+    return None

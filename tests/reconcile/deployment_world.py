@@ -1,0 +1,223 @@
+"""A small cluster in memory for the deployment's planner: its replicas start, become ready and move like real ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any
+
+from medha.api import MedhaReplicaSpec
+from medha_operator.children import (
+    MAY_DRAIN,
+    TEMPLATE_LABEL,
+    KeptTemplate,
+    ObservedDeployment,
+    child_index,
+    child_of,
+)
+from medha_operator.deployment import plan_deployment
+from medha_operator.plan import Action, Apply, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.revision import begin
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import DeploymentStatus
+
+SETTINGS = OperatorSettings()
+GANG = "2030-01-01T00:00:00Z"
+LATER_GANG = "2030-02-02T00:00:00Z"
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    return {"spec": {"model": {"name": "m", "source": {"path": "x"}}} | spec}
+
+
+class DeploymentWorld:
+    """One deployment and its replicas. `room` is how many replicas the cluster can place."""
+
+    def __init__(self, replicas: int, *, room: int = 100, **spec: Any) -> None:
+        self.now = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
+        self.spec: dict[str, Any] = {"replicas": replicas, "template": template()} | spec
+        self.generation = 1
+        self.status = DeploymentStatus()
+        self.room = room
+        self.replicas: dict[str, dict[str, Any]] = {}
+        self.templates: dict[str, KeptTemplate] = {}
+        self.cordoned: set[str] = set()
+        """Names of replicas that stand on a cordoned node."""
+        self.broken: set[str] = set()
+        """Images that never start."""
+        self.told: list[Tell] = []
+        self.writes = 0
+        self._serial = 0
+
+    def change(self, **spec: Any) -> None:
+        self.spec = self.spec | spec
+        self.generation += 1
+
+    # --- the operator's side ----------------------------------------------------------------------------
+
+    def observe(self) -> ObservedDeployment:
+        return ObservedDeployment(
+            name="d",
+            namespace="default",
+            uid="u",
+            generation=self.generation,
+            resource_version="1",
+            spec=copy.deepcopy(self.spec),
+            status=self.status,
+            children=tuple(
+                child_of(copy.deepcopy(document), index, "u")
+                for name, document in self.replicas.items()
+                if (index := child_index("d", name)) is not None
+            ),
+            templates=tuple(self.templates.values()),
+        )
+
+    def plan(self) -> Plan:
+        return plan_deployment(self.observe(), self.now, SETTINGS)
+
+    def do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            self.writes += not isinstance(action, Tell)
+            match action:
+                case Apply(manifest) if manifest["kind"] == "MedhaReplica":
+                    self._apply(manifest)
+                case Apply(manifest):
+                    kept = KeptTemplate(
+                        manifest["metadata"]["name"].removeprefix("d-"),
+                        manifest["revision"],
+                        copy.deepcopy(manifest["data"]["template"]),
+                    )
+                    self.templates[kept.name] = kept
+                case Delete(kind="MedhaReplica", name=name, uid=uid):
+                    if name in self.replicas and self.replicas[name]["metadata"]["uid"] == uid:
+                        self.replicas[name]["metadata"]["deletionTimestamp"] = timestamp(self.now)
+                case Delete(name=name):
+                    del self.templates[name.removeprefix("d-")]
+                case SetStatus(DeploymentStatus() as status):
+                    self.status = status
+                case Tell():
+                    self.told.append(action)
+                case _:
+                    raise AssertionError(action)
+
+    def settle(self, rounds: int = 60) -> int:
+        """Plan and do until nothing is left to do, with the replicas at work between; writes of the last round."""
+        for _ in range(rounds):
+            before = (self.writes, copy.deepcopy(self.replicas))
+            self.do(self.plan().actions)
+            self.operate()
+            if (self.writes, self.replicas) == before:
+                return 0
+            self.now += 5
+        return self.writes - before[0]
+
+    # --- the replicas' side -----------------------------------------------------------------------------
+
+    def operate(self) -> None:
+        """One turn of the replicas' own operator, their pods and the scheduler."""
+        self.replicas = {
+            name: document
+            for name, document in self.replicas.items()
+            if "deletionTimestamp" not in document["metadata"]
+        }
+        self.cordoned &= self.replicas.keys()
+        placed = sum(bool(one["status"].get("placed")) for one in self.replicas.values())
+        for name, document in sorted(self.replicas.items()):
+            placed += self._turn(name, document, has_room=placed < self.room)
+
+    def _turn(self, name: str, document: dict[str, Any], *, has_room: bool) -> int:
+        status, metadata = document["status"], document["metadata"]
+        pods = begin(MedhaReplicaSpec.model_validate(document["spec"]), []).name
+        had = bool(status.get("placed"))
+        leaves = name in self.cordoned and (
+            status.get("newestMember") is None
+            or metadata.get("annotations", {}).get(MAY_DRAIN) == status["newestMember"]
+        )
+        if status.get("revision") != pods or leaves:  # all pods end, and start anew in a later turn
+            status.update(placed=False, started=False, newestMember=None, revision=pods)
+            self.cordoned.discard(name)
+        elif not status.get("placed"):
+            status["placed"] = has_room
+        elif not status.get("started"):
+            status["started"] = document["spec"].get("image") not in self.broken
+            if status["started"]:
+                status["newestMember"] = timestamp(self.now)
+        self._tell(name, document)
+        return bool(status.get("placed")) - had
+
+    def _tell(self, name: str, document: dict[str, Any]) -> None:
+        status = document["status"]
+        status["observedGeneration"] = document["metadata"]["generation"]
+        broken = (
+            status.get("placed")
+            and not status.get("started")
+            and document["spec"].get("image") in self.broken
+        )
+        reason = (
+            "Serving" if status.get("started")
+            else "CrashLooping" if broken
+            else "InsufficientCapacity" if not status.get("placed")
+            else "Loading"
+        )  # fmt: skip
+        judged = {
+            "Ready": (bool(status.get("started")), reason),
+            "Scheduled": (bool(status.get("placed")), reason),
+            "Stalled": (bool(broken), reason),
+            "Draining": (name in self.cordoned, "NodeCordoned"),
+        }
+        before = {entry["type"]: entry for entry in status.get("conditions", ())}
+        status["conditions"] = [
+            {
+                "type": kind,
+                "status": str(holds),
+                "reason": why,
+                "message": "",
+                "lastTransitionTime": before[kind]["lastTransitionTime"]
+                if kind in before and before[kind]["status"] == str(holds)
+                else timestamp(self.now),
+            }
+            for kind, (holds, why) in judged.items()
+        ]
+
+    def _apply(self, manifest: dict[str, Any]) -> None:
+        name = manifest["metadata"]["name"]
+        stored = copy.deepcopy(manifest)
+        found = self.replicas.get(name)
+        self._serial += 1
+        if found is None:
+            stored["metadata"] |= {
+                "uid": f"uid-{self._serial}",
+                "generation": 1,
+                "creationTimestamp": timestamp(self.now),
+            }
+            stored["status"] = {}
+        else:
+            assert found["spec"].get("placement") == stored["spec"].get("placement"), "gang is immutable"
+            stored["metadata"] |= {
+                key: found["metadata"][key]
+                for key in ("uid", "generation", "creationTimestamp", "deletionTimestamp")
+                if key in found["metadata"]
+            }
+            stored["metadata"]["generation"] += stored["spec"] != found["spec"]
+            stored["status"] = found["status"]
+        stored["metadata"]["resourceVersion"] = str(self._serial)
+        self.replicas[name] = stored
+
+    # --- what tests look at -----------------------------------------------------------------------------
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        found = next(entry for entry in self.status.conditions if entry.type == kind)
+        return found.status, found.reason
+
+    def serving(self) -> set[str]:
+        """Replicas whose pods serve now, whatever their status says."""
+        return {name for name, one in self.replicas.items() if one["status"].get("started")}
+
+    def images(self) -> list[str]:
+        """Image of each replica, by index."""
+        ordered = sorted(self.replicas, key=lambda name: child_index("d", name) or 0)
+        return [self.replicas[name]["spec"].get("image", "") for name in ordered]
+
+    def revisions(self) -> set[str]:
+        return {one["metadata"]["labels"][TEMPLATE_LABEL] for one in self.replicas.values()}

@@ -1,0 +1,432 @@
+"""A deployment brings its replicas to the spec by whole replicas, within its bounds, from wherever they stand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_operator.plan import Apply, Delete, Plan
+from reconcile.deployment_world import DeploymentWorld, template
+
+
+def applied(planned: Plan) -> list[str]:
+    """Names of the replicas that the plan applies."""
+    return [
+        action.manifest["metadata"]["name"]
+        for action in planned.actions
+        if isinstance(action, Apply) and action.manifest["kind"] == "MedhaReplica"
+    ]
+
+
+def deleted(planned: Plan) -> list[str]:
+    return [one.name for one in planned.actions if isinstance(one, Delete) and one.kind == "MedhaReplica"]
+
+
+@pytest.fixture
+def world() -> DeploymentWorld:
+    world = DeploymentWorld(3)
+    assert world.settle() == 0
+    return world
+
+
+def test_a_new_deployment_has_its_replicas_and_then_nothing_is_written(world: DeploymentWorld) -> None:
+    assert sorted(world.replicas) == ["d-0", "d-1", "d-2"]
+    assert world.condition("Ready") == ("True", "Complete")
+    assert (world.status.replicas, world.status.available_replicas, world.status.updated_replicas) == (
+        3,
+        3,
+        3,
+    )
+    assert world.plan().actions == ()
+
+
+def test_the_scale_selector_finds_one_labelled_pod_a_replica(world: DeploymentWorld) -> None:
+    assert world.status.selector == "medha.dev/deployment=d,medha.dev/lane=0,apps.kubernetes.io/pod-index=0"
+    pods = world.replicas["d-0"]["spec"]["template"]["metadata"]["labels"]
+    assert pods == {"medha.dev/deployment": "d"}
+
+
+def watched(world: DeploymentWorld, rounds: int = 80) -> tuple[int, int, list[str]]:
+    """Settle, and tell the least that served, the most there were, and the order of changes."""
+    least, most, order = len(world.serving()), len(world.replicas), []
+    for _ in range(rounds):
+        planned = world.plan()
+        order += [name for name in applied(planned) if name in world.serving()]
+        world.do(planned.actions)
+        world.operate()
+        least, most = min(least, len(world.serving())), max(most, len(world.replicas))
+        world.now += 5
+    assert world.plan().actions == ()
+    return least, most, order
+
+
+def test_a_new_template_goes_from_the_highest_index_down_behind_one_more_replica(
+    world: DeploymentWorld,
+) -> None:
+    world.change(template=template(image="b"))
+    assert watched(world) == (3, 4, ["d-2", "d-1", "d-0"])
+    assert world.images() == ["b", "b", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "least", "most"),
+    [
+        ({"maxSurge": 0, "maxUnavailable": 1}, 2, 3),
+        ({"maxSurge": 2, "maxUnavailable": 0}, 3, 5),
+        ({"maxSurge": "34%", "maxUnavailable": "34%"}, 2, 5),
+        ({"maxSurge": 0, "maxUnavailable": "10%"}, 2, 3),  # rounded down to none, which could never move
+        ({"maxSurge": 0, "maxUnavailable": "100%"}, 0, 3),
+    ],
+)
+def test_bounds_are_numbers_or_shares_of_the_replicas(rollout: dict[str, Any], least: int, most: int) -> None:
+    world = DeploymentWorld(3, rollout=rollout)
+    world.settle()
+    world.change(template=template(image="b"))
+    assert watched(world)[:2] == (least, most)
+    assert world.images() == ["b", "b", "b"]
+
+
+def test_a_change_that_ends_no_pods_reaches_all_at_once_and_none_stands_in(world: DeploymentWorld) -> None:
+    world.change(template=template(scheduling={"policy": "edf"}))
+    planned = world.plan()
+    assert applied(planned) == ["d-2", "d-1", "d-0"]
+    world.do(planned.actions)
+    world.do(world.plan().actions)  # before any replica had its turn
+    assert world.condition("Available") == ("True", "EnoughReplicas")
+    assert watched(world)[:2] == (3, 3)
+    assert len(world.revisions()) == 1
+
+
+def test_replicas_below_the_partition_stay_as_they_were(world: DeploymentWorld) -> None:
+    world.change(template=template(image="b"), rollout={"partition": 2})
+    watched(world)
+    assert world.images() == ["", "", "b"]
+    assert world.condition("Ready") == ("True", "Complete")
+    world.replicas.pop("d-0")  # and come back so
+    watched(world)
+    assert world.images() == ["", "", "b"]
+    world.change(rollout={"partition": 0})
+    watched(world)
+    assert world.images() == ["b", "b", "b"]
+    assert world.status.current_revision == world.status.update_revision
+
+
+def test_a_paused_deployment_is_scaled_and_not_changed(world: DeploymentWorld) -> None:
+    world.change(template=template(image="b"), paused=True, replicas=4)
+    watched(world)
+    assert world.images() == ["", "", "", ""]
+    assert world.condition("Ready") == ("False", "Paused")
+    assert world.condition("Stalled") == ("False", "Paused")
+    world.change(paused=False)
+    watched(world)
+    assert world.images() == ["b"] * 4
+
+
+def test_a_change_that_never_starts_leaves_all_that_serve(world: DeploymentWorld) -> None:
+    world.broken.add("bad")
+    world.change(template=template(image="bad"))
+    least, _, order = watched(world)
+    assert (least, order) == (3, [])
+    assert world.images() == ["", "", "", "bad"]
+    assert world.condition("Stalled") == ("True", "CrashLooping")
+    assert world.condition("Available") == ("True", "EnoughReplicas")
+
+
+def test_going_back_uses_the_template_that_was_kept_and_is_not_held_up(world: DeploymentWorld) -> None:
+    first = world.status.update_revision
+    world.broken.add("bad")
+    world.change(template=template(image="bad"), rollout={"maxSurge": 0, "maxUnavailable": 1})
+    watched(world)
+    assert world.images() == ["", "", "bad"]
+    world.change(template=template())
+    watched(world)
+    assert world.revisions() == {first} == {world.status.update_revision}
+    assert world.templates[first].number == 3
+    assert world.condition("Ready") == ("True", "Complete")
+
+
+def test_no_more_templates_are_kept_than_asked_for() -> None:
+    world = DeploymentWorld(1, revisionHistoryLimit=2)
+    for image in "abcde":
+        world.change(template=template(image=image))
+        watched(world)
+    assert sorted(one.template["spec"]["image"] for one in world.templates.values()) == ["c", "d", "e"]
+
+
+def test_a_default_that_a_newer_release_adds_begins_no_rollout(world: DeploymentWorld) -> None:
+    world.spec["template"]["spec"]["threads"] = None
+    world.spec["template"]["spec"]["suspend"] = False
+    assert world.status.update_revision in world.revisions()
+    before = copy.deepcopy(world.templates)
+    watched(world)
+    assert world.templates == before
+
+
+# --- room -----------------------------------------------------------------------------------------------
+
+
+def test_no_room_for_one_more_is_said_after_a_while_and_nothing_is_taken_down() -> None:
+    world = DeploymentWorld(2, room=2)
+    world.settle()
+    world.change(template=template(image="b"))
+    for _ in range(5):
+        world.do(world.plan().actions)
+        world.operate()
+    assert world.condition("Ready") == ("False", "RollingOut")
+    again = world.plan().again_seconds
+    assert again is not None
+    world.now += again
+    world.do(world.plan().actions)
+    assert world.condition("Stalled") == ("True", "SurgeUnschedulable")
+    assert len(world.serving()) == 2
+    world.room = 3  # a node was added
+    assert watched(world)[0] == 2
+    assert world.images() == ["b", "b"]
+
+
+def test_without_room_the_bound_of_unavailable_ones_is_used() -> None:
+    world = DeploymentWorld(2, room=2, rollout={"maxSurge": 1, "maxUnavailable": 1})
+    world.settle()
+    world.change(template=template(image="b"))
+    least, most, _ = watched(world, rounds=200)
+    assert (least, most) == (1, 3)
+    assert world.images() == ["b", "b"]
+
+
+# --- scale ----------------------------------------------------------------------------------------------
+
+
+def test_fewer_replicas_lose_the_highest_and_the_unready_first(world: DeploymentWorld) -> None:
+    world.change(replicas=5)
+    world.settle()
+    world.replicas["d-3"]["status"]["started"] = False
+    world._tell("d-3", world.replicas["d-3"])
+    world.change(replicas=2)
+    assert deleted(world.plan()) == ["d-3", "d-4", "d-2"]
+    watched(world)
+    assert sorted(world.replicas) == ["d-0", "d-1"]
+
+
+def test_one_too_many_stays_while_it_stands_in_for_one_that_is_down(world: DeploymentWorld) -> None:
+    world.replicas["d-0"]["status"].update(started=False, placed=False)
+    world.room = 2
+    world.operate()
+    world.change(replicas=2)
+    assert deleted(world.plan()) == []
+    world.room = 3
+    watched(world)
+    assert sorted(world.replicas) == ["d-0", "d-1"]
+
+
+def test_no_replicas_is_a_number_too(world: DeploymentWorld) -> None:
+    world.change(replicas=0)
+    watched(world)
+    assert world.replicas == {}
+    assert world.condition("Ready") == ("True", "Complete")
+
+
+def test_another_gang_needs_other_objects_of_the_same_names(world: DeploymentWorld) -> None:
+    before = {one["metadata"]["uid"] for one in world.replicas.values()}
+    world.change(template=template(placement={"gang": "core"}))
+    least, most, _ = watched(world)
+    assert (least, most) == (3, 4)
+    assert not before & {one["metadata"]["uid"] for one in world.replicas.values()}
+
+
+# --- time -----------------------------------------------------------------------------------------------
+
+
+def test_a_replica_counts_only_after_it_was_ready_for_as_long_as_asked() -> None:
+    world = DeploymentWorld(2, minReadySeconds=60)
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    assert len(world.serving()) == 2
+    planned = world.plan()
+    world.do(planned.actions)
+    assert world.condition("Ready") == ("False", "WaitingForMinReady")
+    assert planned.again_seconds == 60
+    world.now += 60
+    world.do(world.plan().actions)
+    assert world.condition("Ready") == ("True", "Complete")
+
+
+def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back() -> None:
+    world = DeploymentWorld(1, room=0, progressDeadlineSeconds=100, rollout={"maxUnavailable": 1})
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    planned = world.plan()
+    assert planned.again_seconds is not None
+    world.now += 101
+    world.do(world.plan().actions)
+    assert world.condition("Progressing") == ("False", "ProgressDeadlineExceeded")
+    world.room = 1
+    watched(world)
+    assert world.condition("Progressing") == ("True", "Complete")
+
+
+# --- nodes ----------------------------------------------------------------------------------------------
+
+
+def test_a_replica_on_a_cordoned_node_leaves_once_another_one_is_there(world: DeploymentWorld) -> None:
+    world.cordoned = {"d-1"}
+    assert watched(world)[:2] == (3, 4)
+    assert world.cordoned == set()
+    assert sorted(world.replicas) == ["d-0", "d-1", "d-2"]
+    assert "annotations" not in world.replicas["d-1"]["metadata"]
+
+
+def test_without_room_it_leaves_only_if_one_may_be_missing() -> None:
+    for unavailable, stays in ((0, True), (1, False)):
+        rollout = {"maxSurge": 1, "maxUnavailable": unavailable}
+        world = DeploymentWorld(2, room=2, rollout=rollout)
+        world.settle()
+        world.cordoned = {"d-0"}
+        watched(world, rounds=200)
+        assert (world.cordoned == {"d-0"}) is stays
+        expected = ("True", "SurgeUnschedulable") if stays else ("False", "Complete")
+        assert world.condition("Stalled") == expected
+
+
+# --- others ---------------------------------------------------------------------------------------------
+
+
+def test_a_replica_of_somebody_else_is_never_touched() -> None:
+    world = DeploymentWorld(2)
+    world.do(DeploymentWorld(2).plan().actions)
+    foreign = world.replicas["d-1"]["metadata"]
+    foreign["ownerReferences"] = [{"uid": "else", "controller": True}]
+    world.settle()
+    assert world.condition("Stalled") == ("True", "NameTaken")
+    assert foreign["ownerReferences"] == [{"uid": "else", "controller": True}]
+    world.change(replicas=1)
+    world.settle()
+    assert "d-1" in world.replicas
+
+
+def test_a_deployment_takes_up_the_replicas_that_one_of_its_name_left(world: DeploymentWorld) -> None:
+    for one in world.replicas.values():
+        one["metadata"]["ownerReferences"] = []
+    before = {one["metadata"]["uid"] for one in world.replicas.values()}
+    assert watched(world)[:2] == (3, 3)
+    assert {one["metadata"]["uid"] for one in world.replicas.values()} == before
+    assert all(one["metadata"]["ownerReferences"][0]["uid"] == "u" for one in world.replicas.values())
+
+
+def test_a_spec_that_cannot_be_read_changes_no_replica(world: DeploymentWorld) -> None:
+    world.change(template=template(parallelism={"tensor": 0}))
+    world.settle()
+    assert world.condition("Stalled") == ("True", "Invalid")
+    assert len(world.serving()) == 3
+
+
+# --- from anywhere --------------------------------------------------------------------------------------
+
+TEMPLATES = [
+    template(),
+    template(image="b"),
+    template(image="bad"),
+    template(scheduling={"policy": "edf"}),
+    template(image="b", placement={"gang": "core"}),
+]
+ROLLOUTS: list[dict[str, Any]] = [
+    {},
+    {"maxSurge": 0, "maxUnavailable": 1},
+    {"maxSurge": "50%", "maxUnavailable": "50%"},
+    {"maxSurge": 2, "maxUnavailable": 1},
+]
+STEPS = st.one_of(
+    st.tuples(st.just("template"), st.integers(0, 4)),
+    st.tuples(st.just("replicas"), st.integers(0, 5)),
+    st.tuples(st.just("rollout"), st.integers(0, 3)),
+    st.tuples(st.just("paused"), st.integers(0, 1)),
+    st.tuples(st.just("lose replica"), st.integers(0, 5)),
+    st.tuples(st.just("lose status"), st.just(0)),
+    st.tuples(st.just("cordon"), st.integers(0, 5)),
+    st.tuples(st.just("room"), st.integers(2, 8)),
+    st.tuples(st.just("die after"), st.integers(0, 6)),
+    st.tuples(st.just("wait"), st.sampled_from([1, 400, 4000])),
+    st.tuples(st.just("turn"), st.just(0)),
+)
+
+
+def disturb(world: DeploymentWorld, kind: str, index: int) -> None:
+    names = sorted(world.replicas)
+    if kind == "template":
+        world.change(template=copy.deepcopy(TEMPLATES[index]))
+    elif kind == "replicas":
+        world.change(replicas=index)
+    elif kind == "rollout":
+        world.change(rollout=ROLLOUTS[index])
+    elif kind == "paused":
+        world.change(paused=bool(index))
+    elif kind == "lose replica" and names:
+        world.replicas[names[index % len(names)]]["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    elif kind == "lose status":
+        world.status = type(world.status)()
+    elif kind == "cordon" and names:
+        world.cordoned.add(names[index % len(names)])
+        world.operate()
+    elif kind == "room":
+        world.room = index
+    elif kind == "die after":
+        world.do(world.plan().actions[:index])
+    elif kind == "wait":
+        world.now += index
+    else:
+        world.do(world.plan().actions)
+        world.operate()
+
+
+@settings(max_examples=150)
+@given(st.lists(STEPS, max_size=14))
+def test_whatever_happens_it_ends_at_the_spec_and_keeps_its_bounds(steps: list[tuple[str, int]]) -> None:
+    """Eventually stable reconciliation, and both bounds in every plan on the way."""
+    world = DeploymentWorld(3)
+    world.broken.add("bad")
+    for kind, index in steps:
+        disturb(world, kind, index)
+        bounded(world)
+    if world.spec["template"]["spec"].get("image") == "bad":
+        world.change(template=template())
+    world.change(paused=False)
+    world.room = 100
+    for _ in range(120):
+        bounded(world)
+        world.do(world.plan().actions)
+        world.operate()
+        world.now += 5
+    assert world.plan().actions == ()
+    assert sorted(world.replicas) == [f"d-{index}" for index in range(world.spec["replicas"])]
+    assert world.revisions() <= {world.status.update_revision}
+    assert len(world.serving()) == world.spec["replicas"]
+    assert world.condition("Ready") == ("True", "Complete")
+
+
+def bounded(world: DeploymentWorld) -> None:
+    """Check the plan of this moment, any part of which may be carried out, against both bounds."""
+    wanted = world.spec["replicas"]
+    rollout = world.spec.get("rollout", {})
+    surge = share(rollout.get("maxSurge", 1), wanted, up=True)
+    unavailable = share(rollout.get("maxUnavailable", 0), wanted, up=False) or (0 if surge else 1)
+    planned = world.plan()
+    present = {name for name, one in world.replicas.items() if "deletionTimestamp" not in one["metadata"]}
+    made = set(applied(planned)) - present
+    assert len(present | made) <= max(wanted + surge, len(present))
+    after = copy.deepcopy(world)
+    after.do(planned.actions)
+    after.operate()
+    lost = len(world.serving() & present) - len(after.serving())
+    assert lost <= 0 or len(after.serving()) >= wanted - unavailable
+
+
+def share(bound: int | str, whole: int, *, up: bool) -> int:
+    if isinstance(bound, int):
+        return bound
+    exact = int(bound.rstrip("%")) * whole
+    return -(-exact // 100) if up else exact // 100
