@@ -112,7 +112,7 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
         is_deleting="deletionTimestamp" in metadata,
         ready_since=_since(ready) if is_told and _is(ready, "True") else None,
-        unplaced_since=_since(placed) if _is(placed, "False") and placed["reason"] in _NO_ROOM else None,
+        unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
         waits_to_drain=drains and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
         trouble=(ready["reason"], ready.get("message", "")) if ready and is_told else ("Starting", ""),
@@ -161,6 +161,10 @@ def _speaks_of_present_pods(document: Object) -> bool:
     except ValueError:
         return False
     return not spec.suspend and status.get("revision") == begin(spec, []).name
+
+
+def _lacks_room(placed: Object) -> bool:
+    return placed["status"] == "False" and placed["reason"] in _NO_ROOM
 
 
 def _is(condition: Any, status: str) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 from medha.api import MedhaReplicaSpec
@@ -29,6 +31,11 @@ LATER_GANG = "2030-02-02T00:00:00Z"
 
 def template(**spec: Any) -> dict[str, Any]:
     return {"spec": {"model": {"name": "m", "source": {"path": "x"}}} | spec}
+
+
+@cache
+def _pods_of(spec: str) -> str:
+    return begin(MedhaReplicaSpec.model_validate_json(spec), []).name
 
 
 class DeploymentWorld:
@@ -63,10 +70,10 @@ class DeploymentWorld:
             uid="u",
             generation=self.generation,
             resource_version="1",
-            spec=copy.deepcopy(self.spec),
+            spec=self.spec,
             status=self.status,
             children=tuple(
-                child_of(copy.deepcopy(document), index, "u")
+                child_of(document, index, "u")
                 for name, document in self.replicas.items()
                 if (index := child_index("d", name)) is not None
             ),
@@ -128,7 +135,7 @@ class DeploymentWorld:
 
     def _turn(self, name: str, document: dict[str, Any], *, has_room: bool) -> int:
         status, metadata = document["status"], document["metadata"]
-        pods = begin(MedhaReplicaSpec.model_validate(document["spec"]), []).name
+        pods = _pods_of(json.dumps(document["spec"]))
         had = bool(status.get("placed"))
         leaves = name in self.cordoned and (
             status.get("newestMember") is None
@@ -213,6 +220,14 @@ class DeploymentWorld:
     def serving(self) -> set[str]:
         """Replicas whose pods serve now, whatever their status says."""
         return {name for name, one in self.replicas.items() if one["status"].get("started")}
+
+    def ended_by(self, manifest: dict[str, Any]) -> bool:
+        """Whether applying `manifest` ends pods of a replica that serves."""
+        name = manifest["metadata"]["name"]
+        if name not in self.serving():
+            return False
+        leaves = name in self.cordoned and MAY_DRAIN in manifest["metadata"].get("annotations", {})
+        return leaves or _pods_of(json.dumps(manifest["spec"])) != self.replicas[name]["status"]["revision"]
 
     def images(self) -> list[str]:
         """Image of each replica, by index."""
