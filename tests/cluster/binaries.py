@@ -75,6 +75,7 @@ MODULES = (
     ),
     Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}),
+    Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
 )
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")
 
