@@ -131,8 +131,8 @@ def config_name(owner: Owner, revision: str) -> str:
 
 
 def keys_name(owner: Owner) -> str:
-    """Name of the Secret with the keys of the replica's links."""
-    return f"{owner.name}-keys"
+    """Name of the Secret with the keys of the replica's links. A replica that is made anew never meets an old one."""
+    return f"{owner.name}-keys-{owner.uid[:8]}"
 
 
 def controller_revision(owner: Owner, revision: Revision) -> Manifest:

@@ -1,0 +1,55 @@
+"""What kopf runs: it starts and ends the program, and passes on what it hears of our resources.
+
+Nothing here makes kopf write to a resource: no handler of creation, update or deletion, no timer, no daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import kopf
+
+from medha_operator.kinds import DEPLOYMENT, REPLICA
+from medha_operator.program import Program, identity, read_settings
+
+_log = logging.getLogger(__name__)
+
+
+@kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
+async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # which tells every event
+    settings.posting.enabled = False
+    settings.scanning.disabled = True  # it would need the right to list every definition and namespace
+    settings.queueing.idle_timeout = 0.1  # one worker a resource, which has little to do
+    settings.networking.request_timeout = 30
+    settings.watching.server_timeout = 270
+    program = Program(read_settings(), identity())
+    memo.program = program
+    memo.task = asyncio.create_task(_run(program))
+
+
+@kopf.on.event(REPLICA.plural, group=REPLICA.group)
+@kopf.on.event(DEPLOYMENT.plural, group=DEPLOYMENT.group)
+async def hear(event: Mapping[str, Any], memo: kopf.Memo, **_: Any) -> None:
+    if event["type"] != "DELETED":
+        memo.program.seen(event["object"])
+
+
+@kopf.on.cleanup()
+async def end(memo: kopf.Memo, **_: Any) -> None:
+    memo.task.cancel()
+    await asyncio.gather(memo.task, return_exceptions=True)
+
+
+async def _run(program: Program) -> None:
+    """Run until the lease is lost or something breaks; then the process ends, and whoever started it begins anew."""
+    try:
+        await program.run()
+    except Exception:  # noqa: BLE001 - logged with its trace
+        _log.exception("the operator ends")
+    os.kill(os.getpid(), signal.SIGTERM)  # kopf ends on it, in order

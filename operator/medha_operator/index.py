@@ -1,0 +1,211 @@
+"""Everything that is known of the cluster, by the resource of ours that it concerns; `observe` makes facts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from medha_operator.kinds import CHILDREN, DEPLOYMENT, NODE, POD, REPLICA, Key, Kind
+from medha_operator.observed import Node, Observed, Pod, node_of, pod_of
+from medha_operator.render import Owner, keys_name
+from medha_operator.revision import Revision
+from medha_operator.status import ReplicaStatus
+from medha_operator.store import Document, Entry, Store
+
+REPLICA_LABEL = "medha.dev/replica"
+WATCHED = (DEPLOYMENT, REPLICA, POD, *CHILDREN, NODE)
+
+
+class Index:
+    """One store for each kind. `changed` hears of every resource of ours that must be looked at."""
+
+    def __init__(self, changed: Callable[[Key], None]) -> None:
+        self._changed = changed
+        self.stores: dict[str, Store] = {
+            kind.name: Store(_reader(kind), self._node_changed if kind is NODE else self._told)
+            for kind in WATCHED
+        }
+        self.with_keys: set[str] = set()
+        """UIDs of replicas whose Secret has been made, as far as this process knows."""
+
+    def offer(self, document: Document) -> None:
+        """Take an object as somebody else has seen it: the API server's answer, or kopf."""
+        store = self.stores.get(document["kind"])
+        if store is not None:
+            store.offer(document)
+
+    def resource(self, key: Key) -> Document | None:
+        """The document of a resource of ours."""
+        for entry in self.stores[key.kind].of(key):
+            if entry.document["metadata"]["name"] == key.name and entry.document["kind"] == key.kind:
+                found: Document = entry.document
+                return found
+        return None
+
+    def resources(self, kind: Kind) -> Iterator[tuple[Key, Document]]:
+        """All of one of our kinds."""
+        for key in self.stores[kind.name].groups():
+            if key.kind == kind.name and (document := self.resource(key)) is not None:
+                yield key, document
+
+    def observe(self, key: Key) -> Observed | None:
+        """What is known of one replica; None where there is none."""
+        resource = self.resource(key)
+        if resource is None:
+            return None
+        metadata = resource["metadata"]
+        uid = metadata["uid"]
+        children = [entry for kind in CHILDREN for entry in self.stores[kind.name].of(key)]
+        mine = [entry for entry in children if entry.owner in (uid, None)]
+        lanes = {entry.uid for entry in mine if entry.document["kind"] == "StatefulSet"}
+        pods = tuple(
+            entry.document for entry in self.stores[POD.name].of(key) if entry.owner in (None, *lanes)
+        )
+        status = read_status(resource)
+        objects = {_kind_and_name(entry.document): entry.document for entry in mine}
+        if uid in self.with_keys or any(pod.is_started for pod in pods):  # which needed the keys to start
+            owner_of_keys = Owner(metadata["name"], metadata["namespace"], uid)
+            objects["Secret", keys_name(owner_of_keys)] = {}
+        owner = _controller(metadata)
+        return Observed(
+            name=metadata["name"],
+            namespace=metadata["namespace"],
+            uid=uid,
+            generation=metadata["generation"],
+            resource_version=metadata["resourceVersion"],
+            spec=resource["spec"],
+            status=status,
+            is_deleting="deletionTimestamp" in metadata,
+            deployment=owner["name"] if owner is not None and owner["kind"] == DEPLOYMENT.name else None,
+            objects=objects,
+            revisions=tuple(_revisions(mine, metadata["name"])),
+            pods=pods,
+            nodes=self._nodes(pods),
+        )
+
+    def leftovers(self, key: Key, uid: str) -> list[str]:
+        """Objects of an earlier resource of the same name that the garbage collector has yet to take."""
+        return [
+            "/".join(_kind_and_name(entry.document))
+            for kind in CHILDREN
+            for entry in self.stores[kind.name].of(key)
+            if entry.owner is not None and entry.owner != uid and _is_ours(entry.document)
+        ]
+
+    def _nodes(self, pods: Iterable[Pod]) -> Mapping[str, Node]:
+        names = {pod.node for pod in pods if pod.node}
+        return {
+            name: entry.document
+            for name in names
+            for entry in self.stores[NODE.name].of(Key(NODE.name, "", name))
+        }
+
+    def _told(self, key: Key) -> None:
+        if key.kind != NODE.name:  # a pod concerns its node, too, only to be found by it
+            self._changed(key)
+
+    def _node_changed(self, node: Key) -> None:
+        for entry in self.stores[POD.name].of(node):
+            for key in entry.concerns:
+                self._told(key)
+
+
+def read_status(resource: Document) -> ReplicaStatus:
+    """The status as written, without fields of other releases; an empty one where somebody has spoilt it."""
+    names = {field.alias for field in ReplicaStatus.model_fields.values()}
+    found = {name: value for name, value in resource.get("status", {}).items() if name in names}
+    try:
+        return ReplicaStatus.model_validate(found)
+    except ValidationError:
+        return ReplicaStatus()
+
+
+def _revisions(entries: Iterable[Entry], replica: str) -> Iterator[Revision]:
+    for entry in entries:
+        document = entry.document
+        if document["kind"] == "ControllerRevision" and "fields" in document.get("data", {}):
+            data = document["data"]
+            name = document["metadata"]["name"].removeprefix(f"{replica}-")
+            yield Revision(name, document["revision"], data["fields"], tuple(data["templates"]))
+
+
+# --- entries of each kind -------------------------------------------------------------------------------
+
+
+def _reader(kind: Kind) -> Callable[[Document], Entry]:
+    if kind is POD:
+        return _pod
+    if kind is NODE:
+        return _node
+    return _child if kind in CHILDREN else _resource
+
+
+def _resource(document: Document) -> Entry:
+    metadata = document["metadata"]
+    owner = _controller(metadata)
+    concerns = [Key(document["kind"], metadata["namespace"], metadata["name"])]
+    if owner is not None and owner["kind"] == DEPLOYMENT.name:
+        concerns.append(Key(DEPLOYMENT.name, metadata["namespace"], owner["name"]))
+    kept = _kept(document)
+    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=kept)
+
+
+def _child(document: Document) -> Entry:
+    """Of a StatefulSet and the like: its status says nothing that the pods do not say better."""
+    metadata = document["metadata"]
+    kept = {name: value for name, value in _kept(document).items() if name != "status"}
+    facts = kept | {"metadata": {**kept["metadata"], "resourceVersion": ""}}
+    return _entry(metadata, _replica(metadata), facts=facts, document=kept)
+
+
+def _pod(document: Document) -> Entry:
+    metadata = document["metadata"]
+    pod = pod_of(document)
+    concerns = _replica(metadata)
+    if pod.node is not None:
+        concerns.append(Key(NODE.name, "", pod.node))
+    return _entry(metadata, concerns, facts=replace(pod, resource_version=""), document=pod)
+
+
+def _node(document: Document) -> Entry:
+    metadata, node = document["metadata"], node_of(document)
+    return _entry(metadata, [Key(NODE.name, "", metadata["name"])], facts=node, document=node)
+
+
+def _entry(metadata: Document, concerns: list[Key], *, facts: Any, document: Any) -> Entry:
+    owner = _controller(metadata)
+    return Entry(
+        uid=metadata["uid"],
+        version=int(metadata["resourceVersion"]),
+        concerns=tuple(concerns),
+        owner=owner["uid"] if owner is not None else None,
+        facts=facts,
+        document=document,
+    )
+
+
+def _replica(metadata: Document) -> list[Key]:
+    name = metadata.get("labels", {}).get(REPLICA_LABEL)
+    return [Key(REPLICA.name, metadata["namespace"], name)] if name else []
+
+
+def _kept(document: Document) -> dict[str, Any]:
+    metadata = {name: value for name, value in document["metadata"].items() if name != "managedFields"}
+    return {**document, "metadata": metadata}
+
+
+def _controller(metadata: Document) -> Document | None:
+    owners: Iterable[Document] = metadata.get("ownerReferences", ())
+    return next((owner for owner in owners if owner.get("controller")), None)
+
+
+def _is_ours(document: Document) -> bool:
+    owner = _controller(document["metadata"])
+    return owner is not None and owner["kind"] == REPLICA.name
+
+
+def _kind_and_name(document: Document) -> tuple[str, str]:
+    return document["kind"], document["metadata"]["name"]

@@ -1,0 +1,126 @@
+"""The operator as a running program: reflectors fill the index, the index asks for looks, workers look.
+
+It acts while it holds the lease. Without it the stores are kept up, so that the next holder begins at once; when it is
+lost, the process ends and another one begins with a fresh view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from datetime import UTC, datetime
+from pathlib import Path
+
+from medha_operator.cluster import ApiError, Cluster, Fenced
+from medha_operator.index import REPLICA_LABEL, WATCHED, Index
+from medha_operator.kinds import CHILDREN, NODE, POD, Key, Kind
+from medha_operator.lease import Lease, Tenure
+from medha_operator.reconcile import Reconciler
+from medha_operator.reflector import Reflector
+from medha_operator.settings import OperatorSettings
+from medha_operator.store import Document
+from medha_operator.workqueue import WorkQueue
+
+_log = logging.getLogger(__name__)
+
+
+def read_settings() -> OperatorSettings:
+    """Those of the file that `MEDHA_OPERATOR_SETTINGS` names; without one, the defaults."""
+    path = os.environ.get("MEDHA_OPERATOR_SETTINGS")
+    return OperatorSettings.model_validate_json(Path(path).read_bytes()) if path else OperatorSettings()
+
+
+def identity() -> str:
+    """Who holds the lease: this pod, in which one container runs at a time; elsewhere, this process."""
+    pod, namespace = os.environ.get("MEDHA_POD_NAME"), os.environ.get("MEDHA_POD_NAMESPACE", "")
+    return f"{namespace}/{pod}" if pod else f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4()}"
+
+
+class Program:
+    """One process."""
+
+    def __init__(self, settings: OperatorSettings, holder: str) -> None:
+        self._settings = settings
+        self._holder = holder
+        self._tenure = Tenure()
+        self._queue = WorkQueue(asyncio.get_running_loop().time)
+        self.index = Index(self._queue.add)
+
+    def seen(self, document: Document) -> None:
+        """Take an event that kopf has heard: a second pair of ears for our own resources."""
+        self.index.offer(document)
+        metadata = document["metadata"]
+        self._queue.add(Key(document["kind"], metadata["namespace"], metadata["name"]))
+
+    async def run(self) -> None:
+        """Act until cancelled.
+
+        Raises:
+            ExceptionGroup: the lease is lost, or one of the tasks has broken; the others were ended.
+        """
+        cluster = await Cluster.connect(self._tenure.covers)
+        lease = Lease(cluster, self._tenure, self._holder, self._settings)
+        reconciler = Reconciler(
+            cluster,
+            self.index,
+            self._settings,
+            holder=self._holder,
+            now=lambda: datetime.now(UTC).timestamp(),
+        )
+        reflectors = [reflector for kind in WATCHED for reflector in self._reflectors(cluster, kind)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for reflector in reflectors:
+                    tasks.create_task(reflector.run())
+                for reflector in reflectors:
+                    await reflector.is_synced.wait()
+                await lease.acquire()
+                for _ in range(self._settings.concurrent_replicas):
+                    tasks.create_task(self._work(reconciler))
+                await lease.keep()
+        finally:
+            self._queue.close()
+            await lease.release()
+            await cluster.close()
+
+    def _reflectors(self, cluster: Cluster, kind: Kind) -> list[Reflector]:
+        namespaces = (self._settings.namespaces if kind.is_namespaced else ()) or (None,)
+        return [
+            Reflector(
+                cluster,
+                kind,
+                self.index.stores[kind.name],
+                namespace=namespace,
+                selector=REPLICA_LABEL if kind in (POD, *CHILDREN) else "",
+                relist_seconds=self._settings.resync_seconds,
+                is_optional=kind is NODE,  # which an installation for single namespaces may not read
+            )
+            for namespace in namespaces
+        ]
+
+    async def _work(self, reconciler: Reconciler) -> None:
+        while True:
+            key, _ = await self._queue.take()
+            try:
+                look = await reconciler.look(key)
+            except ApiError as error:
+                pause = self._queue.failed(key, error.retry_after_seconds or 0.0)
+                _log.log(
+                    logging.INFO if error.status == 409 else logging.WARNING,
+                    "%s: %s; looks again in %g s", key, error, pause,
+                )  # fmt: skip
+            except Fenced as error:
+                self._queue.failed(key)
+                _log.warning("%s: %s", key, error)
+            except Exception:  # noqa: BLE001 - logged with its trace
+                # A mistake of ours in one resource must not stop the others.
+                _log.exception("%s: looks again in %g s", key, self._queue.failed(key))
+            else:
+                self._queue.done(key)
+                if look.writes:
+                    self._queue.add(key)  # until there is nothing left to do
+                if look.again_seconds is not None:
+                    self._queue.add_later(key, look.again_seconds)

@@ -1,0 +1,60 @@
+"""Everything that the operator may do, as rules of RBAC. The chart's roles say the same; a test compares the two.
+
+What is watched can be read; Secrets can be made and, those of replicas, never read. Nothing of a user's resource can
+be written but its status.
+"""
+
+from __future__ import annotations
+
+from medha_operator.kinds import CHILDREN, DEPLOYMENT, EVENT, LEASE, NODE, POD, REPLICA, ROUTER, SECRET, Kind
+from medha_operator.settings import OperatorSettings, RouterSite
+
+Rule = dict[str, list[str]]
+
+_WATCH = ["get", "list", "watch"]
+
+
+def namespaced_rules() -> list[Rule]:
+    """In every namespace that is served: a Role in each, or one ClusterRole for all."""
+    made = [_rule(kind, [*_WATCH, "create", "patch", "delete"]) for kind in CHILDREN]
+    return [
+        _rule(DEPLOYMENT, _WATCH),
+        _rule(DEPLOYMENT, ["update"], "status"),
+        # A deployment's replicas are the operator's own, those of users get no verb from it but through them.
+        _rule(REPLICA, [*_WATCH, "create", "patch", "delete"]),
+        _rule(REPLICA, ["update"], "status"),
+        _rule(POD, [*_WATCH, "delete"]),
+        *made,
+        _rule(SECRET, ["create"]),
+        _rule(EVENT, ["create", "get", "patch"]),
+        # An owner reference that blocks deletion needs the right to set its owner's finalizers, where that is checked.
+        _rule(REPLICA, ["update"], "finalizers"),
+        _rule(DEPLOYMENT, ["update"], "finalizers"),
+    ]
+
+
+def cluster_rules() -> list[Rule]:
+    """Of what belongs to no namespace. Without them the operator goes on, but sees no node that is lost or emptied."""
+    return [_rule(NODE, _WATCH)]
+
+
+def lease_rules(settings: OperatorSettings) -> list[Rule]:
+    """In the namespace of the Lease."""
+    return [
+        _rule(LEASE, ["create"]),
+        _rule(LEASE, ["get", "update"]) | {"resourceNames": [settings.lease_name]},
+    ]
+
+
+def router_rules(router: RouterSite) -> list[Rule]:
+    """In the namespace of a router: its keys are made there, and what enrols at it is read to be handed on."""
+    return [
+        _rule(SECRET, ["create"]),
+        _rule(SECRET, ["get"]) | {"resourceNames": [f"{router.name}-keys", f"{router.name}-enrolment"]},
+        _rule(ROUTER, ["get"]) | {"resourceNames": [router.name]},
+    ]
+
+
+def _rule(kind: Kind, verbs: list[str], subresource: str = "") -> Rule:
+    resource = f"{kind.plural}/{subresource}" if subresource else kind.plural
+    return {"apiGroups": [kind.group], "resources": [resource], "verbs": list(verbs)}

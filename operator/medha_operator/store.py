@@ -1,0 +1,121 @@
+"""What this process knows of the objects of one kind, and which of our resources each change concerns.
+
+A store learns from a list, from the events of a watch, and from answers to our own writes, which come first: so a plan
+never sees the time before the writes of the plan before. The newest version wins: resourceVersions of one kind rise
+and can be compared (Kubernetes 1.35, KEP-5504).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from medha_operator.kinds import Key
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object as last seen."""
+
+    uid: str
+    version: int
+    concerns: tuple[Key, ...]
+    """The keys under which it is found: our resources that must be looked at when it changes."""
+    owner: str | None
+    """UID of its controller."""
+    facts: Any
+    """What a change must touch to matter."""
+    document: Any
+    """Kept to be compared or read; None where the facts are all."""
+
+
+class Store:
+    """The objects of one kind. `read` makes an entry of a document; `changed` hears of every key that is concerned."""
+
+    def __init__(self, read: Callable[[Document], Entry], changed: Callable[[Key], None]) -> None:
+        self._read = read
+        self._changed = changed
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._groups: dict[Key, dict[tuple[str, str], Entry]] = {}
+        self._version = 0  # up to which the list and the watch have told everything
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def of(self, key: Key) -> list[Entry]:
+        """The objects that concern `key`."""
+        return list(self._groups.get(key, {}).values())
+
+    def groups(self) -> list[Key]:
+        """Every key that some object concerns."""
+        return list(self._groups)
+
+    def replace(self, documents: Iterable[Document], version: str, namespace: str | None) -> None:
+        """Take a whole list: what is not in it is gone, unless it was written after the list was made."""
+        listed = {_name(document): document for document in documents}
+        self._version = max(self._version, int(version)) if namespace is not None else int(version)
+        for name, entry in list(self._entries.items()):
+            is_listed = name in listed or (namespace is not None and name[0] != namespace)
+            if not is_listed and entry.version <= int(version):
+                self._remove(name)
+        for name, document in listed.items():
+            self._put(name, self._read(document))
+
+    def see(self, event: str, document: Document) -> None:
+        """Take an event of the watch."""
+        version = int(document["metadata"]["resourceVersion"])
+        self._version = max(self._version, version)
+        if event == "BOOKMARK":
+            return
+        name = _name(document)
+        if event != "DELETED":
+            self._put(name, self._read(document))
+        elif name in self._entries and self._entries[name].version <= version:
+            self._remove(name)
+
+    def offer(self, document: Document) -> None:
+        """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much."""
+        if int(document["metadata"]["resourceVersion"]) > self._version:
+            self._put(_name(document), self._read(document))
+
+    def _put(self, name: tuple[str, str], entry: Entry) -> None:
+        before = self._entries.get(name)
+        if before is not None and before.version >= entry.version:
+            return
+        self._entries[name] = entry
+        for key in before.concerns if before is not None else ():
+            if key not in entry.concerns:
+                self._leave(key, name)
+        for key in entry.concerns:
+            self._groups.setdefault(key, {})[name] = entry
+        if before is None or (before.uid, before.owner, before.concerns, before.facts) != (
+            entry.uid,
+            entry.owner,
+            entry.concerns,
+            entry.facts,
+        ):
+            self._tell(entry.concerns if before is None else {*before.concerns, *entry.concerns})
+
+    def _remove(self, name: tuple[str, str]) -> None:
+        entry = self._entries.pop(name)
+        for key in entry.concerns:
+            self._leave(key, name)
+        self._tell(entry.concerns)
+
+    def _leave(self, key: Key, name: tuple[str, str]) -> None:
+        group = self._groups[key]
+        del group[name]
+        if not group:
+            del self._groups[key]
+
+    def _tell(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            self._changed(key)
+
+
+def _name(document: Document) -> tuple[str, str]:
+    metadata = document["metadata"]
+    return metadata.get("namespace", ""), metadata["name"]

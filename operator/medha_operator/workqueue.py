@@ -1,0 +1,90 @@
+"""Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from medha_operator.kinds import Key
+
+FIRST_SECONDS = 0.05
+LONGEST_SECONDS = 60.0
+
+
+class WorkQueue:
+    """A key that is asked for while it is worked on comes again afterwards: no change goes unseen."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: deque[tuple[Key, float]] = deque()  # with the time of asking
+        self._queued: set[Key] = set()
+        self._working: set[Key] = set()
+        self._again: set[Key] = set()
+        self._later: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
+        self._failures: dict[Key, int] = {}
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, key: Key) -> None:
+        """Ask for a look now."""
+        if key in self._working:
+            self._again.add(key)
+        elif key not in self._queued:
+            self._enqueue(key)
+
+    def add_later(self, key: Key, seconds: float) -> None:
+        """Ask for a look in a while; the earliest of several counts."""
+        due = self._clock() + seconds
+        known = self._later.get(key)
+        if known is not None:
+            if known[0] <= due:
+                return
+            known[1].cancel()
+        handle = asyncio.get_running_loop().call_later(seconds, self._come_due, key)
+        self._later[key] = (due, handle)
+
+    async def take(self) -> tuple[Key, float]:
+        """The next key, and how long it has waited, seconds. `done` or `failed` must follow."""
+        while not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        key, asked = self._waiting.popleft()
+        self._queued.discard(key)
+        self._working.add(key)
+        return key, self._clock() - asked
+
+    def done(self, key: Key) -> None:
+        self._failures.pop(key, None)
+        self._leave(key)
+
+    def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
+        """Look again after a back-off, which is returned, or when the key is asked for before."""
+        count = self._failures.get(key, 0)
+        pause = max(at_least_seconds, min(FIRST_SECONDS * 2.0 ** min(count, 32), LONGEST_SECONDS))
+        self._failures[key] = count + 1
+        self._leave(key)
+        self.add_later(key, pause)
+        return pause
+
+    def close(self) -> None:
+        for _, handle in self._later.values():
+            handle.cancel()
+        self._later.clear()
+
+    def _come_due(self, key: Key) -> None:
+        del self._later[key]
+        self.add(key)
+
+    def _leave(self, key: Key) -> None:
+        self._working.discard(key)
+        if key in self._again:
+            self._again.discard(key)
+            self._enqueue(key)
+
+    def _enqueue(self, key: Key) -> None:
+        self._queued.add(key)
+        self._waiting.append((key, self._clock()))
+        self._filled.set()
