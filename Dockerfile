@@ -1,0 +1,81 @@
+# Three images: operator, router and worker. Build one with
+#   docker build --target router --tag medha-router:0.1.0 .
+# docs/images.md: their sizes, private package indexes, other bases, and how tests build them without a registry.
+
+# Any image with glibc, Python 3.11 or newer and its venv module.
+ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+# --- what builds, and stays behind ----------------------------------------------------------------------
+
+FROM ${BASE_IMAGE} AS build
+WORKDIR /src
+COPY constraints.txt ./
+# The images' own environment, /opt/medha, holds no pip: that of /build fills it.
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    python3 -m venv /build \
+    && python3 -m venv --without-pip /opt/medha \
+    && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
+# `packages EXTRA [WITHOUT]` installs what pyproject.toml lists for an image. Bytecode is compiled here, since nothing
+# can write it under a read-only root, and is taken unchecked, since copying may change a file's time.
+COPY pyproject.toml .docker/packages ./
+
+FROM build AS operator-packages
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages operator
+
+FROM build AS router-packages
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages router
+
+FROM build AS worker-packages
+# `--build-arg TORCH=none` leaves torch out: about 5 GB with CUDA, or a volume that is mounted on PYTHONPATH.
+ARG TORCH=pypi
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages worker "${TORCH}"
+
+FROM build AS application
+COPY . .
+RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
+    && /build/bin/pip --python /opt/medha/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
+        --root /application /wheels/*.whl \
+    && python3 -m compileall -q --invalidation-mode unchecked-hash /application
+
+# --- what runs ------------------------------------------------------------------------------------------
+
+FROM ${BASE_IMAGE} AS runtime
+# Libraries ask for the user's name, so that a number alone is not enough.
+RUN groupadd --gid 65532 medha \
+    && useradd --no-log-init --uid 65532 --gid medha --no-create-home --home-dir /tmp --shell /usr/sbin/nologin medha
+ENV PATH=/opt/medha/bin:/usr/local/bin:/usr/bin:/bin \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1
+LABEL org.opencontainers.image.vendor="Medha" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.licenses="Apache-2.0"
+WORKDIR /
+USER 65532:65532
+
+FROM runtime AS operator
+LABEL org.opencontainers.image.title="medha-operator" \
+      org.opencontainers.image.description="Kubernetes operator for Medha, long-context LLM serving"
+COPY --from=operator-packages /opt/medha /opt/medha
+COPY --from=application /application /
+EXPOSE 8080 9402
+ENTRYPOINT ["kopf", "run", "--standalone", "-m", "medha_operator"]
+CMD ["--all-namespaces", "--liveness=http://0.0.0.0:8080/healthz"]
+
+FROM runtime AS router
+LABEL org.opencontainers.image.title="medha-router" \
+      org.opencontainers.image.description="OpenAI-compatible router for Medha, long-context LLM serving"
+COPY --from=router-packages /opt/medha /opt/medha
+COPY --from=application /application /
+EXPOSE 8000 5700 5701
+ENTRYPOINT ["python", "-m", "medha_router"]
+CMD ["/etc/medha/router.json"]
+
+FROM runtime AS worker
+LABEL org.opencontainers.image.title="medha-worker" \
+      org.opencontainers.image.description="Controller and 3D-parallel engine of Medha, long-context LLM serving"
+COPY --from=worker-packages /opt/medha /opt/medha
+COPY --from=application /application /
+EXPOSE 5600 5601 9400 9401
+ENTRYPOINT ["python", "-m", "medha_worker.pod"]
+CMD ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys"]

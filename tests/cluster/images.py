@@ -1,0 +1,255 @@
+"""Medha's images, built from the Dockerfile with no registry and no daemon, and kept in the user's cache by content.
+
+    python tests/cluster/images.py [--full] [operator router worker]
+
+prints an OCI archive for each. buildah runs every step with chroot isolation; the base image is made of Debian's packages.
+The worker is built without torch unless `--full` asks for it (see docs/images.md). Whatever pip and apt of this
+machine are told about indexes, proxies and certificates holds inside the build, and stays out of the images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+VERSION = "0.1.0"
+TARGETS = ("operator", "router", "worker")
+DEBIAN = "bookworm"
+_BASE_PACKAGES = ("ca-certificates", "libstdc++6", "passwd", "python3", "python3-venv", "usr-is-merged")
+_BASE = (  # options of mmdebstrap: as little as Python needs, and no trace of where the packages came from
+    "--variant=essential",
+    f"--include={','.join(_BASE_PACKAGES)}",
+    "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
+    "--dpkgopt=path-exclude=/usr/share/man/*",
+    "--dpkgopt=path-exclude=/usr/share/locale/*",
+    "--dpkgopt=path-exclude=/usr/share/doc/*",
+    "--dpkgopt=path-include=/usr/share/doc/*/copyright",
+    '--customize-hook=rm -rf "$1"/etc/apt/sources.list "$1"/etc/apt/apt.conf.d/99mmdebstrap "$1"/var/log/*',
+    '--customize-hook=rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED',
+)
+_PROGRAMS = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "unshare": "util-linux"}
+_KEPT_ARCHIVES = 3
+
+
+class CannotBuild(Exception):
+    """An image cannot be built here; says what is missing or what failed."""
+
+
+def cache_folder() -> Path:
+    """Where archives, layers and logs are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "medha" / "images"
+
+
+def name(target: str) -> str:
+    """The name that the archive's image gets in a node."""
+    return f"docker.io/library/medha-{target}:{VERSION}"
+
+
+def build(targets: Iterable[str] = TARGETS, *, full: bool = False) -> dict[str, Path]:
+    """An OCI archive for each target, building what is not kept yet; progress goes to stderr.
+
+    Args:
+        targets: of the Dockerfile.
+        full: whether the worker holds torch, 5 GB with PyPI's.
+
+    Raises:
+        CannotBuild: a program is missing (the error names apt's command), or a step failed.
+    """
+    content = _content_key()
+    folder = cache_folder()
+    archives = {}
+    for target in targets:
+        torch = "pypi" if full and target == "worker" else "none"
+        suffix = "-full" if torch == "pypi" else ""
+        archives[target] = folder / f"medha-{target}{suffix}-{content}.tar"
+    if all(archive.is_file() for archive in archives.values()):
+        return archives
+    _require_programs()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock, tempfile.TemporaryDirectory(prefix="medha-images-") as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second takes what the first has built
+        builder = _Builder(folder, Path(scratch))
+        for target, archive in archives.items():
+            if not archive.is_file():
+                builder.build(target, archive, torch="pypi" if "-full" in archive.name else "none")
+                _forget_older(archive, content)
+    return archives
+
+
+class _Builder:
+    """buildah with a store of its own, whose layers are kept from one build to the next."""
+
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._scratch = scratch
+        self._log = folder / "build.log"
+        self._log.write_text("", encoding="utf-8")
+        self._store = ["--root", str(folder / "store"), "--runroot", str(scratch / "run")]
+        self._buildah("rm", "--all")  # what a build that was killed has left
+
+    def build(self, target: str, archive: Path, *, torch: str) -> None:
+        base = self._base()
+        with _timed(f"image {archive.stem}"):
+            image = f"localhost/medha-{target}:{VERSION}"
+            self._buildah(
+                "build",
+                "--isolation=chroot",
+                "--pull=never",
+                "--layers",
+                "--format=oci",
+                f"--build-arg=BASE_IMAGE={base}",
+                f"--build-arg=TORCH={torch}",
+                *self._settings_of_pip(),
+                f"--target={target}",
+                f"--tag={image}",
+                str(ROOT),
+            )
+            partial = archive.with_suffix(".partial")  # so that nobody loads half an image
+            partial.unlink(missing_ok=True)
+            self._buildah("push", "--disable-compression", image, f"oci-archive:{partial}:{name(target)}")
+            partial.rename(archive)
+
+    def _base(self) -> str:
+        """The name of an image with Python made of Debian's packages, in the store from then on."""
+        key = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode()).hexdigest()[:16]
+        image = f"localhost/medha-base:{DEBIAN}-{key}"
+        if self._buildah("images", "--quiet", "--filter", f"reference={image}"):
+            return image
+        with _timed(f"base image of Debian {DEBIAN}"):
+            context = self._scratch / "base"
+            context.mkdir()
+            self._run("mmdebstrap", "--quiet", *_BASE, *_settings_of_apt(), DEBIAN, str(context / "root.tar"))
+            (context / "Dockerfile").write_text('FROM scratch\nADD root.tar /\nCMD ["python3"]\n')
+            self._buildah("build", "--isolation=chroot", "--format=oci", f"--tag={image}", str(context))
+            shutil.rmtree(context)
+        return image
+
+    def _settings_of_pip(self) -> list[str]:
+        """This machine's pip configuration as a build secret, with the files that it names mounted in their place."""
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+        )
+        settings, mounts = pip_settings(listed.stdout)
+        secret = self._scratch / "pip.conf"
+        secret.write_text(settings, encoding="utf-8")
+        return [
+            f"--secret=id=pip.conf,src={secret}",
+            *(f"--volume={path}:{path}:ro" for path in mounts),
+        ]
+
+    def _buildah(self, *arguments: str) -> str:
+        return self._run("buildah", *self._store, "--storage-driver=overlay", *arguments)
+
+    def _run(self, *command: str) -> str:
+        """Runs in a mount namespace of its own: a build that fails leaves no mount behind."""
+        with self._log.open("a", encoding="utf-8") as log:
+            done = subprocess.run(
+                ["unshare", "--mount", *command], stdout=subprocess.PIPE, stderr=log, text=True, check=False
+            )
+            log.write(done.stdout)
+        if done.returncode != 0:
+            tail = self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+            raise CannotBuild(f"`{' '.join(command)}` failed, see {self._log}; its end:\n{tail}")
+        return done.stdout.strip()
+
+
+def pip_settings(listed: str) -> tuple[str, list[str]]:
+    """From what `pip config list` prints: the text of a pip.conf, and files and folders that it names on this machine.
+
+    Settings of the environment and of commands come last, as they do for pip.
+    """
+    settings: dict[str, str] = {}
+    for line in listed.splitlines():
+        key, separator, value = line.partition("=")
+        if separator:
+            settings[key.rpartition(".")[2]] = str(ast.literal_eval(value))
+    mounts = [word for value in settings.values() for word in value.split() if Path(word).is_absolute()]
+    lines = [f"{key} = " + value.replace("\n", "\n    ") for key, value in settings.items()]
+    return "\n".join(["[global]", *lines, ""]), sorted({path for path in mounts if Path(path).exists()})
+
+
+def _settings_of_apt() -> list[str]:
+    """This machine's proxies and patience for apt; its sources stay out: mmdebstrap knows Debian's."""
+    dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True)
+    wanted = ("Acquire::http", "Acquire::https", "Acquire::Check-", "Acquire::Retries")
+    return [f"--aptopt={line.rstrip(';')}" for line in dump.stdout.splitlines() if line.startswith(wanted)]
+
+
+def _content_key() -> str:
+    """Digest of everything that the images are made of: the Dockerfile, its context and the base."""
+    ignore = ROOT / ".dockerignore"
+    digest = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode())
+    files = [ROOT / "Dockerfile", ignore]
+    for line in ignore.read_text(encoding="utf-8").splitlines():
+        if line.startswith("!"):
+            path = ROOT / line[1:]
+            files += [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+    for path in files:
+        if path.suffix != ".pyc":
+            digest.update(f"\0{path.relative_to(ROOT)}\0{path.stat().st_mode & 0o777:o}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _require_programs() -> None:
+    missing = sorted({package for program, package in _PROGRAMS.items() if shutil.which(program) is None})
+    if missing:
+        raise CannotBuild(f"images are built with Debian's packages: apt-get install {' '.join(missing)}")
+    if os.geteuid() != 0:
+        raise CannotBuild("images are built by root: their files belong to several users")
+
+
+def _forget_older(archive: Path, content: str) -> None:
+    kind = archive.name.removesuffix(f"{content}.tar")
+    alike = [path for path in archive.parent.glob("*.tar") if path.name[: -len(f"{content}.tar")] == kind]
+    for path in sorted(alike, key=lambda path: path.stat().st_mtime)[:-_KEPT_ARCHIVES]:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _timed(what: str) -> Iterator[None]:
+    _tell(f"building {what} ...")
+    began = time.monotonic()
+    yield
+    _tell(f"built {what} in {time.monotonic() - began:.0f} s")
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"images: {text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: list[str]) -> int:
+    """Build and print; what cannot be built is an error in CI and a word elsewhere."""
+    parser = argparse.ArgumentParser(description="Build Medha's images without a registry.")
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all if none is given"
+    )
+    parser.add_argument("--full", action="store_true", help="build the worker with PyPI's torch, about 5 GB")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.targets) - set(TARGETS):
+        parser.error(f"no such target: {', '.join(sorted(unknown))}")
+    try:
+        archives = build(options.targets or TARGETS, full=options.full)
+    except CannotBuild as error:
+        _tell(f"tests that need images will be skipped: {error}")
+        return 1 if os.environ.get("CI") else 0
+    for archive in archives.values():
+        sys.stdout.write(f"{archive}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
