@@ -5,8 +5,8 @@ whole replicas, from the highest index down to `rollout.partition`: a replica th
 starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
 on, stand in for those that are away. A change that restarts no pods is applied to all at once.
 
-Two bounds hold in every plan. No replica is made beyond N + maxSurge; and none that is ready is taken down unless
-N - maxUnavailable others are available. What is not ready may always be changed: nobody waits for it.
+Two bounds hold in every plan. No further replica is made beyond N + maxSurge; and none that is ready is taken down
+unless N - maxUnavailable others are available. What is not ready may always be changed: nobody waits for it.
 """
 
 from __future__ import annotations
