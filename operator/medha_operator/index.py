@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from medha_operator.children import (
+    DEPLOYMENT_LABEL,
+    KeptTemplate,
+    ObservedDeployment,
+    child_index,
+    child_of,
+)
 from medha_operator.kinds import CHILDREN, DEPLOYMENT, NODE, POD, REPLICA, Key, Kind
 from medha_operator.observed import Node, Observed, Pod, node_of, pod_of
-from medha_operator.render import Owner, keys_name
+from medha_operator.render import MANAGER, Owner, keys_name
 from medha_operator.revision import Revision
-from medha_operator.status import ReplicaStatus
+from medha_operator.status import DeploymentStatus, ReplicaStatus
 from medha_operator.store import Document, Entry, Store
 
+Status = TypeVar("Status", ReplicaStatus, DeploymentStatus)
+
 REPLICA_LABEL = "medha.dev/replica"
-WATCHED = (DEPLOYMENT, REPLICA, POD, *CHILDREN, NODE)
+WATCHED: Mapping[Kind, str] = {
+    DEPLOYMENT: "",
+    REPLICA: "",
+    POD: REPLICA_LABEL,
+    **dict.fromkeys(CHILDREN, f"app.kubernetes.io/managed-by={MANAGER}"),
+    NODE: "",
+}
+"""The kinds that the index is made of, each with the selector of the labels that matter."""
 
 
 class Index:
@@ -64,7 +80,6 @@ class Index:
         pods = tuple(
             entry.document for entry in self.stores[POD.name].of(key) if entry.owner in (None, *lanes)
         )
-        status = read_status(resource)
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
         if uid in self.with_keys or any(pod.is_started for pod in pods):  # which needed the keys to start
             owner_of_keys = Owner(metadata["name"], metadata["namespace"], uid)
@@ -77,13 +92,39 @@ class Index:
             generation=metadata["generation"],
             resource_version=metadata["resourceVersion"],
             spec=resource["spec"],
-            status=status,
+            status=read_status(resource, ReplicaStatus),
             is_deleting="deletionTimestamp" in metadata,
             deployment=owner["name"] if owner is not None and owner["kind"] == DEPLOYMENT.name else None,
             objects=objects,
             revisions=tuple(_revisions(mine, metadata["name"])),
             pods=pods,
             nodes=self._nodes(pods),
+        )
+
+    def observe_deployment(self, key: Key) -> ObservedDeployment | None:
+        """What is known of one deployment; None where there is none."""
+        resource = self.resource(key)
+        if resource is None:
+            return None
+        metadata = resource["metadata"]
+        uid = metadata["uid"]
+        kept = [entry for entry in self.stores["ControllerRevision"].of(key) if entry.owner in (uid, None)]
+        replicas = [entry.document for entry in self.stores[REPLICA.name].of(key)]
+        return ObservedDeployment(
+            name=metadata["name"],
+            namespace=metadata["namespace"],
+            uid=uid,
+            generation=metadata["generation"],
+            resource_version=metadata["resourceVersion"],
+            spec=resource["spec"],
+            status=read_status(resource, DeploymentStatus),
+            is_deleting="deletionTimestamp" in metadata,
+            children=tuple(
+                child_of(document, index, uid)
+                for document in replicas
+                if (index := child_index(metadata["name"], document["metadata"]["name"])) is not None
+            ),
+            templates=tuple(_templates(kept, metadata["name"])),
         )
 
     def leftovers(self, key: Key, uid: str) -> list[str]:
@@ -113,14 +154,14 @@ class Index:
                 self._told(key)
 
 
-def read_status(resource: Document) -> ReplicaStatus:
+def read_status(resource: Document, model: type[Status]) -> Status:
     """The status as written, without fields of other releases; an empty one where somebody has spoilt it."""
-    names = {field.alias for field in ReplicaStatus.model_fields.values()}
+    names = {field.alias for field in model.model_fields.values()}
     found = {name: value for name, value in resource.get("status", {}).items() if name in names}
     try:
-        return ReplicaStatus.model_validate(found)
+        return model.model_validate(found)
     except ValidationError:
-        return ReplicaStatus()
+        return model()
 
 
 def _revisions(entries: Iterable[Entry], replica: str) -> Iterator[Revision]:
@@ -130,6 +171,20 @@ def _revisions(entries: Iterable[Entry], replica: str) -> Iterator[Revision]:
             data = document["data"]
             name = document["metadata"]["name"].removeprefix(f"{replica}-")
             yield Revision(name, document["revision"], data["fields"], tuple(data["templates"]))
+
+
+def _templates(entries: Iterable[Entry], deployment: str) -> Iterator[KeptTemplate]:
+    for entry in entries:
+        document = entry.document
+        if "template" in document.get("data", {}):
+            metadata = document["metadata"]
+            yield KeptTemplate(
+                name=metadata["name"].removeprefix(f"{deployment}-"),
+                number=document["revision"],
+                template=document["data"]["template"],
+                uid=metadata["uid"],
+                resource_version=metadata["resourceVersion"],
+            )
 
 
 # --- entries of each kind -------------------------------------------------------------------------------
@@ -145,12 +200,13 @@ def _reader(kind: Kind) -> Callable[[Document], Entry]:
 
 def _resource(document: Document) -> Entry:
     metadata = document["metadata"]
-    owner = _controller(metadata)
     concerns = [Key(document["kind"], metadata["namespace"], metadata["name"])]
-    if owner is not None and owner["kind"] == DEPLOYMENT.name:
-        concerns.append(Key(DEPLOYMENT.name, metadata["namespace"], owner["name"]))
-    kept = _kept(document)
-    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=kept)
+    stem = metadata["name"].rpartition("-")[0]
+    if document["kind"] == REPLICA.name and child_index(stem, metadata["name"]) is not None:
+        concerns.append(
+            Key(DEPLOYMENT.name, metadata["namespace"], stem)
+        )  # whose name it takes, whoever owns it
+    return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_kept(document))
 
 
 def _child(document: Document) -> Entry:
@@ -158,13 +214,16 @@ def _child(document: Document) -> Entry:
     metadata = document["metadata"]
     kept = {name: value for name, value in _kept(document).items() if name != "status"}
     facts = kept | {"metadata": {**kept["metadata"], "resourceVersion": ""}}
-    return _entry(metadata, _replica(metadata), facts=facts, document=kept)
+    concerns = _labelled(metadata, REPLICA_LABEL, REPLICA) or _labelled(
+        metadata, DEPLOYMENT_LABEL, DEPLOYMENT
+    )
+    return _entry(metadata, concerns, facts=facts, document=kept)
 
 
 def _pod(document: Document) -> Entry:
     metadata = document["metadata"]
     pod = pod_of(document)
-    concerns = _replica(metadata)
+    concerns = _labelled(metadata, REPLICA_LABEL, REPLICA)
     if pod.node is not None:
         concerns.append(Key(NODE.name, "", pod.node))
     return _entry(metadata, concerns, facts=replace(pod, resource_version=""), document=pod)
@@ -187,9 +246,9 @@ def _entry(metadata: Document, concerns: list[Key], *, facts: Any, document: Any
     )
 
 
-def _replica(metadata: Document) -> list[Key]:
-    name = metadata.get("labels", {}).get(REPLICA_LABEL)
-    return [Key(REPLICA.name, metadata["namespace"], name)] if name else []
+def _labelled(metadata: Document, label: str, kind: Kind) -> list[Key]:
+    name = metadata.get("labels", {}).get(label)
+    return [Key(kind.name, metadata["namespace"], name)] if name else []
 
 
 def _kept(document: Document) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from medha_operator.cluster import ApiError, Cluster, Fenced
-from medha_operator.index import REPLICA_LABEL, WATCHED, Index
-from medha_operator.kinds import CHILDREN, NODE, POD, Key, Kind
+from medha_operator.index import WATCHED, Index
+from medha_operator.kinds import NODE, Key, Kind
 from medha_operator.lease import Lease, Tenure
 from medha_operator.reconcile import Reconciler
 from medha_operator.reflector import Reflector
@@ -94,7 +94,7 @@ class Program:
                 kind,
                 self.index.stores[kind.name],
                 namespace=namespace,
-                selector=REPLICA_LABEL if kind in (POD, *CHILDREN) else "",
+                selector=WATCHED[kind],
                 relist_seconds=self._settings.resync_seconds,
                 is_optional=kind is NODE,  # which an installation for single namespaces may not read
             )

@@ -11,15 +11,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from medha_operator.cluster import ApiError, Cluster
+from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index
 from medha_operator.keys import replica_keys
-from medha_operator.kinds import REPLICA, Key
-from medha_operator.plan import Action, Apply, CreateKeys, Delete, SetStatus, Tell, plan
+from medha_operator.kinds import DEPLOYMENT, REPLICA, Key
+from medha_operator.plan import Action, Apply, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.render import Owner
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
 
 _log = logging.getLogger(__name__)
+
+Versions = dict[tuple[str, str], str]
+"""(kind, name) -> resourceVersion."""
+
+_REFUSALS = frozenset({400, 403, 422})
+"""Answers that do not change by themselves: a user must hear of them."""
 
 
 @dataclass(frozen=True)
@@ -57,29 +64,42 @@ class Reconciler:
             Fenced: this process may not write any more.
         """
         resource = self._index.resource(key)
-        if resource is None or key.kind != REPLICA.name:
+        if resource is None:
             return Look()
+        planned, versions = self._plan(key, resource)
+        try:
+            await self._carry_out(key, resource, planned.actions, versions)
+        except ApiError as error:
+            if error.status in _REFUSALS:
+                await self._tell(key, resource, Tell("Refused", f"the API server refused: {error}", True))
+            raise
+        return Look(len(planned.actions), planned.again_seconds)
+
+    def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
+        """What to do, and the resourceVersion of each object that it is based on."""
+        now = self._now()
+        if key.kind == DEPLOYMENT.name:
+            deployment = self._index.observe_deployment(key)
+            assert deployment is not None
+            versions = {(REPLICA.name, child.name): child.resource_version for child in deployment.children}
+            for kept in deployment.templates:
+                versions["ControllerRevision", f"{key.name}-{kept.name}"] = kept.resource_version
+            return plan_deployment(deployment, now, self._settings), versions
         leftovers = self._index.leftovers(key, resource["metadata"]["uid"])
         if leftovers:  # of an earlier one of this name; each that goes asks for another look
             _log.info("%s waits for the end of %s", key, ", ".join(leftovers))
-            return Look()
+            return Plan(()), {}
         observed = self._index.observe(key)
         assert observed is not None
-        planned = plan(observed, self._now(), self._settings)
-        versions = {
-            of: document["metadata"]["resourceVersion"]
-            for of, document in observed.objects.items()
-            if document
-        }
-        await self._carry_out(key, resource, planned.actions, versions)
-        return Look(len(planned.actions), planned.again_seconds)
+        found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
+        return plan(observed, now, self._settings), found
 
     async def _carry_out(
         self,
         key: Key,
         resource: Document,
         actions: Iterable[Action],
-        versions: dict[tuple[str, str], str],
+        versions: Versions,
     ) -> None:
         metadata = resource["metadata"]
         for action in actions:
