@@ -1,0 +1,246 @@
+"""Writes Grafana's dashboards: `python dashboards/generate.py FOLDER ...`, run by `make gen`.
+
+A dashboard is a list of rows of panels, each panel a question in one sentence and PromQL over the metric catalogue.
+Times are `$__rate_interval`, so that any scrape interval works.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
+_SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One graph: what it answers, its unit as Grafana spells it, and a query for each of its lines."""
+
+    title: str
+    asks: str
+    unit: str
+    queries: dict[str, str]
+    """Legend -> PromQL."""
+    kind: str = "timeseries"
+    steps: tuple[tuple[str, float | None], ...] = ()
+    """Colours and the values from which they hold."""
+
+
+@dataclass(frozen=True)
+class Dashboard:
+    """One page of Grafana."""
+
+    name: str
+    title: str
+    says: str
+    rows: dict[str, list[Panel]]
+    variables: dict[str, str] = field(default_factory=dict)
+    """Name -> query for its values."""
+
+    def document(self) -> dict[str, Any]:
+        """As Grafana imports it."""
+        return {
+            "uid": f"medha-{self.name}",
+            "title": f"Medha / {self.title}",
+            "description": self.says,
+            "tags": ["medha"],
+            "schemaVersion": 39,
+            "version": 1,
+            "editable": True,
+            "graphTooltip": 1,
+            "refresh": "30s",
+            "time": {"from": "now-6h", "to": "now"},
+            "templating": {"list": [_source(), *(_variable(*entry) for entry in self.variables.items())]},
+            "panels": self._panels(),
+        }
+
+    def _panels(self) -> list[dict[str, Any]]:
+        panels: list[dict[str, Any]] = []
+        top = 0
+        for title, row in self.rows.items():
+            position = {"x": 0, "y": top, "w": _COLUMNS, "h": 1}
+            panels.append(
+                {"id": len(panels) + 1, "type": "row", "title": title, "gridPos": position, "panels": []}
+            )
+            top += 1
+            for index, panel in enumerate(row):
+                line, column = divmod(index, _COLUMNS // _WIDTH)
+                position = {"x": column * _WIDTH, "y": top + line * _HEIGHT, "w": _WIDTH, "h": _HEIGHT}
+                panels.append(_panel(len(panels) + 1, panel, position))
+            top += -(-len(row) // (_COLUMNS // _WIDTH)) * _HEIGHT
+        return panels
+
+
+def _panel(number: int, panel: Panel, position: dict[str, int]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {"unit": panel.unit}
+    if panel.kind == "timeseries":
+        defaults["custom"] = {"fillOpacity": 8, "showPoints": "never"}
+    if panel.unit == "percentunit":
+        defaults |= {"min": 0, "max": 1}
+    if panel.steps:
+        steps = [{"color": color, "value": value} for color, value in panel.steps]
+        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    options: dict[str, Any] = {"legend": {"displayMode": "list", "placement": "bottom"}}
+    if panel.kind == "stat":
+        options = {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "background"}
+    return {
+        "id": number,
+        "type": panel.kind,
+        "title": panel.title,
+        "description": panel.asks,
+        "datasource": _SOURCE,
+        "gridPos": position,
+        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "options": options,
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+            for index, (legend, query) in enumerate(panel.queries.items())
+        ],
+    }
+
+
+def _source() -> dict[str, Any]:
+    return {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+
+
+def _variable(name: str, query: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "label": name.replace("_", " ").capitalize(),
+        "type": "query",
+        "datasource": _SOURCE,
+        "query": {"query": query, "refId": name},
+        "definition": query,
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+# --- what the dashboards ask ----------------------------------------------------------------------------
+
+_GOOD = (("red", None), ("orange", 0.9), ("green", 0.95))
+
+
+def _quantiles(
+    metric: str, where: str, by: str = "", shares: tuple[float, ...] = (0.5, 0.99)
+) -> dict[str, str]:
+    """Legend -> quantile of a histogram, for each value of the label `by`."""
+    named = f" {{{{{by}}}}}" if by else ""
+    grouped = f"le, {by}" if by else "le"
+    inner = f"sum by ({grouped}) (rate({metric}_bucket{where}[$__rate_interval]))"
+    return {f"p{share * 100:g}{named}": f"histogram_quantile({share}, {inner})" for share in shares}
+
+
+def _rate(metric: str, where: str, by: str) -> str:
+    return f"sum by ({by}) (rate({metric}{where}[$__rate_interval]))"
+
+
+def _share(metric: str, where: str, by: str, window: str = "$__rate_interval") -> str:
+    """Share of requests that met their target; 0 where all missed it, nothing where there was none."""
+    met = where.replace("}", ', met="true"}')
+    every = f"sum by ({by}) (rate({metric}{where}[{window}]))"
+    return f"(sum by ({by}) (rate({metric}{met}[{window}])) or 0 * {every}) / {every}"
+
+
+_R = '{namespace=~"$namespace", model=~"$model"}'
+_N = '{namespace=~"$namespace"}'
+_TTFT, _TPOT = "medha_request_ttft_attainment_total", "medha_request_tpot_attainment_total"
+
+SLO = Dashboard(
+    name="slo",
+    title="SLO",
+    says="Whether requests meet their own targets, and what stands in the way.",
+    variables={
+        "namespace": "label_values(medha_requests_total, namespace)",
+        "model": 'label_values(medha_requests_total{namespace=~"$namespace"}, model)',
+    },
+    rows={
+        "Attainment": [
+            Panel("First tokens in time", "Share of requests whose first token met its target.", "percentunit", {"": _share(_TTFT, _R, "", "$__range")}, "stat", _GOOD),
+            Panel("Output tokens in time", "Share of requests whose time per output token met its target.", "percentunit", {"": _share(_TPOT, _R, "", "$__range")}, "stat", _GOOD),
+            Panel("Budget spent, over one hour", "Misses divided by those that an objective of 95 % allows; above 14.4 a month's budget is gone in two days.", "short", {"first tokens": f"(1 - ({_share(_TTFT, _R, 'model', '1h')})) / 0.05", "output tokens": f"(1 - ({_share(_TPOT, _R, 'model', '1h')})) / 0.05"}),
+            Panel("First tokens in time, by class", "Which promise is broken?", "percentunit", {"{{service_class}}": _share(_TTFT, _R, "service_class")}),
+            Panel("First tokens in time, by length of prompt", "Do long prompts wait behind short ones, or short behind long?", "percentunit", {"{{prompt_tokens}}": _share(_TTFT, _R, "prompt_tokens")}),
+            Panel("Output tokens in time, by class", "Do prefills slow down who is reading?", "percentunit", {"{{service_class}}": _share(_TPOT, _R, "service_class")}),
+            Panel("TTFT divided by its target", "1 is just in time; seconds mean little where prompts differ a thousandfold.", "short", _quantiles("medha_request_ttft_target_ratio", _R, "service_class")),
+            Panel("TTFT", "Time to first token.", "s", _quantiles("medha_request_ttft_seconds", _R, "service_class")),
+            Panel("TPOT", "Time per output token of whole requests.", "s", _quantiles("medha_request_tpot_seconds", _R, "service_class")),
+        ],
+        "Traffic": [
+            Panel("Requests", "How do requests end?", "reqps", {"{{outcome}}": _rate("medha_requests_total", _R, "outcome")}),
+            Panel("Tokens", "How much work comes, and how much was already cached?", "short", {"prompt": f"sum(rate(medha_prompt_tokens_total{_R}[$__rate_interval]))", "prompt, cached": f"sum(rate(medha_cached_prompt_tokens_total{_R}[$__rate_interval]))", "output": f"sum(rate(medha_output_tokens_total{_R}[$__rate_interval]))"}),
+            Panel("In the router", "Do requests wait for a replica?", "short", {"requests": f"sum(medha_router_requests_open{_N})", "sequences": f"sum(medha_router_sequences_open{_N})", "sequences that wait": f"sum(medha_router_sequences_waiting{_N})"}),
+        ],
+        "Replicas": [
+            Panel("Replicas", "Who can serve?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})"}),
+            Panel("KV in use", "Is memory what is short?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
+            Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{replica}}": f"max by (replica) (medha_replica_pending_prefill_seconds{_R})"}),
+            Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"sum by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"sum by (replica) (medha_replica_sequences_waiting{_R})"}),
+            Panel("Submitted again", "Are replicas or ranks lost?", "short", {"sequences a second": f"sum(rate(medha_router_resubmissions_total{_N}[$__rate_interval]))"}),
+            Panel("Tokenising", "Does the router itself hold requests up?", "s", _quantiles("medha_router_tokenize_seconds", _N, "place")),
+        ],
+        "Links": [
+            Panel("Messages dropped", "Do versions or clocks disagree?", "short", {"{{link}} {{reason}}": _rate("medha_router_dropped_messages_total", _N, "link, reason")}),
+            Panel("Connections refused", "Does somebody without a token try to join?", "short", {"{{link}}": _rate("medha_router_refused_connections_total", _N, "link")}),
+        ],
+    },
+)  # fmt: skip
+
+_P = '{namespace=~"$namespace", pod=~"$pod"}'
+
+REPLICA = Dashboard(
+    name="replica",
+    title="Replica",
+    says="What the controller of a replica decides, and how well it predicts.",
+    variables={
+        "namespace": "label_values(medha_steps_total, namespace)",
+        "pod": 'label_values(medha_steps_total{namespace=~"$namespace"}, pod)',
+    },
+    rows={
+        "Steps": [
+            Panel("Steps", "Is it working?", "short", {"{{pod}}": _rate("medha_steps_total", _P, "pod")}),
+            Panel("Duration of a step", "What was it, and what was expected?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_step_observed_seconds", _P).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_step_predicted_seconds", _P).items()}),
+            Panel("Observed divided by predicted", "Can deadlines be trusted? Near 1 they can.", "short", _quantiles("medha_step_prediction_error_ratio", _P, "pod", (0.1, 0.5, 0.9))),
+            Panel("Tokens of a step", "How are prefill and decode mixed?", "short", _quantiles("medha_step_tokens", _P, "phase")),
+            Panel("Sequences of a step", "How many share it?", "short", _quantiles("medha_step_sequences", _P, "phase")),
+            Panel("Chunk of a prefill", "How finely are prompts cut?", "short", _quantiles("medha_chunk_tokens", _P)),
+            Panel("Slack of prefills", "Below 0 they will be late.", "s", _quantiles("medha_prefill_slack_seconds", _P, "service_class", (0.01, 0.5))),
+            Panel("Decodes too slow", "Which share of steps breaks a TPOT target?", "percentunit", {"{{pod}}": f"{_rate('medha_decode_tpot_misses_total', _P, 'pod')} / {_rate('medha_steps_total', _P, 'pod')}"}),
+            Panel("Time to decide", "Does the controller hold the grid up?", "s", _quantiles("medha_controller_handle_seconds", _P, "pod")),
+        ],
+        "Memory": [
+            Panel("KV in use", "Is it full?", "percentunit", {"{{pod}}": f"max by (pod) (medha_kv_used_ratio{_P})"}),
+            Panel("KV blocks", "Who holds them?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_blocks{_P})"}),
+            Panel("Prefix cache", "Which share of prompt tokens was not computed again?", "percentunit", {"{{pod}}": f"{_rate('medha_prefix_cache_hit_tokens_total', _P, 'pod')} / {_rate('medha_prefix_cache_queried_tokens_total', _P, 'pod')}"}),
+        ],
+        "Sequences": [
+            Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{pod}} running": f"sum by (pod) (medha_sequences_running{_P})", "{{pod}} waiting": f"sum by (pod) (medha_sequences_waiting{_P})"}),
+            Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{pod}}": f"max by (pod) (medha_pending_prefill_seconds{_P})"}),
+            Panel("Ended", "How do sequences end?", "short", {"{{reason}}": _rate("medha_sequences_finished_total", _P, "reason")}),
+            Panel("Refused", "Why are submissions refused?", "short", {"{{reason}}": _rate("medha_sequences_refused_total", _P, "reason")}),
+            Panel("Epoch", "It rises when ranks were lost and met anew.", "short", {"{{pod}}": f"max by (pod) (medha_epoch{_P})"}),
+            Panel("Messages dropped", "Do versions or clocks disagree?", "short", {"{{link}} {{reason}}": _rate("medha_dropped_messages_total", _P, "link, reason")}),
+        ],
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SLO, REPLICA)
+
+
+def files() -> dict[str, str]:
+    """File name -> what should be written there."""
+    return {f"{each.name}.json": json.dumps(each.document(), indent=1) + "\n" for each in DASHBOARDS}
+
+
+if __name__ == "__main__":
+    for folder in map(Path, sys.argv[1:]):
+        for name, text in files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+            sys.stdout.write(f"wrote {folder / name}\n")
