@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from medha.errors import ConfigInvalid
-from medha_cli.up import RANK_ENVIRONMENT
+from medha_worker.process import RANK_ENVIRONMENT
 
 if TYPE_CHECKING:
     from medha_worker.profile_fit import HeldOut

@@ -31,7 +31,7 @@ from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.runs import announced, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
-from medha_worker.process import free_port
+from medha_worker.process import RANK_ENVIRONMENT, free_port
 from medha_worker.supervision.supervisor import Part, supervise
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ READY_TIMEOUT_SECONDS = 1.0  # of one look at /ready; the next follows soon
 SOCKET_PATH_BYTES = (
     100  # Linux takes 107 for a socket's path, and ours end in the name below the run directory
 )
-# OpenMP's threads spin while they wait for each other. Router and controller take turns on the same cores, and a
-# thread that spins beside one that was put aside makes a step take ten times as long; threads that sleep at once
-# (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
-RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
 KEYS = "keys"  # in the run directory
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
@@ -239,18 +235,20 @@ def write_parts(
                 "log_level": log_level,
             },
         )
-        rank_parts.append(_part(f"rank {rank}", "medha_worker.rank", settings, RANK_ENVIRONMENT))
+        rank_parts.append(
+            _part(f"rank {rank}", "medha_worker.rank", ("--settings", settings), RANK_ENVIRONMENT)
+        )
     return (
-        (_part("router", "medha_router", router),),
-        (_part("controller", "medha_worker.controller", controller),),
+        (_part("router", "medha_router", (router,)),),
+        (_part("controller", "medha_worker.controller", ("--settings", controller)),),
         tuple(rank_parts),
     )
 
 
 def _part(
-    name: str, module: str, settings: str, environment: Mapping[str, str] = MappingProxyType({})
+    name: str, module: str, arguments: tuple[str, ...], environment: Mapping[str, str] = MappingProxyType({})
 ) -> Part:
-    return Part(name, (sys.executable, "-m", module, "--settings", settings), environment, signal.SIGUSR1)
+    return Part(name, (sys.executable, "-m", module, *arguments), environment, signal.SIGUSR1)
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:

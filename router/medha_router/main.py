@@ -133,7 +133,9 @@ async def _parent_gone(parent_pid: int | None) -> None:
 
 
 @click.command()
-@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+@click.argument(
+    "settings_file", metavar="SETTINGS.json", type=click.Path(exists=True, dir_okay=False, path_type=Path)
+)
 def main(settings_file: Path) -> None:
     """Serve HTTP for replicas; the settings are a JSON file of `RouterSettings`."""
     parent_pid = os.getppid()  # first of all: it may be gone soon

@@ -288,7 +288,7 @@ def start_router(folder: Path, **settings: Any) -> Router:
         **settings,
     }
     (folder / "settings.json").write_text(json.dumps(given))
-    command = [sys.executable, "-m", "medha_router", "--settings", str(folder / "settings.json")]
+    command = [sys.executable, "-m", "medha_router", str(folder / "settings.json")]
     process = subprocess.Popen(command)
     deadline = time.monotonic() + 30
     while not ready.exists():

@@ -120,7 +120,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "import subprocess, sys, time\n"
-            f"child = subprocess.Popen([sys.executable, '-m', 'medha_router', '--settings', {str(settings_file)!r}])\n"
+            f"child = subprocess.Popen([sys.executable, '-m', 'medha_router', {str(settings_file)!r}])\n"
             "print(child.pid, flush=True)\n"
             "time.sleep(60)",
         ],
@@ -146,7 +146,7 @@ def test_wrong_settings_are_named_and_end_the_start(tmp_path: Path, text: str | 
     if text is not None:
         settings_file.write_text(text)
     ended = subprocess.run(
-        [sys.executable, "-m", "medha_router", "--settings", str(settings_file)],
+        [sys.executable, "-m", "medha_router", str(settings_file)],
         capture_output=True,
         text=True,
         check=False,

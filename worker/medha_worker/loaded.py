@@ -64,6 +64,8 @@ class RankSettings(BaseModel):
     """ZeroMQ endpoint of its token link."""
     address: str = "127.0.0.1"
     """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
+    ranks_on_host: int | None = None
+    """Ranks that share this one's memory and CPUs. Default: all of the replica's; in a pod, the pod's."""
     key_file: Path
     """The secret key that the ranks of the replica share (docs/security.md)."""
     controller_key_file: Path
@@ -74,6 +76,11 @@ class RankSettings(BaseModel):
     def topology(self) -> Topology:
         shape = self.spec.parallelism
         return Topology(shape.tensor, shape.stream, shape.kv)
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this host, this one included."""
+        return self.ranks_on_host or self.topology.ranks
 
 
 @dataclass(frozen=True)
@@ -217,7 +224,7 @@ class Loaded:
                 weights_bytes=model.weights_bytes,
                 activation_bytes=warm.activation_bytes,
             )
-            blocks = pool_blocks(request, host_free_bytes(settings.topology.ranks))
+            blocks = pool_blocks(request, host_free_bytes(settings.neighbours))
             if grid is not None:
                 blocks = grid.smallest(blocks)
         if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
@@ -234,7 +241,7 @@ def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
     spec, topology = settings.spec, settings.topology
     started = time.monotonic()
     keep_freed_memory()
-    torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // topology.ranks))
+    torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // settings.neighbours))
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
     )

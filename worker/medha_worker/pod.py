@@ -1,0 +1,137 @@
+"""`python -m medha_worker.pod`: the supervisor of one pod of a replica, which is one (lane, stage) of its grid.
+
+It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is started again here, and the
+others keep their weights: the operator replaces pods only when this process asks for it by its exit status, 75. On
+SIGTERM the leader's controller finishes the open requests; the other pods wait for its word.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from medha.errors import MedhaError
+from medha_worker.part_state import PartState
+from medha_worker.pod_health import HealthServer
+from medha_worker.pod_leader import LeaderName
+from medha_worker.pod_parts import HEALTH_PORT, Place, read_replica, replica_name, write_parts
+from medha_worker.pod_watch import PodWatch
+from medha_worker.process import configure_logging
+from medha_worker.supervision.lifecycle import Lifecycle
+from medha_worker.supervision.supervisor import supervise
+
+MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
+
+_log = logging.getLogger("medha.pod")
+
+
+class PodLog:
+    """What the supervisor shows: plain lines with the part's name, on stdout."""
+
+    def starting(self, parts: list[str]) -> None:
+        self.say(f"starting {', '.join(parts)}")
+
+    def line(self, part: str, text: str) -> None:
+        print(f"{part} | {text}", flush=True)
+
+    def say(self, text: str) -> None:
+        print(f"pod | {text}", flush=True)
+
+    def ready(self, process_ids: dict[str, int]) -> None:
+        self.say(f"ready: {', '.join(f'{name} is process {pid}' for name, pid in process_ids.items())}")
+
+    def close(self) -> None: ...
+
+
+class Followed(PodWatch):
+    """A pod's watch that looks the leader's name up while a part calls it."""
+
+    name: LeaderName | None = None
+
+    def told(self, part: str, state: PartState, now: float) -> None:
+        super().told(part, state, now)
+        if self.name is not None:
+            self.name.want(self.is_calling())
+
+    def ended(self, part: str, now: float) -> None:
+        super().ended(part, now)
+        if self.name is not None:
+            self.name.want(self.is_calling())
+
+
+def run(place: Place, replica_file: Path) -> Lifecycle:
+    """Run the pod until it is asked to stop, or cannot go on.
+
+    Raises:
+        ConfigInvalid: the pod cannot be what its environment says.
+    """
+    replica = read_replica(replica_file)
+    spec = replica.spec
+    place.require_in(spec)
+    place.run_directory.mkdir(parents=True, exist_ok=True)
+    groups = write_parts(place, replica)
+    parts = [part.name for group in groups for part in group]
+    watch = Followed(parts, time.monotonic(), spec.lifecycle.ready_seconds, place.leader)
+    if not place.is_leader:
+        watch.name = LeaderName(place.leader)
+    health = HealthServer(watch, place.listens_at, HEALTH_PORT)
+    _log.info(
+        "lane %d, stage %d of %s, at %s; the leader is %s",
+        place.lane,
+        place.stage,
+        replica_name(replica),
+        place.address,
+        "this pod" if place.is_leader else place.leader,
+    )
+    try:
+        return supervise(
+            groups,
+            is_ready=lambda: watch.has_started,
+            display=PodLog(),
+            ready_seconds=float("inf"),  # the watch knows it better
+            drain_seconds=spec.lifecycle.drain_seconds,
+            awaits_word=not place.is_leader,
+            watch=watch,
+        )
+    finally:
+        health.close()
+
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--replica", "replica_file", type=click.Path(path_type=Path), required=True)
+@click.option("--keys", type=_FOLDER, required=True)
+@click.option("--enrolment", type=_FOLDER)
+@click.option("--model", "model_directory", type=_FOLDER)
+@click.option("--termination-log", type=click.Path(path_type=Path), default=Path("/dev/termination-log"))
+@click.option("--lane", type=int, envvar="MEDHA_LANE", required=True)
+@click.option("--stage", type=int, envvar="MEDHA_STAGE", required=True)
+@click.option("--leader", envvar="MEDHA_LEADER", required=True)
+@click.option("--address", envvar="MEDHA_POD_IP", required=True)
+@click.option("--run-directory", type=_FOLDER, envvar="MEDHA_RUN_DIRECTORY", required=True)
+@click.option("--router", envvar="MEDHA_ROUTER", default="")
+def main(replica_file: Path, termination_log: Path, **place: object) -> None:
+    """Run one pod of a replica; the operator's pods say the rest in their environment."""
+    configure_logging("info")
+    try:
+        state = run(Place(**place), replica_file)  # type: ignore[arg-type] # click has read each option's type
+        reason, exit_status = state.failure, state.exit_status
+    except MedhaError as error:
+        reason, exit_status = f"{type(error).__name__}: {error}", 1
+    if reason:
+        _log.error("%s", reason)
+        with suppress(OSError):  # a machine without a kubelet has no such file
+            if termination_log.exists():
+                termination_log.write_bytes(reason.encode()[:MESSAGE_BYTES])
+    sys.exit(exit_status)
+
+
+if __name__ == "__main__":
+    main()
