@@ -275,7 +275,7 @@ class MedhaReplicaSpec(Model):
     )
     resources: ResourcesSpec = ResourcesSpec()
     placement: PlacementSpec = PlacementSpec()
-    router_ref: RouterReference | None = Field(default=None, json_schema_extra=live())
+    router_ref: RouterReference | None = Field(default=None, json_schema_extra=restart())
     """Default: the replica answers whoever finds its Service, and announces itself to nobody."""
     suspend: bool = Field(default=False, json_schema_extra=live())
     """Drain and remove the pods, keep everything else; `false` brings them back."""

@@ -8,6 +8,7 @@ what is there.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,13 @@ TOKENS_PORT = 5601
 METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
+_ENROLMENT = "/etc/medha/enrolment"
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
-"""Between the end of a drain and the kill."""
+"""Between the end of a drain and the kill, and between a pod's own limit to its start and the kubelet's."""
+_UNREAD = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
+"""Weights in formats that ranks do not read, which many repositories hold beside safetensors."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,18 @@ def keys_name(owner: Owner) -> str:
     return f"{owner.name}-keys-{owner.uid[:8]}"
 
 
+def enrolment_name(spec: MedhaReplicaSpec) -> str | None:
+    """Name of the Secret by which the replica enrols at its router; None where it names none."""
+    router = spec.router_ref
+    return None if router is None else router.secret or f"{router.name}-enrolment"
+
+
+def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
+    """Where the replica's router listens; empty where it names none."""
+    router = spec.router_ref
+    return "" if router is None else f"{router.name}.{router.namespace or owner.namespace}.svc"
+
+
 def controller_revision(owner: Owner, revision: Revision) -> Manifest:
     """What pods of this revision were made of; such an object can never be changed."""
     return _object(owner, "apps/v1", "ControllerRevision", config_name(owner, revision.name)) | {
@@ -217,6 +233,7 @@ def _pod_template(
             {"name": "run", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            *_enrolment_volume(spec),
             *([model_volume] if model_volume else []),
         ],
     }
@@ -233,19 +250,21 @@ def _worker(
     owner: Owner, spec: MedhaReplicaSpec, lane_index: int, image: str, settings: OperatorSettings
 ) -> Manifest:
     index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
-    patience = max(1, round(spec.lifecycle.ready_seconds / _PROBE_SECONDS))
+    patience = math.ceil((spec.lifecycle.ready_seconds + _SPARE_SECONDS) / _PROBE_SECONDS)
+    enrolment = ["--enrolment", _ENROLMENT] if spec.router_ref is not None else []
     return {
         "name": "worker",
         "image": image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["python", "-m", "medha_worker.pod"],
-        "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys"],
+        "args": ["--replica", "/etc/medha/config/replica.json", "--keys", "/etc/medha/keys", *enrolment],
         "env": [
             {"name": "MEDHA_LANE", "value": str(lane_index)},
             {"name": "MEDHA_STAGE", "valueFrom": index},
             {"name": "MEDHA_LEADER", "value": leader_address(owner)},
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
+            {"name": "MEDHA_ROUTER", "value": router_address(owner, spec)},
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
         ],
         "ports": [
@@ -258,6 +277,7 @@ def _worker(
         "startupProbe": _probe("/started", patience),
         "readinessProbe": _probe("/ready", 2),
         "livenessProbe": _probe("/live", 6),
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "config", "mountPath": "/etc/medha/config", "readOnly": True},
@@ -265,6 +285,7 @@ def _worker(
             {"name": "run", "mountPath": "/run/medha"},
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
             {"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108 - a directory of the container's own
+            *([{"name": "enrolment", "mountPath": _ENROLMENT, "readOnly": True}] if enrolment else []),
             *_model_mounts(spec.model.source, read_only=True),
         ],
     }
@@ -294,8 +315,12 @@ def _model(
         "image": image,
         "imagePullPolicy": settings.image_pull_policy,
         "command": ["hf", "download", wanted.repository],
-        "args": ["--revision", wanted.revision, "--local-dir", MODEL_DIRECTORY],
+        "args": [
+            *("--revision", wanted.revision, "--local-dir", MODEL_DIRECTORY),
+            *(word for pattern in _UNREAD for word in ("--exclude", pattern)),
+        ],
         "env": environment,
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
@@ -303,6 +328,13 @@ def _model(
         ],
     }
     return {"name": "model", "emptyDir": {}}, fetch
+
+
+def _enrolment_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
+    name = enrolment_name(spec)
+    return (
+        [] if name is None else [{"name": "enrolment", "secret": {"secretName": name, "defaultMode": 0o440}}]
+    )
 
 
 def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
