@@ -60,12 +60,17 @@ tests: $(STAMP) binaries
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
 	@$(BIN)/python benchmarks/long.py
 
-binaries: $(STAMP) # of the control plane that tests start: minutes where nothing is kept yet, nothing afterwards
-	@.ci/row binaries $(BIN)/python tests/cluster/binaries.py etcd kube-apiserver kubectl
+binaries: $(STAMP) # of the clusters that tests start: minutes where nothing is kept yet, nothing afterwards
+	@.ci/row binaries $(BIN)/python tests/cluster/binaries.py
 
 .PHONY: binaries-early
 binaries-early: # the same with no environment yet
-	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py etcd kube-apiserver kubectl
+	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py
+
+SHAPE ?= one-node
+.PHONY: cluster
+cluster: $(STAMP) ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes
+	@PYTHONPATH=tests exec $(BIN)/python -m cluster --shape $(SHAPE) $(if $(KWOK),--kwok $(KWOK))
 
 MODE ?= full
 .PHONY: campaign

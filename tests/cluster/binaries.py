@@ -41,12 +41,14 @@ class Module:
     """Program -> Go package."""
     stamps: tuple[str, ...] = ()
     """`-X` settings of the linker."""
+    sources: tuple[str, ...] = ("go.mod", "go.sum")
+    """Files that the programs are made of."""
 
     def key(self, go_version: str) -> str:
         """Digest of everything that the programs depend on."""
         folder = _GO / self.name
         made_of = [go_version, *_FLAGS, *self.stamps, *sorted(self.commands.values())]
-        made_of += [(folder / name).read_text(encoding="utf-8") for name in ("go.mod", "go.sum")]
+        made_of += [(folder / name).read_text(encoding="utf-8") for name in self.sources]
         return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
 
 
@@ -76,6 +78,11 @@ MODULES = (
     Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
     Module("coredns", {"coredns": "github.com/coredns/coredns"}),
     Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
+    Module(
+        "pod",
+        {name: f"medha.dev/tests/cluster/pod/{name}" for name in ("pause", "hello")},
+        sources=("go.mod", "pause/main.go", "hello/main.go"),
+    ),
 )
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")
 

@@ -1,31 +1,64 @@
-"""One control plane for all tests that need a real API server."""
+"""Clusters that tests share. What a machine cannot hold is skipped there, and fails in CI."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from cluster.binaries import CannotBuild
+from cluster.binaries import CannotBuild, build
 from cluster.control_plane import ControlPlane, control_plane
+from cluster.namespaces import CannotRun
+from cluster.nodes import Cluster, one_node
+from cluster.tiny_image import write_image
 
 CRDS = Path(__file__).resolve().parents[2] / "crds"
+HELLO_IMAGE = "medha.test/hello:1"
+
+
+@contextmanager
+def skipping_what_cannot_run() -> Iterator[None]:
+    """Skip where Go, packages or rights are missing; in CI that is a failure."""
+    try:
+        yield
+    except (CannotBuild, CannotRun) as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(str(error).splitlines()[0])
 
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane without controllers that knows our resources.
+    """A control plane without controllers that knows our resources."""
+    folder = tmp_path_factory.mktemp("plane")
+    with skipping_what_cannot_run(), control_plane(folder, controllers=False, scheduler=False) as running:
+        running.kubectl("apply", "--server-side", "-f", str(CRDS))
+        running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        yield running
 
-    Without Go and without `KUBEBUILDER_ASSETS` its tests are skipped, but in CI they fail.
-    """
-    try:
-        with control_plane(tmp_path_factory.mktemp("plane"), controllers=False, scheduler=False) as running:
-            running.kubectl("apply", "--server-side", "-f", str(CRDS))
-            running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
-            yield running
-    except CannotBuild as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"no Kubernetes API server: {error}")
+
+@pytest.fixture(scope="session")
+def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane with its controllers, so that StatefulSets make pods and what is owned goes with its owner."""
+    folder = tmp_path_factory.mktemp("controlled")
+    with skipping_what_cannot_run(), control_plane(folder, scheduler=False) as running:
+        running.kubectl("apply", "--server-side", "-f", str(CRDS))
+        running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        yield running
+
+
+def hello_image(folder: Path) -> Path:
+    """An archive of the smallest server: it answers its pod's name on port 8080."""
+    hello = build(["hello"])["hello"]
+    return write_image(folder / "hello.tar", HELLO_IMAGE, {"/hello": hello}, ["/hello"])
+
+
+@pytest.fixture(scope="session")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster of one real node that knows the image `medha.test/hello:1`."""
+    folder = tmp_path_factory.mktemp("node")
+    with skipping_what_cannot_run(), one_node(folder, [hello_image(folder)]) as running:
+        yield running

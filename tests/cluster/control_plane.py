@@ -33,13 +33,16 @@ class NotStarted(Exception):
 class Server:
     """One running program of the cluster, and its log."""
 
-    def __init__(self, folder: Path, program: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, program: Path, arguments: Sequence[str], inside: Sequence[str] = ()
+    ) -> None:
+        """`inside` starts a command that runs the rest elsewhere."""
         self.name = program.name
         self.log = folder / f"{program.name}.log"
         with self.log.open("ab") as log:
             # `setpriv` ends it when we die, however we die.
             self.process = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", "--", str(program), *arguments],
+                ["setpriv", "--pdeathsig", "KILL", "--", *inside, str(program), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -79,14 +82,25 @@ class ControlPlane:
 
     folder: Path
     url: str
+    """Of the API server, as this process reaches it."""
+    inner_url: str
+    """The same, as the cluster reaches it."""
     keys: Keys
     programs: dict[str, Path]
+    inside: tuple[str, ...] = ()
+    """Start of a command that runs the rest where the servers are."""
     servers: dict[str, Server] = field(default_factory=dict)
 
     @property
     def kubeconfig(self) -> Path:
         """Of a user who may do everything."""
         return self.keys.kubeconfig(self.url, *ADMIN)
+
+    def start(self, program: str, *arguments: str) -> Server:
+        """Run one more server, where the others are; it ends with them."""
+        server = Server(self.folder, self.programs[program], arguments, self.inside)
+        self.servers[program] = server
+        return server
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
         """Output of `kubectl`, both streams.
@@ -106,17 +120,33 @@ class ControlPlane:
         return done.stdout
 
 
+@dataclass(frozen=True)
+class Network:
+    """Where the servers of a control plane run, if not in this process's network."""
+
+    address: str
+    """That they listen on, in there."""
+    port: int
+    """Of the API server, in there."""
+    url: str = ""
+    """Of the API server from here, where that is another."""
+    inside: tuple[str, ...] = ()
+    """Start of a command that runs the rest in there."""
+
+
 @contextmanager
 def control_plane(
     folder: Path,
     *,
-    address: str = "127.0.0.1",
+    network: Network | None = None,
     controllers: bool = True,
     scheduler: bool = True,
     gates: Sequence[str] = (),
     runtime_config: Sequence[str] = (),
 ) -> Iterator[ControlPlane]:
     """Start the servers, yield once the `default` ServiceAccount exists (or the API answers), stop them.
+
+    Without `network` they listen on this machine's loopback.
 
     Raises:
         CannotBuild: a program is missing.
@@ -128,12 +158,13 @@ def control_plane(
     programs = build(names)
     folder.mkdir(parents=True, exist_ok=True)
     keys = Keys(folder / "keys")
-    port = free_port(address)
-    plane = ControlPlane(folder, f"https://{address}:{port}", keys, programs)
+    network = network or Network("127.0.0.1", free_port("127.0.0.1"))
+    inner_url = f"https://{network.address}:{network.port}"
+    plane = ControlPlane(folder, network.url or inner_url, inner_url, keys, programs, network.inside)
     feature_gates = [f"--feature-gates={','.join(gates)}"] if gates else []
     try:
         etcd_url = _start_etcd(plane)
-        _start_api_server(plane, address, port, etcd_url, [*feature_gates, *_runtime(runtime_config)])
+        _start_api_server(plane, network, etcd_url, [*feature_gates, *_runtime(runtime_config)])
         if controllers:
             _start_controllers(plane, feature_gates)
         if scheduler:
@@ -163,53 +194,47 @@ def _runtime(entries: Sequence[str]) -> list[str]:
 
 def _start_etcd(plane: ControlPlane) -> str:
     client, peer = (f"http://127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2))
-    plane.servers["etcd"] = server = Server(
-        plane.folder,
-        plane.programs["etcd"],
-        [
-            f"--data-dir={plane.folder / 'etcd'}",
-            f"--listen-client-urls={client}",
-            f"--advertise-client-urls={client}",
-            f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}",
-            f"--initial-cluster=default={peer}",
-            "--unsafe-no-fsync",
-        ],
+    server = plane.start(
+        "etcd",
+        f"--data-dir={plane.folder / 'etcd'}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=default={peer}",
+        "--unsafe-no-fsync",
     )
-    server.wait_until(lambda: _answers(f"{client}/health"), "answered /health")
+    # Its port may lie in another network: the log tells everywhere.
+    server.wait_until(lambda: b"ready to serve client requests" in server.log.read_bytes(), "begun to serve")
     return client
 
 
-def _start_api_server(
-    plane: ControlPlane, address: str, port: int, etcd_url: str, more: Sequence[str]
-) -> None:
-    keys = plane.keys
+def _start_api_server(plane: ControlPlane, network: Network, etcd_url: str, more: Sequence[str]) -> None:
+    keys, address = plane.keys, network.address
     certificate, key = keys.server("kube-apiserver", address, FIRST_SERVICE, "localhost", "127.0.0.1")
     kubelet_certificate, kubelet_key = keys.client("kube-apiserver-kubelet-client", "system:masters")
     accounts = keys.service_accounts()
-    plane.servers["kube-apiserver"] = server = Server(
-        plane.folder,
-        plane.programs["kube-apiserver"],
-        [
-            f"--etcd-servers={etcd_url}",
-            f"--bind-address={address}",
-            f"--secure-port={port}",
-            # Published only: a loopback address would be refused.
-            f"--advertise-address={address if not address.startswith('127.') else '192.0.2.1'}",
-            f"--tls-cert-file={certificate}",
-            f"--tls-private-key-file={key}",
-            f"--client-ca-file={keys.authority}",
-            f"--kubelet-client-certificate={kubelet_certificate}",
-            f"--kubelet-client-key={kubelet_key}",
-            f"--service-account-key-file={accounts}",
-            f"--service-account-signing-key-file={accounts}",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            f"--service-cluster-ip-range={SERVICES}",
-            "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction",
-            "--allow-privileged=true",
-            *more,
-        ],
+    server = plane.start(
+        "kube-apiserver",
+        f"--etcd-servers={etcd_url}",
+        f"--bind-address={address}",
+        f"--secure-port={network.port}",
+        # Published only: a loopback address would be refused.
+        f"--advertise-address={address if not address.startswith('127.') else '192.0.2.1'}",
+        f"--tls-cert-file={certificate}",
+        f"--tls-private-key-file={key}",
+        f"--client-ca-file={keys.authority}",
+        f"--kubelet-client-certificate={kubelet_certificate}",
+        f"--kubelet-client-key={kubelet_key}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--service-account-key-file={accounts}",
+        f"--service-account-signing-key-file={accounts}",
+        "--service-account-issuer=https://kubernetes.default.svc",
+        f"--service-cluster-ip-range={SERVICES}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        *more,
     )
     context = ssl.create_default_context(cafile=str(keys.authority))
     context.load_cert_chain(*keys.client(*ADMIN))
@@ -217,46 +242,35 @@ def _start_api_server(
 
 
 def _start_controllers(plane: ControlPlane, more: Sequence[str]) -> None:
-    kubeconfig = plane.keys.kubeconfig(plane.url, *CONTROLLER_MANAGER)
-    plane.servers["kube-controller-manager"] = Server(
-        plane.folder,
-        plane.programs["kube-controller-manager"],
-        [
-            f"--kubeconfig={kubeconfig}",
-            f"--authentication-kubeconfig={kubeconfig}",
-            f"--authorization-kubeconfig={kubeconfig}",
-            f"--root-ca-file={plane.keys.authority}",
-            f"--service-account-private-key-file={plane.keys.service_accounts()}",
-            "--use-service-account-credentials=true",
-            f"--flex-volume-plugin-dir={plane.folder / 'flex'}",
-            "--kube-api-qps=500",  # the defaults throttle a test
-            "--kube-api-burst=1000",
-            "--concurrent-statefulset-syncs=20",
-            "--leader-elect=false",
-            "--bind-address=127.0.0.1",
-            f"--secure-port={free_port('127.0.0.1')}",
-            *more,
-        ],
+    plane.start(
+        "kube-controller-manager",
+        *_serving(plane, CONTROLLER_MANAGER),
+        f"--root-ca-file={plane.keys.authority}",
+        f"--service-account-private-key-file={plane.keys.service_accounts()}",
+        "--use-service-account-credentials=true",
+        f"--flex-volume-plugin-dir={plane.folder / 'flex'}",
+        "--concurrent-statefulset-syncs=20",
+        *more,
     )
 
 
 def _start_scheduler(plane: ControlPlane, more: Sequence[str]) -> None:
-    kubeconfig = plane.keys.kubeconfig(plane.url, *SCHEDULER)
-    plane.servers["kube-scheduler"] = Server(
-        plane.folder,
-        plane.programs["kube-scheduler"],
-        [
-            f"--kubeconfig={kubeconfig}",
-            f"--authentication-kubeconfig={kubeconfig}",
-            f"--authorization-kubeconfig={kubeconfig}",
-            "--kube-api-qps=500",
-            "--kube-api-burst=1000",
-            "--leader-elect=false",
-            "--bind-address=127.0.0.1",
-            f"--secure-port={free_port('127.0.0.1')}",
-            *more,
-        ],
-    )
+    plane.start("kube-scheduler", *_serving(plane, SCHEDULER), *more)
+
+
+def _serving(plane: ControlPlane, user: tuple[str, str | None]) -> list[str]:
+    """What controller-manager and scheduler have in common."""
+    kubeconfig = plane.keys.kubeconfig(plane.inner_url, *user)
+    return [
+        f"--kubeconfig={kubeconfig}",
+        f"--authentication-kubeconfig={kubeconfig}",
+        f"--authorization-kubeconfig={kubeconfig}",
+        "--kube-api-qps=500",  # the defaults throttle a test
+        "--kube-api-burst=1000",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={free_port('127.0.0.1')}",
+    ]
 
 
 def _answers(url: str, context: ssl.SSLContext | None = None) -> bool:

@@ -49,10 +49,10 @@ class Keys:
             )
         return path
 
-    def kubeconfig(self, server: str, user: str, group: str | None = None) -> Path:
-        """A self-contained kubeconfig (JSON is YAML) with which `user` reaches `server`."""
+    def kubeconfig(self, server: str, user: str, group: str | None = None, *, name: str = "") -> Path:
+        """A self-contained kubeconfig (JSON is YAML) with which `user` reaches `server`; `name` is the file's."""
         certificate, key = self.client(user, group)
-        path = self._folder / f"{user.replace(':', '-')}.kubeconfig"
+        path = self._folder / f"{name or user.replace(':', '-')}.kubeconfig"
         config = {
             "apiVersion": "v1",
             "kind": "Config",

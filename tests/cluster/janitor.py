@@ -1,0 +1,78 @@
+"""Waits until its standard input ends, then clears away what a cluster leaves: its processes, cgroups and folders.
+
+A program of its own, so that the host is as before even where whoever started the cluster was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+_POLL_SECONDS = 0.02
+_LIMIT_SECONDS = 30.0
+
+
+def clear(cgroups: list[Path], folders: list[Path]) -> bool:
+    """Thaw, kill and remove; whether everything is gone within the limit."""
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while True:
+        members = [member for root in cgroups for member in _members(root)]
+        if not members:
+            break
+        if time.monotonic() > deadline:
+            return False
+        for pid in members:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for root in cgroups:  # what is frozen does not die
+            for state in root.rglob("freezer.state"):
+                state.write_text("THAWED")
+        time.sleep(_POLL_SECONDS)
+    gone = all(_removed(root, deadline) for root in cgroups)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return gone
+
+
+def _members(root: Path) -> list[int]:
+    found = []
+    for tasks in root.rglob("cgroup.procs"):
+        try:
+            found += [int(line) for line in tasks.read_text().split()]
+        except OSError:  # the group went meanwhile
+            continue
+    return [pid for pid in found if pid > 0]
+
+
+def _removed(root: Path, deadline: float) -> bool:
+    for folder, _, _ in os.walk(root, topdown=False):
+        while Path(folder).exists():
+            try:
+                os.rmdir(folder)
+            except FileNotFoundError:
+                break
+            except OSError:  # EBUSY: its last process is being buried
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+    return True
+
+
+def main(arguments: list[str]) -> int:
+    """`janitor.py CGROUP... -- FOLDER...`"""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    split = arguments.index("--")
+    sys.stdin.read()
+    gone = clear([Path(name) for name in arguments[:split]], [Path(name) for name in arguments[split + 1 :]])
+    return 0 if gone else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
