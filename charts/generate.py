@@ -1,6 +1,7 @@
 """Writes what the chart takes from elsewhere: `python charts/generate.py`, run by `make gen`.
 
-- templates/crds/ from the models, with the label and the annotations that let Helm upgrade and keep them;
+- files/rights.yaml from what the operator says that it may do;
+- templates/crds/ from crds/, with the label and the annotations that let Helm upgrade and keep them;
 - the table of values in README.md, and the descriptions in values.schema.json, from the comments in values.yaml.
 """
 
@@ -16,9 +17,10 @@ from typing import Any
 
 import yaml
 
-from medha_operator.crds import files as definitions
+from medha_operator import gang, rights
 
 CHART = Path(__file__).resolve().parent / "medha"
+CRDS = Path(__file__).resolve().parents[1] / "crds"
 _KEY = re.compile(r"( *)([A-Za-z]\w*):")
 _BEGIN, _END = "<!-- values: written by `make gen` -->", "<!-- end of values -->"
 
@@ -86,7 +88,9 @@ def schema(before: str) -> str:
 
 def crd_templates() -> dict[str, str]:
     """File name in templates/crds/ -> a definition that Helm installs, upgrades and, unless told otherwise, leaves."""
-    return {name: _crd_template(text) for name, text in definitions().items()}
+    return {
+        file.name: _crd_template(file.read_text(encoding="utf-8")) for file in sorted(CRDS.glob("*.yaml"))
+    }
 
 
 def _crd_template(text: str) -> str:
@@ -102,12 +106,36 @@ def _crd_template(text: str) -> str:
     )
 
 
+def rules() -> str:
+    """files/rights.yaml: the rules of the operator's roles that depend on no value, and those of each gang scheduler."""
+    verbs = ["get", "list", "watch", "create", "patch", "delete"]
+    document = {
+        "cluster": rights.cluster_rules(),
+        "namespaced": rights.namespaced_rules(),
+        "gang": {
+            api: [{"apiGroups": [version.partition("/")[0]], "resources": [plural], "verbs": verbs}]
+            for api, (version, _, plural) in gang.KINDS.items()
+        },
+    }
+    head = "# Written by `make gen` from operator/medha_operator/rights.py; change it there.\n"
+    return head + yaml.dump(document, Dumper=_Plain, sort_keys=False)
+
+
+class _Plain(yaml.SafeDumper):
+    """Writes a list as often as it occurs, with no anchors."""
+
+    def ignore_aliases(self, _: Any) -> bool:
+        return True
+
+
 def generated() -> dict[Path, str]:
     """Path -> what should be written there."""
     crds = CHART / "templates" / "crds"
     pages = {CHART / "README.md": readme, CHART / "values.schema.json": schema}
-    return {crds / name: text for name, text in crd_templates().items()} | {
-        path: write(path.read_text(encoding="utf-8")) for path, write in pages.items()
+    return {
+        CHART / "files" / "rights.yaml": rules(),
+        **{crds / name: text for name, text in crd_templates().items()},
+        **{path: write(path.read_text(encoding="utf-8")) for path, write in pages.items()},
     }
 
 

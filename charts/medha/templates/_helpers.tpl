@@ -82,17 +82,23 @@ priorityClassName: {{ . }}
 {{- end }}
 {{- end -}}
 
-{{/* What the operator reads: medha_operator.settings.OperatorSettings. */}}
-{{- define "medha.operatorSettings" -}}
+{{/* Routers whose keys the operator makes, as JSON: this release's own and those of operator.routers. */}}
+{{- define "medha.routers" -}}
 {{- $routers := .Values.operator.routers -}}
 {{- if .Values.router.enabled -}}
 {{- $routers = prepend $routers (dict "name" (include "medha.routerName" .) "namespace" .Release.Namespace) -}}
 {{- end -}}
+{{- toJson $routers -}}
+{{- end -}}
+
+{{/* What the operator reads: medha_operator.settings.OperatorSettings. */}}
+{{- define "medha.operatorSettings" -}}
 {{- $settings := dict
   "worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.image))
   "image_pull_policy" .Values.image.pullPolicy
   "namespaces" .Values.operator.namespaces
-  "routers" $routers
+  "gang_apis" .Values.operator.gangApis
+  "routers" (include "medha.routers" . | fromJsonArray)
   "concurrent_replicas" .Values.operator.concurrentReplicas
   "resync_seconds" .Values.operator.resyncSeconds
   "surge_wait_seconds" .Values.operator.surgeWaitSeconds

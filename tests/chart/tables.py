@@ -1,0 +1,85 @@
+"""Values that the chart is rendered with, each set for a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+EVERYTHING: dict[str, Any] = {
+    "commonLabels": {"team": "search"},
+    "image": {"registry": "registry.example/medha", "pullSecrets": ["registry"]},
+    "operator": {
+        "replicas": 2,
+        "routers": [{"name": "other-router", "namespace": "elsewhere"}],
+        "env": [{"name": "A", "value": "b"}],
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "serviceAccountAnnotations": {"e": "f"},
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"operator": "Exists"}],
+        "priorityClassName": "system-cluster-critical",
+    },
+    "router": {
+        "env": [{"name": "A", "value": "b"}],
+        "podAnnotations": {"a": "b"},
+        "podLabels": {"c": "d"},
+        "serviceAccountAnnotations": {"e": "f"},
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"operator": "Exists"}],
+        "affinity": {"nodeAffinity": {}},
+        "priorityClassName": "system-cluster-critical",
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule", "labelSelector": {}}
+        ],
+        "service": {"type": "LoadBalancer", "port": 80, "annotations": {"g": "h"}},
+        "ingress": {
+            "enabled": True,
+            "className": "nginx",
+            "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "3600"},
+            "hosts": ["llm.example"],
+            "tls": [{"hosts": ["llm.example"], "secretName": "llm-tls"}],
+        },
+        "httpRoute": {
+            "enabled": True,
+            "annotations": {"i": "j"},
+            "parentRefs": [{"name": "gateway", "namespace": "gateways"}],
+            "hostnames": ["llm.example"],
+        },
+    },
+    "networkPolicy": {
+        "clientsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "apps"}}}],
+        "metricsFrom": [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
+        ],
+    },
+    "monitoring": {
+        "monitors": True,
+        "labels": {"release": "kube-prometheus-stack"},
+        "dashboards": True,
+        "rules": {"enabled": True, "labels": {"team": "search"}},
+    },
+}
+
+TABLE: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": EVERYTHING,
+    "two namespaces": {"operator": {"namespaces": ["team-a", "team-b"]}},
+    "operator alone": {"router": {"enabled": False}},
+    "router alone": {"operator": {"enabled": False}, "crds": {"install": False}},
+    "nothing but definitions": {"operator": {"enabled": False}, "router": {"enabled": False}},
+    "roles made elsewhere": {"rbac": {"create": False, "aggregate": False}},
+    "images by digest": {
+        "operator": {"image": {"digest": f"sha256:{'0' * 64}"}},
+        "router": {"image": {"tag": "1.2.3"}},
+        "worker": {"image": {"repository": "registry.example/worker", "tag": "cuda"}},
+    },
+    "another name": {"fullnameOverride": "serving"},
+    "no user of ours": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
+    "no policies": {"networkPolicy": {"enabled": False}},
+    "definitions that go": {"crds": {"keep": False}},
+    "an Ingress for any host": {"router": {"ingress": {"enabled": True}}},
+    "a stopped router": {"router": {"replicas": 0, "leaveSeconds": 0}},
+    "monitoring of the operator": {
+        "router": {"enabled": False},
+        "monitoring": {"monitors": True, "rules": {"enabled": True, "objective": 0.999}},
+    },
+}
