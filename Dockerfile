@@ -8,13 +8,17 @@ ARG BASE_IMAGE=docker.io/library/python:3.11-slim-bookworm
 # --- what builds, and stays behind ----------------------------------------------------------------------
 
 FROM ${BASE_IMAGE} AS build
+ENV PATH=/build/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin
 WORKDIR /src
 COPY constraints.txt ./
-# The images' own environment, /opt/medha, holds no pip: that of /build fills it.
+# The images' own environment, /opt/medha, holds no pip: that of /build fills it. Their user has a name, since libraries
+# ask for it.
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     python3 -m venv /build \
     && python3 -m venv --without-pip /opt/medha \
-    && /build/bin/pip install --no-cache-dir --constraint constraints.txt hatchling
+    && pip install --no-cache-dir --constraint constraints.txt hatchling \
+    && groupadd --gid 65532 medha \
+    && useradd --no-log-init --uid 65532 --gid medha --no-create-home --home-dir /tmp --shell /usr/sbin/nologin medha
 # `packages EXTRA [WITHOUT]` installs what pyproject.toml lists for an image. Bytecode is compiled here, since nothing
 # can write it under a read-only root, and is taken unchecked, since copying may change a file's time.
 COPY pyproject.toml .docker/packages ./
@@ -32,17 +36,15 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages worker "${TO
 
 FROM build AS application
 COPY . .
-RUN /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
-    && /build/bin/pip --python /opt/medha/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
+RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheels . \
+    && pip --python /opt/medha/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
         --root /application /wheels/*.whl \
     && python3 -m compileall -q --invalidation-mode unchecked-hash /application
 
 # --- what runs ------------------------------------------------------------------------------------------
 
 FROM ${BASE_IMAGE} AS runtime
-# Libraries ask for the user's name, so that a number alone is not enough.
-RUN groupadd --gid 65532 medha \
-    && useradd --no-log-init --uid 65532 --gid medha --no-create-home --home-dir /tmp --shell /usr/sbin/nologin medha
+COPY --from=build /etc/passwd /etc/group /etc/
 ENV PATH=/opt/medha/bin:/usr/local/bin:/usr/bin:/bin \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \

@@ -175,9 +175,10 @@ def pip_settings(listed: str) -> tuple[str, list[str]]:
         key, separator, value = line.partition("=")
         if separator:
             settings[key.rpartition(".")[2]] = str(ast.literal_eval(value))
-    mounts = [word for value in settings.values() for word in value.split() if Path(word).is_absolute()]
+    words = [word for value in settings.values() for word in value.split()]
+    mounts = {word for word in words if Path(word).is_absolute() and Path(word).exists()}
     lines = [f"{key} = " + value.replace("\n", "\n    ") for key, value in settings.items()]
-    return "\n".join(["[global]", *lines, ""]), sorted({path for path in mounts if Path(path).exists()})
+    return "\n".join(["[global]", *lines, ""]), sorted(mounts)
 
 
 def _settings_of_apt() -> list[str]:

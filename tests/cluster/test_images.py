@@ -1,0 +1,173 @@
+"""What the images hold, who they run as, and what must not be in them; the Dockerfile's linter has no finding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import posixpath
+import subprocess
+import sys
+import tarfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from cluster.images import ROOT, TARGETS, CannotBuild, build, name, pip_settings
+
+_SITE = "opt/medha/lib/python3"
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image read from its archive."""
+
+    reference: str
+    config: dict[str, object]
+    files: frozenset[str]
+    settings: bytes
+    """Everything below /etc, and the image's own description."""
+
+
+def _read(archive: Path) -> Image:
+    files: set[str] = set()
+    etc: dict[str, bytes] = {}
+    with tarfile.open(archive) as outer:
+
+        def blob(digest: str) -> bytes:
+            member = outer.extractfile(f"blobs/{digest.replace(':', '/')}")
+            assert member is not None
+            return member.read()
+
+        index = outer.extractfile("index.json")
+        assert index is not None
+        (entry,) = json.load(index)["manifests"]
+        manifest = json.loads(blob(entry["digest"]))
+        description = blob(manifest["config"]["digest"])
+        for layer in manifest["layers"]:
+            stored = outer.extractfile(f"blobs/{layer['digest'].replace(':', '/')}")
+            assert stored is not None
+            with gzip.open(stored) as unpacked, tarfile.open(fileobj=unpacked) as inner:
+                for member in inner:
+                    path = posixpath.normpath(member.name)
+                    files.add(path + "/" if member.isdir() else path)
+                    if path.startswith("etc/") and member.isfile():
+                        content = inner.extractfile(member)
+                        assert content is not None
+                        etc[path] = content.read()
+    return Image(
+        entry["annotations"]["org.opencontainers.image.ref.name"],
+        json.loads(description)["config"],
+        frozenset(files),
+        b"\n".join([description, *etc.values()]),
+    )
+
+
+@pytest.fixture(scope="module")
+def images() -> dict[str, Image]:
+    try:
+        archives = build(TARGETS)
+    except CannotBuild as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"no images: {error}")
+    return {target: _read(archive) for target, archive in archives.items()}
+
+
+def test_every_image_is_named_and_labelled_with_the_version_of_the_project(images: dict[str, Image]) -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for target, image in images.items():
+        assert image.reference == name(target) == f"docker.io/library/medha-{target}:{version}"
+        assert image.config["Labels"]["org.opencontainers.image.version"] == version  # type: ignore[index]
+
+
+def test_every_image_runs_as_a_user_whose_name_is_known(images: dict[str, Image]) -> None:
+    for image in images.values():
+        assert image.config["User"] == "65532:65532"  # a number: `runAsNonRoot` believes no name
+        assert b"\nmedha:x:65532:65532:" in image.settings
+
+
+def test_every_image_holds_its_own_packages_and_nothing_that_builds(images: dict[str, Image]) -> None:
+    held = {"operator": "kopf", "router": "fastapi", "worker": "llvmlite"}
+    for target, image in images.items():
+        packages = {
+            path.split("/")[5] for path in image.files if path.startswith(_SITE) and path.count("/") > 5
+        }
+        assert {held[target], f"medha_{target}", "medha"} <= packages
+        assert not packages & {"pip", "setuptools", "wheel", "hatchling", "torch", "pytest"}
+        assert not {held[other] for other in TARGETS if other != target} & packages
+        programs = {posixpath.basename(path) for path in image.files if "/bin/" in f"/{path}"}
+        assert not programs & {"pip", "pip3", "gcc", "cc", "make", "apt-get", "git", "curl"}
+        assert not any(path.startswith(("build/", "src/", "wheels/", "root/.cache/")) for path in image.files)
+
+
+def test_every_module_was_compiled_since_nothing_can_be_where_the_root_is_read_only(
+    images: dict[str, Image],
+) -> None:
+    for image in images.values():
+        modules = [path for path in image.files if path.startswith(_SITE) and path.endswith(".py")]
+        missing = []
+        for path in modules:
+            folder, module = posixpath.split(path)
+            prefix = f"{folder}/__pycache__/{module.removesuffix('.py')}.cpython-3"
+            if not any(f"{prefix}{minor}.pyc" in image.files for minor in range(11, 20)):
+                missing.append(path)
+        assert modules
+        assert not missing
+
+
+def test_no_image_says_where_its_packages_came_from(images: dict[str, Image]) -> None:
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    ).stdout
+    settings, mounts = pip_settings(listed)
+    addresses = [word for word in settings.split() if "://" in word]
+    proxies = [value for key, value in os.environ.items() if key.lower().endswith("_proxy") and value]
+    for image in images.values():
+        for secret in (*addresses, *proxies, "pip.conf", "index-url", "http://deb."):
+            assert secret.encode() not in image.settings
+        assert "etc/apt/sources.list" not in image.files
+        assert not {f"{path.strip('/')}/" for path in mounts if path.startswith("/opt/")} & image.files
+
+
+def test_pip_inside_the_build_gets_the_settings_of_the_environment_and_the_files_that_they_name(
+    tmp_path: Path,
+) -> None:
+    listed = "\n".join(
+        [
+            "global.cert='/nowhere/ca.crt'",
+            f":env:.find-links='{tmp_path} https://wheels.invalid/'",
+            "global.index-url='https://one.invalid/simple'",
+            ":env:.index-url='https://two.invalid/simple'",
+        ]
+    )
+    settings, mounts = pip_settings(listed)
+    assert settings.splitlines() == [
+        "[global]",
+        "cert = /nowhere/ca.crt",
+        f"find-links = {tmp_path} https://wheels.invalid/",
+        "index-url = https://two.invalid/simple",
+    ]
+    assert mounts == [str(tmp_path)]
+
+
+def test_the_linter_has_nothing_to_say_about_the_dockerfile() -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run(
+        [linter, "--failure-threshold", "style", "--disable-ignore-pragma", ROOT / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_linter_finds_what_is_wrong_with_a_dockerfile(tmp_path: Path) -> None:
+    bad = tmp_path / "Dockerfile"
+    bad.write_text((ROOT / "Dockerfile").read_text().replace("--no-cache-dir ", ""))
+    linter = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([linter, bad], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "DL3042" in done.stdout
