@@ -12,7 +12,17 @@ from medha.api import MedhaReplicaSpec
 from medha_operator.observed import Observed, Pod
 from medha_operator.status import Condition
 
-TERMINAL = frozenset({"Invalid", "ImagePullFailed", "ContainerNotCreated", "CrashLooping"})
+TERMINAL = frozenset(
+    {
+        "Invalid",
+        "GangUnavailable",
+        "Refused",
+        "ImagePullFailed",
+        "ContainerNotCreated",
+        "ModelFetchFailed",
+        "CrashLooping",
+    }
+)
 """Reasons that do not mend themselves: kstatus' `Stalled`."""
 
 
@@ -46,17 +56,33 @@ def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Ju
     else:
         ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
     accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
-    return (ready, accepted, scheduled, loaded, serving, degraded, *_kstatus(ready, spec))
+    draining = _draining(observed)
+    return (ready, accepted, scheduled, loaded, serving, degraded, draining, *_kstatus(ready, spec))
 
 
-def refuse(message: str) -> tuple[Judgement, ...]:
-    """Conditions of a replica whose spec cannot be served at all."""
+def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
+    """Conditions of a resource whose spec cannot be served at all."""
     return (
-        Judgement("Ready", False, "Invalid", message),
-        Judgement("Accepted", False, "Invalid", message),
-        Judgement("Reconciling", False, "Invalid", message),
-        Judgement("Stalled", True, "Invalid", message),
+        Judgement("Ready", False, reason, message),
+        Judgement("Accepted", False, reason, message),
+        Judgement("Reconciling", False, reason),
+        Judgement("Stalled", True, reason, message),
     )
+
+
+def on_cordoned_node(observed: Observed) -> Pod | None:
+    """A pod that has to leave its node and has not been told to end yet."""
+    for pod in observed.pods:
+        node = observed.nodes.get(pod.node or "")
+        if node is not None and node.cordoned and not pod.is_deleting:
+            return pod
+    return None
+
+
+def may_drain(observed: Observed) -> bool:
+    """Whether the replica may leave a cordoned node now: a deployment brings up another one first."""
+    gang = observed.status.newest_member
+    return observed.deployment is None or gang is None or observed.may_drain == gang
 
 
 def problems_in(error: ValidationError) -> str:
@@ -100,10 +126,14 @@ def _scheduled(pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgem
         return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
     if placed >= expected:
         return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
-    told = _first_trouble(pods, "InsufficientCapacity", "WaitingForGang")
+    counted = f"{placed} of {expected} pods have a node"
+    told = _first_trouble(pods, "VolumeUnavailable", "InsufficientCapacity", "WaitingForGang")
     if told is not None:
-        return Judgement("Scheduled", False, told[0], f"{placed} of {expected} pods have a node; {told[1]}")
-    return Judgement("Scheduled", False, "Placing", f"{placed} of {expected} pods have a node")
+        return Judgement("Scheduled", False, told[0], f"{counted}; {told[1]}")
+    if len(pods) < expected:
+        text = f"{len(pods)} of {expected} pods exist; if it stays so, see the events of the StatefulSets"
+        return Judgement("Scheduled", False, "CreatingPods", text)
+    return Judgement("Scheduled", False, "Placing", counted)
 
 
 def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
@@ -112,7 +142,9 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
         return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
     if not scheduled.holds:
         return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
-    told = _first_trouble(pods, "ImagePullFailed", "ContainerNotCreated", "CrashLooping")
+    told = _first_trouble(
+        pods, "ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"
+    )
     counted = f"{started} of {expected} pods have loaded their weights"
     if told is not None:
         return Judgement("WeightsLoaded", False, told[0], f"{counted}; {told[1]}")
@@ -134,19 +166,30 @@ def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
 
 def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
     """Whether something broke in what was complete before."""
-    for pod in pods:
+    for pod in observed.pods:
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
-            return Judgement(
-                "Degraded", True, "NodeUnreachable", f"node {pod.node} of pod {pod.name} is not heard of"
-            )
+            text = f"node {pod.node} of pod {pod.name} is not heard of"
+            return Judgement("Degraded", True, "NodeUnreachable", text)
     if observed.status.newest_member is not None and expected:
-        crashed = _first_trouble(pods, "CrashLooping")
+        crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return Judgement("Degraded", True, *crashed)
         if len(pods) < expected or any(pod.is_failed for pod in pods):
             return Judgement("Degraded", True, "MemberLost", f"{len(pods)} of {expected} pods are left")
     return Judgement("Degraded", False, "Healthy")
+
+
+def _draining(observed: Observed) -> Judgement:
+    """Whether its node is being emptied, and what it waits for."""
+    pod = on_cordoned_node(observed)
+    if pod is None:
+        return Judgement("Draining", False, "NotDraining")
+    text = f"node {pod.node} of pod {pod.name} is being emptied"
+    if may_drain(observed):
+        return Judgement("Draining", True, "NodeCordoned", text)
+    told = f"{text}; it serves on until its deployment has another replica"
+    return Judgement("Draining", True, "AwaitingReplacement", told)
 
 
 def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:

@@ -418,7 +418,9 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
 
 def _refused(observed: ObservedDeployment, error: ValidationError, now: float) -> DeploymentStatus:
     """Status of a spec that the schema let through and the models do not; the replicas stay as they are."""
-    conditions = stamped(refuse(problems_in(error)), observed.status.conditions, observed.generation, now)
+    conditions = stamped(
+        refuse("Invalid", problems_in(error)), observed.status.conditions, observed.generation, now
+    )
     return observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}
     )

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from medha_operator.children import (
     DEPLOYMENT_LABEL,
+    MAY_DRAIN,
     KeptTemplate,
     ObservedDeployment,
     child_index,
@@ -95,6 +96,7 @@ class Index:
             status=read_status(resource, ReplicaStatus),
             is_deleting="deletionTimestamp" in metadata,
             deployment=owner["name"] if owner is not None and owner["kind"] == DEPLOYMENT.name else None,
+            may_drain=metadata.get("annotations", {}).get(MAY_DRAIN),
             objects=objects,
             revisions=tuple(_revisions(mine, metadata["name"])),
             pods=pods,

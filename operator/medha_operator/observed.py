@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -14,7 +15,9 @@ Object = Mapping[str, Any]
 
 ASKS_RESTART = 75
 """Exit code of a pod whose ranks have failed to meet three times in ten minutes: `EX_TEMPFAIL`."""
+_IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
 _PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_EMPTIED_BY = frozenset({"karpenter.sh/disrupted", "ToBeDeletedByClusterAutoscaler"})
 _START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 
 
@@ -25,6 +28,7 @@ class Node:
     unreachable_since: float | None = None
     """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
     cordoned: bool = False
+    """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Pod:
     """Its startup probe has passed: weights are loaded and the ranks have met."""
     is_ready: bool = False
     asks_restart: bool = False
+    """Its ranks have given up on meeting the others, and it has not come up again since."""
     trouble: tuple[str, str] | None = None
     """Reason and message of what keeps it from starting."""
     is_fetching: bool = False
@@ -67,6 +72,8 @@ class Observed:
     is_deleting: bool = False
     deployment: str | None = None
     """The MedhaDeployment that owns it."""
+    may_drain: str | None = None
+    """`status.newestMember` of the gang that the deployment lets go from a cordoned node."""
     objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)
     """(kind, name) -> object, of those that we render."""
     revisions: tuple[Revision, ...] = ()
@@ -98,8 +105,10 @@ def pod_of(document: Object) -> Pod:
         is_scheduled=_is_true(conditions.get("PodScheduled")),
         is_started=bool(containers) and all(entry.get("started") for entry in containers),
         is_ready=_is_true(conditions.get("Ready")),
-        asks_restart=any(_exit_code(entry) == ASKS_RESTART for entry in containers),
-        trouble=_trouble(conditions.get("PodScheduled"), [*first, *containers]),
+        asks_restart=any(
+            _exit_code(entry) == ASKS_RESTART and not entry.get("started") for entry in containers
+        ),
+        trouble=_trouble(conditions.get("PodScheduled"), first, containers),
         is_fetching=any("running" in entry.get("state", {}) for entry in first),
         node=document.get("spec", {}).get("nodeName"),
     )
@@ -111,10 +120,12 @@ def node_of(document: Object) -> Node:
         (entry for entry in document.get("status", {}).get("conditions", ()) if entry["type"] == "Ready"),
         None,
     )
+    spec = document.get("spec", {})
     silent = ready is not None and ready["status"] == "Unknown"
     return Node(
         unreachable_since=seconds(ready["lastTransitionTime"]) if ready is not None and silent else None,
-        cordoned=bool(document.get("spec", {}).get("unschedulable")),
+        cordoned=bool(spec.get("unschedulable"))
+        or any(taint["key"] in _EMPTIED_BY for taint in spec.get("taints", ())),
     )
 
 
@@ -129,12 +140,17 @@ def _exit_code(container: Object) -> int | None:
     return None
 
 
-def _trouble(scheduled: Object | None, containers: Iterable[Object]) -> tuple[str, str] | None:
+def _trouble(
+    scheduled: Object | None, first: Iterable[Object], containers: Iterable[Object]
+) -> tuple[str, str] | None:
     if scheduled is not None and scheduled["status"] == "False":
         if scheduled.get("reason") == "SchedulingGated":
             return "WaitingForGang", scheduled.get("message", "a gang scheduler holds the pod back")
-        return "InsufficientCapacity", scheduled.get("message", "no node fits")
-    for container in containers:
+        message = scheduled.get("message", "no node fits")
+        if "persistentvolumeclaim" in message.lower():
+            return "VolumeUnavailable", message
+        return ("WaitingForGang" if _IN_GANG.search(message) else "InsufficientCapacity"), message
+    for container in [*first, *containers]:
         waiting = container.get("state", {}).get("waiting", {})
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
         if reason in _PULL_TROUBLE:
@@ -142,7 +158,10 @@ def _trouble(scheduled: Object | None, containers: Iterable[Object]) -> tuple[st
         if reason in _START_TROUBLE:
             return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
         if reason == "CrashLoopBackOff":
-            return "CrashLooping", f"container {container['name']}: {_last_words(container) or message}"
+            told = f"container {container['name']}: {_last_words(container) or message}"
+            if container in first:
+                return "ModelFetchFailed", told
+            return ("RendezvousFailed" if _exit_code(container) == ASKS_RESTART else "CrashLooping"), told
     return None
 
 

@@ -25,16 +25,27 @@ def overlaid(base: Any, over: Any) -> Any:
 
 
 def _is_named(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) and "name" in entry for entry in value)
+    return _is_keyed(value, "name")
+
+
+def _is_keyed(value: Any, key: str) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) and key in entry for entry in value)
 
 
 def holds(found: Any, wanted: Any) -> bool:
-    """Whether everything of `wanted` stands in `found`, which may have more: defaults, and others' fields."""
+    """Whether everything of `wanted` stands in `found`, which may have more: defaults, and others' fields.
+
+    What is empty, zero or false may be missing there: the API server leaves it out.
+    """
     if isinstance(wanted, dict):
         return hasattr(found, "get") and all(
-            holds(found.get(name), value) or (found.get(name) is None and value in ({}, [], None))
+            holds(found.get(name), value) or (found.get(name) is None and not value)
             for name, value in wanted.items()
         )
+    key = next((key for key in ("name", "uid") if _is_keyed(wanted, key) and _is_keyed(found, key)), None)
+    if key is not None:  # others may have added entries of their own, which stay
+        here = {entry[key]: entry for entry in found}
+        return all(entry[key] in here and holds(here[entry[key]], entry) for entry in wanted)
     if isinstance(wanted, list):
         return (
             isinstance(found, list)

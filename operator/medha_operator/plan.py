@@ -15,7 +15,15 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import judge, problems_in, refuse, stamped
+from medha_operator.conditions import (
+    judge,
+    may_drain,
+    on_cordoned_node,
+    problems_in,
+    refuse,
+    stamped,
+)
+from medha_operator.gang import KINDS
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
@@ -25,6 +33,7 @@ from medha_operator.render import (
     config_name,
     controller_revision,
     disruption_budget,
+    gang_object,
     keys_name,
     lane,
     lane_name,
@@ -38,6 +47,7 @@ from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
+_GROUPS = tuple(kind for _, kind, _ in KINDS.values())
 
 
 @dataclass(frozen=True)
@@ -100,12 +110,16 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     try:
         spec = MedhaReplicaSpec.model_validate(observed.spec)
     except ValidationError as error:
-        return Plan(_status(observed, _refused(observed, error, now)))
+        return Plan(_status(observed, _refused(observed, "Invalid", problems_in(error), now)))
+    if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
+        told = f"placement.gang {spec.placement.gang} needs that name in the operator's setting gang_apis"
+        return Plan(_status(observed, _refused(observed, "GangUnavailable", told, now)))
     owner = Owner(observed.name, observed.namespace, observed.uid)
     revision, actions = _revision(owner, spec, observed, settings)
     actions += _objects(owner, spec, revision, observed)
     replaced, status, again = _gang(observed, spec, revision.name, now)
     status = _described(status, observed, spec, revision, owner, now)
+    again = _soonest(again, _unsettled_seconds(status, spec, now))
     return Plan((*actions, *_status(observed, status), *replaced, *_history(observed, revision)), again)
 
 
@@ -135,6 +149,7 @@ def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed:
         network_policy(owner),
         disruption_budget(owner),
         config_map(owner, spec, revision.name),
+        *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
         *(
             lane(owner, index, stages, 0 if spec.suspend else stages, template)
             for index, template in enumerate(revision.templates)
@@ -164,7 +179,7 @@ def _history(observed: Observed, current: Revision) -> list[Action]:
     actions: list[Action] = []
     for index, old in enumerate(others):
         name = config_name(owner, old.name)
-        for kind in ("ConfigMap", *(("ControllerRevision",) if index >= REVISION_HISTORY else ())):
+        for kind in ("ConfigMap", *_GROUPS, *(("ControllerRevision",) if index >= REVISION_HISTORY else ())):
             found = observed.objects.get((kind, name))
             if found is not None:
                 actions.append(_delete(kind, found, f"revision {old.name} is not in use"))
@@ -189,19 +204,22 @@ def _gang(
     the first time, later after a back-off. Members that have never all started are left alone.
     """
     status, restart = observed.status, spec.lifecycle.restart
-    alive = [pod for pod in observed.pods if not pod.is_deleting]
+    actions, again = _from_lost_nodes(observed, restart, now)
+    forced = {action.name for action in actions if isinstance(action, Delete)}
+    alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in forced]
     if spec.suspend:
-        return [], status.model_copy(update=_NO_GANG), None
+        return actions, status.model_copy(update=_NO_GANG), again
     outdated = [pod for pod in alive if pod.revision != revision]
     if outdated:
         told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
-        return [told, *_end(outdated, "an older revision")], status.model_copy(update=_NO_GANG), None
-    actions, again = _from_lost_nodes(observed, restart, now)
+        ending = _end(outdated, "an older revision")
+        return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
     expected = spec.parallelism.stream * spec.parallelism.kv
-    cordoned = [pod for pod in alive if pod.node and _is_cordoned(observed, pod.node)]
-    if cordoned and observed.deployment is None:  # a deployment brings up another one first
-        told = Tell("NodeCordoned", f"node {cordoned[0].node} is being emptied: the replica moves")
-        return [told, *_end(alive, "its node is being emptied")], status.model_copy(update=_NO_GANG), again
+    cordoned = on_cordoned_node(observed)
+    if cordoned is not None and may_drain(observed):
+        told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
+        ending = _end(alive, "its node is being emptied")
+        return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
     if status.newest_member is None:
         ended = [pod for pod in alive if pod.is_failed]
         if ended:  # only its object is left, which keeps its successor away
@@ -219,7 +237,7 @@ def _gang(
     if status.restarted_member != status.newest_member:
         wait = _backoff_seconds(status, restart) - _since_restart(status, now)
         if wait > 0:
-            return actions, status, min(wait, again or wait)
+            return actions, status, _soonest(again, wait)
         status = status.model_copy(
             update={
                 "restarted_member": status.newest_member,
@@ -258,17 +276,12 @@ def _from_lost_nodes(
             continue
         left = node.unreachable_since + restart.node_lost_seconds - now
         if left > 0:
-            again = min(left, again or left)
+            again = _soonest(again, left)
             continue
         reason = f"node {pod.node} is not heard of for {restart.node_lost_seconds:g} s"
         actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
         actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
     return actions, again
-
-
-def _is_cordoned(observed: Observed, node: str) -> bool:
-    known = observed.nodes.get(node)
-    return known is not None and known.cordoned
 
 
 def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
@@ -277,9 +290,27 @@ def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
 
 def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> ReplicaStatus:
     """A gang that has served long enough begins with no wait again."""
-    if status.restarts and _since_restart(status, now) >= restart.stable_seconds:
+    if status.restarts and _served_seconds(status, now) >= restart.stable_seconds:
         return status.model_copy(update={"restarts": 0})
     return status
+
+
+def _unsettled_seconds(status: ReplicaStatus, spec: MedhaReplicaSpec, now: float) -> float | None:
+    """How long a gang has yet to serve until its restarts are forgotten."""
+    left = spec.lifecycle.restart.stable_seconds - _served_seconds(status, now)
+    return left if status.restarts and 0 < left < float("inf") else None
+
+
+def _served_seconds(status: ReplicaStatus, now: float) -> float:
+    """How long the replica has served without a break, and with this gang; minus infinity if it does not."""
+    for entry in status.conditions:
+        if entry.type == "Serving" and entry.status == "True":
+            return min(now - seconds(entry.last_transition_time), _since_restart(status, now))
+    return float("-inf")
+
+
+def _soonest(*waits: float | None) -> float | None:
+    return min((wait for wait in waits if wait is not None), default=None)
 
 
 def _backoff_seconds(status: ReplicaStatus, restart: RestartSpec) -> float:
@@ -332,9 +363,9 @@ def _described(
     )
 
 
-def _refused(observed: Observed, error: ValidationError, now: float) -> ReplicaStatus:
-    """Status of a spec that the schema let through and the models do not."""
-    conditions = stamped(refuse(problems_in(error)), observed.status.conditions, observed.generation, now)
+def _refused(observed: Observed, reason: str, message: str, now: float) -> ReplicaStatus:
+    """Status of a spec that the schema let through and that cannot be served; what runs is left alone."""
+    conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
     return observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from medha.api import MedhaReplicaSpec, ModelSource
+from medha_operator.gang import gang_of
 from medha_operator.overlay import overlaid
 from medha_operator.revision import Revision
 from medha_operator.settings import OperatorSettings
@@ -191,23 +192,31 @@ def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifes
     }
 
 
+def gang_object(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest | None:
+    """What the gang's provider reads, one for all lanes; none where it needs none."""
+    name = config_name(owner, revision)
+    gang = gang_of(spec, owner.name, name)
+    return _object(owner, gang.api_version, gang.kind, name) | {"spec": gang.spec} if gang.kind else None
+
+
 # --- templates of pods, rendered once for a revision ----------------------------------------------------
 
 
 def pod_templates(
     owner: Owner, spec: MedhaReplicaSpec, revision: str, settings: OperatorSettings
 ) -> tuple[Manifest, ...]:
-    """The template of each lane's pods, the user's overrides laid over it."""
-    return tuple(
-        overlaid(
-            _pod_template(owner, spec, index, revision, settings),
-            {
-                "metadata": spec.template.metadata.model_dump(mode="json", exclude_none=True),
-                "spec": spec.template.spec,
-            },
-        )
-        for index in range(spec.parallelism.kv)
-    )
+    """The template of each lane's pods, the user's overrides laid over it, but not over the labels that find pods."""
+    gang = gang_of(spec, owner.name, config_name(owner, revision))
+    theirs = {
+        "metadata": spec.template.metadata.model_dump(mode="json", exclude_none=True),
+        "spec": spec.template.spec,
+    }
+    templates = []
+    for index in range(spec.parallelism.kv):
+        ours = overlaid(_pod_template(owner, spec, index, revision, settings), gang.pod)
+        kept = {"metadata": {"labels": pod_labels(owner, index, revision)}}
+        templates.append(overlaid(overlaid(ours, theirs), kept))
+    return tuple(templates)
 
 
 def _pod_template(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -32,6 +34,8 @@ class OperatorSettings(BaseModel):
     surge_wait_seconds: float = Field(default=300.0, gt=0)
     """How long an extra replica of a rollout may find no room before the rollout goes on without it, or says that it
     cannot: a cluster's autoscaler needs minutes for a node."""
+    gang_apis: tuple[Literal["core", "volcano"], ...] = ()
+    """Gang schedulers that this cluster has and whose objects the operator may make. Kueue needs no object of ours."""
     lease_name: str = "medha-operator"
     lease_namespace: str = "medha-system"
     lease_seconds: float = Field(default=15.0, gt=1)

@@ -44,8 +44,8 @@ class ReplicaStatus(Model):
     observed_generation: int = Field(default=0, ge=0)
     """Generation of the spec that this status speaks of."""
     conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=_by("type"))
-    """`Ready`; what it is made of: `Accepted`, `Scheduled`, `WeightsLoaded`, `Serving`, `Degraded`; and `Reconciling` and
-    `Stalled`, which kstatus reads."""
+    """`Ready`; what it is made of: `Accepted`, `Scheduled`, `WeightsLoaded`, `Serving`, `Degraded`; `Draining`; and
+    `Reconciling` and `Stalled`, which kstatus reads."""
     shape: str = Field(default="", max_length=64)
     """The grid in words, e.g. `TP8 x SPP4 x KVP2`."""
     accelerators: int = Field(default=0, ge=0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.overlay import overlaid
+from medha_operator.overlay import holds, overlaid
 
 POD: dict[str, Any] = {
     "containers": [{"name": "worker", "image": "a", "env": [{"name": "A", "value": "1"}], "args": ["x"]}],
@@ -62,3 +62,22 @@ def test_no_overrides_change_nothing_and_neither_side_is_changed() -> None:
     assert overlaid(POD, {}) == POD
     overlaid(POD, {"containers": [{"name": "worker", "image": "b"}]})
     assert str(POD) == before
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "expected"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, True),
+        ({"a": 1}, {"a": 2}, False),
+        ({"a": None}, {"a": {}}, True),
+        ([1, 2], [1], False),
+        ([{"name": "a", "x": 1}, {"name": "b"}], [{"name": "a"}], True),
+        ([{"name": "b"}], [{"name": "a"}], False),
+        ([{"uid": "1"}, {"uid": "2", "kind": "K"}], [{"uid": "2"}], True),
+    ],
+    ids=["more", "other", "empty", "list", "others' entry", "missing entry", "others' owner"],
+)
+def test_an_object_holds_what_is_wanted_beside_what_others_added(
+    found: Any, wanted: Any, expected: bool
+) -> None:
+    assert holds(found, wanted) is expected

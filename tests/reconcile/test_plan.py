@@ -189,9 +189,45 @@ def test_a_long_stable_time_forgets_earlier_restarts(world: World) -> None:
     del world.pods["r-l1-1"]
     world.settle()
     assert world.status.restarts == 1
-    world.now += 700
+    left = world.plan().again_seconds
+    assert left is not None
+    world.now += left
     world.settle()
     assert world.status.restarts == 0
+
+
+def test_time_without_serving_is_not_stable_time(world: World) -> None:
+    del world.pods["r-l1-1"]
+    world.do(world.plan().actions)  # a restart; then nobody is ready for long
+    world.do(world.plan().actions)
+    world.controllers()
+    world.do(world.plan().actions)
+    world.now += 5000
+    world.settle()
+    assert world.status.restarts == 1
+
+
+def test_ranks_mended_in_place_are_unready_for_a_while_and_nothing_else(world: World) -> None:
+    before = dict(world.pods)
+    world.pods = {name: replace(pod, is_ready=False) for name, pod in before.items()}
+    planned = world.plan()
+    assert deleted_pods(planned) == set()
+    world.do(planned.actions)
+    assert condition(world, "Ready") == ("False", "RendezvousPending")
+    assert condition(world, "Degraded") == ("False", "Healthy")
+    world.pods = before
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert world.status.restarts == 0
+
+
+def test_a_member_that_gives_up_on_the_others_restarts_the_gang_once(world: World) -> None:
+    before = uids(world)
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], asks_restart=True, is_ready=False, is_started=False)
+    assert deleted_pods(world.plan()) == set(world.pods)
+    assert world.settle() == 0
+    assert not before & uids(world)
+    assert world.status.restarts == 1
 
 
 # --- nodes ----------------------------------------------------------------------------------------------
@@ -229,6 +265,55 @@ def test_a_cordoned_node_is_emptied_but_a_deployment_surges_first(world: World) 
     assert deleted_pods(world.plan()) == set()
     world.deployment = None
     assert deleted_pods(world.plan()) == set(world.pods)
+
+
+def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_when_it_is_told_so(world: World) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    assert world.settle() == 0
+    assert condition(world, "Draining") == ("True", "AwaitingReplacement")
+    assert condition(world, "Ready") == ("True", "Serving")
+    world.may_drain = "2029-01-01T00:00:00Z"  # of an earlier gang
+    assert deleted_pods(world.plan()) == set()
+    world.may_drain = world.status.newest_member
+    assert deleted_pods(world.plan()) == set(world.pods)
+    assert world.settle() == 0
+    assert condition(world, "Draining") == ("False", "NotDraining")
+    assert world.status.restarts == 0
+
+
+def test_a_replica_that_never_started_leaves_a_cordoned_node_at_once() -> None:
+    world = World(**GRID)
+    world.do(world.plan().actions)
+    world.controllers()
+    world.pods = {name: replace(pod, node="a", is_scheduled=True) for name, pod in world.pods.items()}
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+@pytest.mark.parametrize("change", [{"suspend": True}, {"kvCache": {"size": "1Gi"}}])
+def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
+    world: World, change: dict[str, Any]
+) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost", is_deleting=True)
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.spec = world.spec | change
+    planned = world.plan()
+    assert planned.again_seconds == 120
+    world.now += 121
+    forced = [action for action in world.plan().actions if isinstance(action, Delete) and action.is_forced]
+    assert [action.name for action in forced] == ["r-l1-0"]
+
+
+def test_no_pod_is_deleted_twice_in_one_plan(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.now += 500
+    names = [action.name for action in world.plan().actions if isinstance(action, Delete)]
+    assert sorted(names) == ["r-l0-0", "r-l0-1", "r-l1-0", "r-l1-1"]
 
 
 # --- from anywhere --------------------------------------------------------------------------------------

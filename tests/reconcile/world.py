@@ -30,6 +30,7 @@ class World:
         self.pods: dict[str, Pod] = {}
         self.nodes: dict[str, Node] = {}
         self.deployment: str | None = None
+        self.may_drain: str | None = None
         self.told: list[Tell] = []
         self.created_pods = 0
         self.writes = 0
@@ -47,6 +48,7 @@ class World:
             spec=self.spec,
             status=self.status,
             deployment=self.deployment,
+            may_drain=self.may_drain,
             objects=copy.deepcopy(self.objects),
             revisions=tuple(self.revisions.values()),
             pods=tuple(self.pods.values()),
@@ -68,6 +70,7 @@ class World:
                     )
                 case Delete(kind="Pod", name=name, uid=uid):
                     if name in self.pods and self.pods[name].uid == uid:
+                        assert not self.pods[name].is_deleting or action.is_forced, f"{name} is deleted twice"
                         if action.is_forced:
                             del self.pods[name]
                         else:

@@ -1,0 +1,83 @@
+"""What a pod's or node's document says is told apart: capacity, volumes, image, model, crash, rendezvous."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from medha_operator.observed import Node, node_of, pod_of
+
+
+def pod(**status: Any) -> dict[str, Any]:
+    metadata = {
+        "name": "r-l0-0",
+        "uid": "u",
+        "resourceVersion": "1",
+        "creationTimestamp": "2030-01-01T00:00:00Z",
+        "labels": {"medha.dev/lane": "0", "medha.dev/revision": "abc"},
+    }
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+def unscheduled(message: str, reason: str = "Unschedulable") -> dict[str, Any]:
+    entry = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+    return pod(conditions=[entry])
+
+
+def worker(**entry: Any) -> dict[str, Any]:
+    return pod(containerStatuses=[{"name": "worker"} | entry])
+
+
+def crashed(code: int, message: str = "") -> dict[str, Any]:
+    return {
+        "state": {"waiting": {"reason": "CrashLoopBackOff"}},
+        "lastState": {"terminated": {"exitCode": code, "reason": "Error", "message": message}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        (unscheduled("0/3 nodes are available: 3 Insufficient nvidia.com/gpu."), "InsufficientCapacity"),
+        (unscheduled('persistentvolumeclaim "weights" not found'), "VolumeUnavailable"),
+        (unscheduled("", "SchedulingGated"), "WaitingForGang"),
+        (unscheduled("waiting for minCount pods from a gang to appear"), "WaitingForGang"),
+        (worker(state={"waiting": {"reason": "ImagePullBackOff"}}), "ImagePullFailed"),
+        (worker(state={"waiting": {"reason": "CreateContainerConfigError"}}), "ContainerNotCreated"),
+        (worker(**crashed(1)), "CrashLooping"),
+        (worker(**crashed(75)), "RendezvousFailed"),
+        (pod(initContainerStatuses=[{"name": "fetch-model"} | crashed(1)]), "ModelFetchFailed"),
+    ],
+)
+def test_each_trouble_has_a_reason_of_its_own(document: dict[str, Any], reason: str) -> None:
+    found = pod_of(document).trouble
+    assert found is not None
+    assert found[0] == reason
+
+
+def test_the_last_words_of_a_crash_are_told() -> None:
+    found = pod_of(worker(**crashed(1, "no such\n file"))).trouble
+    assert found == ("CrashLooping", "container worker: ended with exit code 1 (Error): no such file")
+
+
+def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> None:
+    ended = {"lastState": {"terminated": {"exitCode": 75}}}
+    assert pod_of(worker(state={"terminated": {"exitCode": 75}}, started=False)).asks_restart
+    assert pod_of(worker(state={"running": {}}, started=False, **ended)).asks_restart
+    assert not pod_of(worker(state={"running": {}}, started=True, **ended)).asks_restart
+    assert not pod_of(worker(state={"terminated": {"exitCode": 1}}, started=False)).asks_restart
+
+
+@pytest.mark.parametrize(
+    ("spec", "cordoned"),
+    [
+        ({}, False),
+        ({"unschedulable": True}, True),
+        ({"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, False),
+        ({"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}, True),
+        ({"taints": [{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]}, True),
+    ],
+)
+def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, Any], cordoned: bool) -> None:
+    assert node_of({"spec": spec}) == Node(cordoned=cordoned)
