@@ -16,7 +16,7 @@ from medha_operator.children import (
     child_index,
     child_of,
 )
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, NODE, POD, REPLICA, Key, Kind
+from medha_operator.kinds import CHILDREN, DEPLOYMENT, GANGS, NODE, POD, REPLICA, Key, Kind
 from medha_operator.observed import Node, Observed, Pod, node_of, pod_of
 from medha_operator.render import MANAGER, Owner, keys_name
 from medha_operator.revision import Revision
@@ -26,24 +26,30 @@ from medha_operator.store import Document, Entry, Store
 Status = TypeVar("Status", ReplicaStatus, DeploymentStatus)
 
 REPLICA_LABEL = "medha.dev/replica"
+_MADE_BY_US = f"app.kubernetes.io/managed-by={MANAGER}"
 WATCHED: Mapping[Kind, str] = {
     DEPLOYMENT: "",
     REPLICA: "",
     POD: REPLICA_LABEL,
-    **dict.fromkeys(CHILDREN, f"app.kubernetes.io/managed-by={MANAGER}"),
+    **dict.fromkeys(CHILDREN, _MADE_BY_US),
     NODE: "",
 }
-"""The kinds that the index is made of, each with the selector of the labels that matter."""
+"""The kinds that every index is made of, each with the selector of the labels that matter."""
 
 
 class Index:
-    """One store for each kind. `changed` hears of every resource of ours that must be looked at."""
+    """One store for each kind. `changed` hears of every resource of ours that must be looked at.
 
-    def __init__(self, changed: Callable[[Key], None]) -> None:
+    `gang_apis` are the gang schedulers whose objects are watched, too.
+    """
+
+    def __init__(self, changed: Callable[[Key], None], gang_apis: Iterable[str] = ()) -> None:
         self._changed = changed
+        self._children = (*CHILDREN, *(GANGS[api] for api in gang_apis))
+        self.watched: Mapping[Kind, str] = {**WATCHED, **dict.fromkeys(self._children, _MADE_BY_US)}
         self.stores: dict[str, Store] = {
             kind.name: Store(_reader(kind), self._node_changed if kind is NODE else self._told)
-            for kind in WATCHED
+            for kind in self.watched
         }
         self.with_keys: set[str] = set()
         """UIDs of replicas whose Secret has been made, as far as this process knows."""
@@ -75,7 +81,7 @@ class Index:
             return None
         metadata = resource["metadata"]
         uid = metadata["uid"]
-        children = [entry for kind in CHILDREN for entry in self.stores[kind.name].of(key)]
+        children = [entry for kind in self._children for entry in self.stores[kind.name].of(key)]
         mine = [entry for entry in children if entry.owner in (uid, None)]
         lanes = {entry.uid for entry in mine if entry.document["kind"] == "StatefulSet"}
         pods = tuple(
@@ -133,7 +139,7 @@ class Index:
         """Objects of an earlier resource of the same name that the garbage collector has yet to take."""
         return [
             "/".join(_kind_and_name(entry.document))
-            for kind in CHILDREN
+            for kind in self._children
             for entry in self.stores[kind.name].of(key)
             if entry.owner is not None and entry.owner != uid and _is_ours(entry.document)
         ]
@@ -197,7 +203,7 @@ def _reader(kind: Kind) -> Callable[[Document], Entry]:
         return _pod
     if kind is NODE:
         return _node
-    return _child if kind in CHILDREN else _resource
+    return _resource if kind in (REPLICA, DEPLOYMENT) else _child
 
 
 def _resource(document: Document) -> Entry:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from medha_operator import gang
+
 
 class Key(NamedTuple):
     """One object. Of our own resources it is also what the queue holds."""
@@ -55,8 +57,11 @@ CHILDREN = (
     Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies"),
 )
 """What a replica is rendered to, without its Secret, which the operator may make but not read."""
+GANGS = {api: Kind(kind, version, plural) for api, (version, kind, plural) in gang.KINDS.items()}
+"""What a gang scheduler reads, by its name in `settings.gang_apis`."""
 ROUTER = Kind("Deployment", "apps/v1", "deployments")
 
 KINDS = {
-    kind.name: kind for kind in (REPLICA, DEPLOYMENT, POD, NODE, SECRET, EVENT, LEASE, *CHILDREN, ROUTER)
+    kind.name: kind
+    for kind in (REPLICA, DEPLOYMENT, POD, NODE, SECRET, EVENT, LEASE, *CHILDREN, *GANGS.values(), ROUTER)
 }

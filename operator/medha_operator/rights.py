@@ -6,7 +6,19 @@ be written but its status.
 
 from __future__ import annotations
 
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, EVENT, LEASE, NODE, POD, REPLICA, ROUTER, SECRET, Kind
+from medha_operator.kinds import (
+    CHILDREN,
+    DEPLOYMENT,
+    EVENT,
+    GANGS,
+    LEASE,
+    NODE,
+    POD,
+    REPLICA,
+    ROUTER,
+    SECRET,
+    Kind,
+)
 from medha_operator.settings import OperatorSettings, RouterSite
 
 Rule = dict[str, list[str]]
@@ -36,6 +48,11 @@ def namespaced_rules() -> list[Rule]:
 def cluster_rules() -> list[Rule]:
     """Of what belongs to no namespace. Without them the operator goes on, but sees no node that is lost or emptied."""
     return [_rule(NODE, _WATCH)]
+
+
+def gang_rules(settings: OperatorSettings) -> list[Rule]:
+    """Beside the namespaced ones, where gang schedulers read objects of ours."""
+    return [_rule(GANGS[api], [*_WATCH, "create", "patch", "delete"]) for api in settings.gang_apis]
 
 
 def lease_rules(settings: OperatorSettings) -> list[Rule]:
