@@ -156,7 +156,19 @@ CONTROLLER_METRICS = (
 )  # fmt: skip
 """What a replica's controller exports."""
 
-CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS)
+OPERATOR_METRICS = (
+    Metric("medha_operator_reconcile_seconds", "histogram", "seconds", "Duration of one look at a resource: observing, planning, and every call to the API server, by kind and outcome: `unchanged` (nothing was to do), `changed`, `failed`.", ("kind", "outcome"), _WORK_SECONDS),
+    Metric("medha_operator_reconcile_errors", "counter", "", "Looks that failed, by Kubernetes' reason of the refusal (`Conflict`, `Invalid`, ...), `NoAnswer`, `Fenced` (the lease ended too soon for the write), or `Bug` (the log tells).", ("kind", "reason")),
+    Metric("medha_operator_queue_keys", "gauge", "", "Resources that wait for a look."),
+    Metric("medha_operator_queue_seconds", "histogram", "seconds", "Time that a resource waited for its look.", (), _WORK_SECONDS),
+    Metric("medha_operator_writes", "counter", "requests", "Writes to the API server without renewals of the Lease, by verb.", ("verb",)),
+    Metric("medha_operator_resources", "gauge", "", "Resources by kind, condition, its status (`True`, `False`, `Unknown`) and reason.", ("kind", "condition", "status", "reason")),
+    Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from the first look at a change of it (condition `Reconciling`) to its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
+    Metric("medha_operator_leading", "gauge", "", "1 while this process holds the Lease and acts, else 0."),
+)  # fmt: skip
+"""What the operator exports."""
+
+CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *OPERATOR_METRICS)
 
 
 def reference_page() -> str:
@@ -172,6 +184,7 @@ def reference_page() -> str:
         ("Router", ROUTER_METRICS),
         ("Router: names of vLLM", VLLM_ALIASES),
         ("Replica controller", CONTROLLER_METRICS),
+        ("Operator", OPERATOR_METRICS),
     )
     for title, metrics in sections:
         parts += ["", f"## {title}", "", "| Name | Kind | Unit | Labels | Meaning |", "|---|---|---|---|---|"]

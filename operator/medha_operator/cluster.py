@@ -25,10 +25,10 @@ from medha_operator.render import MANAGER, Manifest
 
 Document = dict[str, Any]
 
-WRITE_SECONDS = 4.0
-"""Limit of one write, at the API server and here. A lease must be several times as long."""
 _READ_SECONDS = 30.0
 _PAGE = 500
+_CONNECTIONS = 64
+"""More than are ever used, watches included: none waits for another."""
 _SILENCE_SECONDS = 90.0
 """A watch with no word, not even a bookmark, for as long is begun anew; a server sends one every minute."""
 
@@ -50,30 +50,41 @@ class Fenced(MedhaError):
 
 
 class Cluster:
-    """One API server. `may_write` says whether a write that may take so many seconds can be sent now."""
+    """One API server. `may_write` says whether a write that takes at most so many seconds can be sent now."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, configuration: Configuration, may_write: Callable[[float], bool]
+        self,
+        session: aiohttp.ClientSession,
+        configuration: Configuration,
+        may_write: Callable[[float], bool],
+        count: Callable[[str], None],
+        write_seconds: float,
     ) -> None:
         self._session = session
         self._configuration = configuration
         self._may_write = may_write
+        self._count = count
         self._host = configuration.host.rstrip("/")
         self._writes: set[asyncio.Task[Document]] = set()
-        self.write_seconds = WRITE_SECONDS
+        self._write_seconds = write_seconds
 
     @classmethod
-    async def connect(cls, may_write: Callable[[float], bool], connections: int = 64) -> Cluster:
-        """The cluster of this pod, or else that of the kubeconfig."""
+    async def connect(
+        cls, may_write: Callable[[float], bool], count: Callable[[str], None], write_seconds: float
+    ) -> Cluster:
+        """The cluster of this pod, or else that of the kubeconfig.
+
+        `count` hears the verb of every write. One takes `write_seconds` at most, at the API server and here.
+        """
         configuration = Configuration()
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         else:
             await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=connections, ssl=_tls(configuration)), trust_env=True
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=_tls(configuration)), trust_env=True
         )
-        return cls(session, configuration, may_write)
+        return cls(session, configuration, may_write, count, write_seconds)
 
     async def settle(self) -> None:
         """Wait until no write is on its way any more."""
@@ -225,7 +236,11 @@ class Cluster:
         metadata = document["metadata"]
         path = LEASE.path(metadata["namespace"], "" if is_new else metadata["name"])
         return await self._call(
-            "POST" if is_new else "PUT", path, document, {"fieldManager": MANAGER}, seconds=self.write_seconds
+            "POST" if is_new else "PUT",
+            path,
+            document,
+            {"fieldManager": MANAGER},
+            seconds=self._write_seconds,
         )
 
     # --- one call ---------------------------------------------------------------------------------------
@@ -238,15 +253,16 @@ class Cluster:
         query: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> Document:
-        if not self._may_write(self.write_seconds):
+        if not self._may_write(self._write_seconds):
             raise Fenced(
                 f"{method} {path} was not sent: this process does not hold the lease for long enough"
             )
+        self._count(method)
         # The server gives up when we do: nothing of ours takes effect after the lease.
-        query = {**(query or {}), "timeout": f"{self.write_seconds:g}s"}
+        query = {**(query or {}), "timeout": f"{self._write_seconds:.3f}s"}
         if method != "DELETE":
             query["fieldManager"] = MANAGER
-        call = self._call(method, path, body, query, content_type, seconds=self.write_seconds)
+        call = self._call(method, path, body, query, content_type, seconds=self._write_seconds)
         sent = asyncio.create_task(call)
         self._writes.add(sent)
         sent.add_done_callback(self._writes.discard)

@@ -6,24 +6,69 @@ pods. Those of replicas are never read either.
 
 from __future__ import annotations
 
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Mapping
 
-from medha_links.cluster_keys import replica_secret
-from medha_operator.render import Manifest, Owner, labels
+from medha_links.cluster_keys import enrolment_secret, replica_secret, router_secret
+from medha_operator.cluster import Cluster
+from medha_operator.kinds import ROUTER, SECRET
+from medha_operator.render import MANAGER, Manifest, Owner, labels
+from medha_operator.settings import RouterSite
+from medha_operator.store import Document
+
+_COME_SECONDS = 2.0
+"""Between looks for a router that is not there yet."""
 
 
 def replica_keys(owner: Owner, name: str) -> Manifest:
     """The Secret of a replica's links, with fresh keys."""
-    return _secret(owner.namespace, name, replica_secret(), labels(owner), owner.reference)
+    made = _secret(owner.namespace, name, replica_secret(), labels(owner), owner.reference)
+    return made | {"immutable": True}
+
+
+async def make_router_keys(cluster: Cluster, router: RouterSite, again_seconds: float) -> float:
+    """Make what is missing of a router's two Secrets; seconds until the next look.
+
+    Both belong to the router's Deployment and go with it. What replicas get is derived from what the router has, so
+    that it makes no difference where an earlier attempt ended.
+    """
+    deployment = await cluster.get(ROUTER, router.namespace, router.name)
+    if deployment is None:
+        return _COME_SECONDS
+    own, shared = f"{router.name}-keys", f"{router.name}-enrolment"
+    uid = deployment["metadata"]["uid"]
+    kept = await cluster.get(SECRET, router.namespace, own)
+    if kept is None:
+        kept = await cluster.create(_router_secret(router, own, router_secret(), uid))
+    enrolment = await cluster.get(SECRET, router.namespace, shared)
+    if any(found is not None and _owner_uid(found) not in (uid, None) for found in (kept, enrolment)):
+        return _COME_SECONDS  # of a router that was removed: the garbage collector takes it
+    if kept is None:
+        return _COME_SECONDS  # somebody was faster
+    if enrolment is None:
+        data = {name: b64decode(content) for name, content in kept["data"].items()}
+        await cluster.create(_router_secret(router, shared, enrolment_secret(data), uid))
+    return again_seconds
+
+
+def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes], uid: str) -> Manifest:
+    owner = {"apiVersion": ROUTER.api_version, "kind": ROUTER.name, "name": router.name, "uid": uid}
+    labelled = {
+        "app.kubernetes.io/name": "medha",
+        "app.kubernetes.io/instance": router.name,
+        "app.kubernetes.io/component": "router",
+        "app.kubernetes.io/part-of": "medha",
+        "app.kubernetes.io/managed-by": MANAGER,
+    }
+    return _secret(router.namespace, name, data, labelled, owner)
 
 
 def _secret(
     namespace: str, name: str, data: Mapping[str, bytes], labelled: Mapping[str, str], owner: Manifest
 ) -> Manifest:
     return {
-        "apiVersion": "v1",
-        "kind": "Secret",
+        "apiVersion": SECRET.api_version,
+        "kind": SECRET.name,
         "metadata": {
             "name": name,
             "namespace": namespace,
@@ -31,6 +76,9 @@ def _secret(
             "ownerReferences": [owner],
         },
         "type": "Opaque",
-        "immutable": True,
         "data": {entry: b64encode(content).decode() for entry, content in data.items()},
     }
+
+
+def _owner_uid(secret: Document) -> str | None:
+    return next((owner["uid"] for owner in secret["metadata"].get("ownerReferences", ())), None)

@@ -24,8 +24,14 @@ _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
 """Renewals in the time of a lease."""
+_LONGEST_WRITE_SECONDS = 4.0
 _LOOKS = 8
 """Looks at somebody else's lease in its time."""
+
+
+def write_seconds(lease_seconds: float) -> float:
+    """Limit of one write: short enough that one may be sent at any time while the lease is renewed in time."""
+    return min(_LONGEST_WRITE_SECONDS, lease_seconds / _RENEWALS)
 
 
 def uptime_seconds() -> float:

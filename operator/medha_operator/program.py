@@ -14,17 +14,22 @@ import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 
+from prometheus_client import start_http_server
+
 from medha_operator.cluster import ApiError, Cluster, Fenced
-from medha_operator.index import WATCHED, Index
-from medha_operator.kinds import NODE, Key, Kind
-from medha_operator.lease import Lease, Tenure
-from medha_operator.reconcile import Reconciler
+from medha_operator.index import Index
+from medha_operator.kinds import NODE, ROUTER, Key, Kind
+from medha_operator.lease import Lease, Tenure, write_seconds
+from medha_operator.reconcile import REFUSALS, Reconciler
 from medha_operator.reflector import Reflector
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
+from medha_operator.telemetry import Telemetry
 from medha_operator.workqueue import WorkQueue
 
 _log = logging.getLogger(__name__)
+
+_REFUSED_SECONDS = 5.0
 
 
 def read_settings() -> OperatorSettings:
@@ -47,7 +52,8 @@ class Program:
         self._holder = holder
         self._tenure = Tenure()
         self._queue = WorkQueue(asyncio.get_running_loop().time)
-        self.index = Index(self._queue.add)
+        self.index = Index(self._queue.add, settings.gang_apis)
+        self._telemetry = Telemetry(self.index, self._queue)
 
     def seen(self, document: Document) -> None:
         """Take an event that kopf has heard: a second pair of ears for our own resources."""
@@ -61,16 +67,17 @@ class Program:
         Raises:
             ExceptionGroup: the lease is lost, or one of the tasks has broken; the others were ended.
         """
-        cluster = await Cluster.connect(self._tenure.covers)
+        telemetry = self._telemetry
+        server, thread = start_http_server(self._settings.metrics_port, registry=telemetry.registry)
+        limit = write_seconds(self._settings.lease_seconds)
+        cluster = await Cluster.connect(self._tenure.covers, telemetry.wrote, limit)
         lease = Lease(cluster, self._tenure, self._holder, self._settings)
         reconciler = Reconciler(
-            cluster,
-            self.index,
-            self._settings,
-            holder=self._holder,
-            now=lambda: datetime.now(UTC).timestamp(),
+            cluster, self.index, self._settings, telemetry, holder=self._holder, now=_unix_seconds
         )
-        reflectors = [reflector for kind in WATCHED for reflector in self._reflectors(cluster, kind)]
+        reflectors = [
+            reflector for kind in self.index.watched for reflector in self._reflectors(cluster, kind)
+        ]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for reflector in reflectors:
@@ -78,6 +85,9 @@ class Program:
                 for reflector in reflectors:
                     await reflector.is_synced.wait()
                 await lease.acquire()
+                telemetry.leads()
+                for router in self._settings.routers:
+                    self._queue.add(Key(ROUTER.name, router.namespace, router.name))
                 for _ in range(self._settings.concurrent_replicas):
                     tasks.create_task(self._work(reconciler))
                 await lease.keep()
@@ -85,6 +95,9 @@ class Program:
             self._queue.close()
             await lease.release()
             await cluster.close()
+            server.shutdown()
+            server.server_close()
+            thread.join()
 
     def _reflectors(self, cluster: Cluster, kind: Kind) -> list[Reflector]:
         namespaces = (self._settings.namespaces if kind.is_namespaced else ()) or (None,)
@@ -94,7 +107,7 @@ class Program:
                 kind,
                 self.index.stores[kind.name],
                 namespace=namespace,
-                selector=WATCHED[kind],
+                selector=self.index.watched[kind],
                 relist_seconds=self._settings.resync_seconds,
                 is_optional=kind is NODE,  # which an installation for single namespaces may not read
             )
@@ -102,25 +115,47 @@ class Program:
         ]
 
     async def _work(self, reconciler: Reconciler) -> None:
+        clock = asyncio.get_running_loop().time
         while True:
-            key, _ = await self._queue.take()
-            try:
-                look = await reconciler.look(key)
-            except ApiError as error:
-                pause = self._queue.failed(key, error.retry_after_seconds or 0.0)
-                _log.log(
-                    logging.INFO if error.status == 409 else logging.WARNING,
-                    "%s: %s; looks again in %g s", key, error, pause,
-                )  # fmt: skip
-            except Fenced as error:
-                self._queue.failed(key)
-                _log.warning("%s: %s", key, error)
-            except Exception:  # noqa: BLE001 - logged with its trace
-                # A mistake of ours in one resource must not stop the others.
-                _log.exception("%s: looks again in %g s", key, self._queue.failed(key))
-            else:
-                self._queue.done(key)
-                if look.writes:
-                    self._queue.add(key)  # until there is nothing left to do
-                if look.again_seconds is not None:
-                    self._queue.add_later(key, look.again_seconds)
+            key, waited = await self._queue.take()
+            self._telemetry.waited(waited)
+            began = clock()
+            outcome = await self._look(reconciler, key)
+            self._telemetry.looked(key.kind, outcome, clock() - began)
+
+    async def _look(self, reconciler: Reconciler, key: Key) -> str:
+        """Look once, and say to the queue when to look again; returns the outcome as metrics call it."""
+        try:
+            look = await reconciler.look(key)
+        except ApiError as error:
+            pause = self._queue.failed(key, _least_pause(error))
+            level = (
+                logging.INFO if error.status == 409 else logging.WARNING
+            )  # somebody was faster: nothing is wrong
+            _log.log(level, "%s: %s; looks again in %g s", key, error, pause)
+            reason = error.reason
+        except Fenced as error:
+            _log.warning("%s: %s", key, error)
+            self._queue.failed(key)
+            reason = "Fenced"
+        except Exception:  # noqa: BLE001 - a mistake of ours with one resource must not stop the others
+            _log.exception("%s: looks again in %g s", key, self._queue.failed(key))
+            reason = "Bug"
+        else:
+            self._queue.done(key)
+            if look.writes:
+                self._queue.add(key)  # until there is nothing left to do
+            if look.again_seconds is not None:
+                self._queue.add_later(key, look.again_seconds)
+            return "changed" if look.writes else "unchanged"
+        self._telemetry.failed(key.kind, reason)
+        return "failed"
+
+
+def _unix_seconds() -> float:
+    return datetime.now(UTC).timestamp()
+
+
+def _least_pause(error: ApiError) -> float:
+    """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
+    return error.retry_after_seconds or (_REFUSED_SECONDS if error.status in REFUSALS else 0.0)

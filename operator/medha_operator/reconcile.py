@@ -9,23 +9,25 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from medha_operator.cluster import ApiError, Cluster
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index
-from medha_operator.keys import replica_keys
-from medha_operator.kinds import DEPLOYMENT, REPLICA, Key
+from medha_operator.keys import make_router_keys, replica_keys
+from medha_operator.kinds import DEPLOYMENT, REPLICA, ROUTER, Key
 from medha_operator.plan import Action, Apply, CreateKeys, Delete, Plan, SetStatus, Tell, plan
-from medha_operator.render import Owner
+from medha_operator.render import Manifest, Owner
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
+from medha_operator.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
 Versions = dict[tuple[str, str], str]
 """(kind, name) -> resourceVersion."""
 
-_REFUSALS = frozenset({400, 403, 422})
+REFUSALS = frozenset({400, 403, 422})
 """Answers that do not change by themselves: a user must hear of them."""
 
 
@@ -46,6 +48,7 @@ class Reconciler:
         cluster: Cluster,
         index: Index,
         settings: OperatorSettings,
+        telemetry: Telemetry,
         *,
         holder: str,
         now: Callable[[], float],
@@ -53,8 +56,10 @@ class Reconciler:
         self._cluster = cluster
         self._index = index
         self._settings = settings
+        self._telemetry = telemetry
         self._holder = holder
         self._now = now
+        self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
 
     async def look(self, key: Key) -> Look:
         """Look at `key` once.
@@ -63,17 +68,21 @@ class Reconciler:
             ApiError: an action was refused or not answered; the rest was not done.
             Fenced: this process may not write any more.
         """
+        if key.kind == ROUTER.name:
+            router = next(one for one in self._settings.routers if (one.namespace, one.name) == key[1:])
+            again = await make_router_keys(self._cluster, router, self._settings.resync_seconds)
+            return Look(again_seconds=again)
         resource = self._index.resource(key)
         if resource is None:
             return Look()
         planned, versions = self._plan(key, resource)
         try:
-            await self._carry_out(key, resource, planned.actions, versions)
+            writes = await self._carry_out(key, resource, planned.actions, versions)
         except ApiError as error:
-            if error.status in _REFUSALS:
+            if error.status in REFUSALS:
                 await self._tell(key, resource, Tell("Refused", f"the API server refused: {error}", True))
             raise
-        return Look(len(planned.actions), planned.again_seconds)
+        return Look(writes, planned.again_seconds)
 
     def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
         """What to do, and the resourceVersion of each object that it is based on."""
@@ -100,17 +109,18 @@ class Reconciler:
         resource: Document,
         actions: Iterable[Action],
         versions: Versions,
-    ) -> None:
-        metadata = resource["metadata"]
+    ) -> int:
+        """Carry out `actions`; how many of them changed something."""
+        metadata, writes = resource["metadata"], 0
         for action in actions:
+            writes += not isinstance(action, Apply | Tell)
             match action:
                 case CreateKeys(name):
                     owner = Owner(key.name, key.namespace, metadata["uid"])
                     await self._cluster.create(replica_keys(owner, name))
                     self._index.with_keys.add(metadata["uid"])
                 case Apply(manifest):
-                    version = versions.get((manifest["kind"], manifest["metadata"]["name"]))
-                    self._index.offer(await self._cluster.apply(manifest, version))
+                    writes += await self._apply(manifest, versions)
                 case Delete(kind, name, uid, version):
                     _log.info("%s: deletes %s %s: %s", key, kind, name, action.reason)
                     target = Key(kind, key.namespace, name)
@@ -119,8 +129,37 @@ class Reconciler:
                     written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
                     version = metadata["resourceVersion"]
                     self._index.offer(await self._cluster.write_status(key, version, written))
+                    self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
                 case Tell():
                     await self._tell(key, resource, action)
+        return writes
+
+    async def _apply(self, manifest: Manifest, versions: Versions) -> bool:
+        """Apply, unless that was done before and nothing has changed since; whether it changed anything.
+
+        The API server writes some values in its own words (`1000m` is `1`): such an object never equals its manifest.
+        """
+        kind, metadata = manifest["kind"], manifest["metadata"]
+        key, store = Key(kind, metadata["namespace"], metadata["name"]), self._index.stores.get(kind)
+        if (
+            store is not None
+            and key in self._applied
+            and self._applied[key]
+            == (
+                manifest,
+                store.facts(key.namespace, key.name),
+            )
+        ):
+            return False
+        version = versions.get((kind, key.name))
+        written = await self._cluster.apply(manifest, version)
+        self._index.offer(written)
+        if written["metadata"]["resourceVersion"] != version:
+            self._applied.pop(key, None)
+            return True
+        if store is not None:
+            self._applied[key] = (manifest, store.facts(key.namespace, key.name))
+        return False
 
     async def _tell(self, key: Key, resource: Document, told: Tell) -> None:
         """An event is a courtesy: none of what follows waits for it to succeed."""

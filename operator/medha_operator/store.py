@@ -49,6 +49,11 @@ class Store:
         """The objects that concern `key`."""
         return list(self._groups.get(key, {}).values())
 
+    def facts(self, namespace: str, name: str) -> Any:
+        """What matters of one object; None where there is none."""
+        entry = self._entries.get((namespace, name))
+        return None if entry is None else entry.facts
+
     def groups(self) -> list[Key]:
         """Every key that some object concerns."""
         return list(self._groups)

@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.control_plane import free_port
+from cluster.control_plane import ControlPlane, free_port
+from medha_operator.rights import cluster_rules, lease_rules, namespaced_rules, router_rules
+from medha_operator.settings import OperatorSettings
 
 
 class Operator:
@@ -87,3 +89,30 @@ def operator(folder: Path, kubeconfig: Path, name: str = "op", **settings: Any) 
         if running.process.poll() is None:
             running.signal(signal.SIGCONT)
             running.kill()
+
+
+def limited_kubeconfig(plane: ControlPlane, settings: OperatorSettings) -> Path:
+    """Of a service account that may do what `medha_operator.rights` lists, and nothing else."""
+    bound = {"": [*namespaced_rules(), *cluster_rules()], settings.lease_namespace: lease_rules(settings)}
+    documents: list[dict[str, Any]] = [
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "op", "namespace": "default"}}
+    ]
+    for router in settings.routers:
+        bound[router.namespace] = bound.get(router.namespace, []) + router_rules(router)
+    for namespace, rules in bound.items():
+        kind = "Role" if namespace else "ClusterRole"
+        metadata = {"name": "op"} | ({"namespace": namespace} if namespace else {})
+        head = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": metadata}
+        subject = {"kind": "ServiceAccount", "name": "op", "namespace": "default"}
+        role = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": "op"}
+        documents.append(head | {"kind": kind, "rules": rules})
+        documents.append(head | {"kind": f"{kind}Binding", "subjects": [subject], "roleRef": role})
+    plane.kubectl(
+        "apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
+    )
+    token = plane.kubectl("create", "token", "op", "-n", "default", "--duration=3h").strip()
+    config = json.loads(plane.kubeconfig.read_text(encoding="utf-8"))
+    config["users"] = [{"name": "u", "user": {"token": token}}]
+    path = plane.folder / "op.kubeconfig"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return path

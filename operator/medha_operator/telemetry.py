@@ -1,0 +1,93 @@
+"""The operator's metrics, made from the catalogue in a registry of its own, and the port that they are read at."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from medha.metrics import OPERATOR_METRICS
+from medha_operator.index import Index
+from medha_operator.kinds import DEPLOYMENT, REPLICA
+from medha_operator.observed import seconds
+from medha_operator.workqueue import WorkQueue
+
+_CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
+
+
+class Telemetry:
+    """Everything that the operator counts, in the words of its code."""
+
+    def __init__(self, index: Index, queue: WorkQueue) -> None:
+        self.registry = CollectorRegistry()
+        self._looks = self._histogram("medha_operator_reconcile_seconds")
+        self._errors = self._counter("medha_operator_reconcile_errors")
+        self._waits = self._histogram("medha_operator_queue_seconds")
+        self._writes = self._counter("medha_operator_writes")
+        self._ready = self._histogram("medha_operator_ready_seconds")
+        self._leading = self._gauge("medha_operator_leading")
+        self._gauge("medha_operator_queue_keys").set_function(lambda: len(queue))
+        self.registry.register(_Resources(index))
+
+    def waited(self, elapsed_seconds: float) -> None:
+        self._waits.observe(elapsed_seconds)
+
+    def looked(self, kind: str, outcome: str, elapsed_seconds: float) -> None:
+        self._looks.labels(kind, outcome).observe(elapsed_seconds)
+
+    def failed(self, kind: str, reason: str) -> None:
+        self._errors.labels(kind, reason).inc()
+
+    def wrote(self, verb: str) -> None:
+        self._writes.labels(verb).inc()
+
+    def leads(self) -> None:
+        self._leading.set(1)
+
+    def described(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> None:
+        """A status was written; `before` and `after` are the two."""
+        old, new = _conditions(before), _conditions(after)
+        is_ready = new.get("Ready", {}).get("status") == "True"
+        was_ready = old.get("Ready", {}).get("status") == "True"
+        began = old.get("Reconciling", {})
+        if is_ready and not was_ready and began.get("status") == "True":
+            self._ready.labels(kind).observe(max(0.0, now - seconds(began["lastTransitionTime"])))
+
+    def _counter(self, name: str) -> Counter:
+        wanted = _CATALOGUE[name]
+        return Counter(name, wanted.meaning, wanted.labels, registry=self.registry)
+
+    def _gauge(self, name: str) -> Gauge:
+        wanted = _CATALOGUE[name]
+        return Gauge(name, wanted.meaning, wanted.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        wanted = _CATALOGUE[name]
+        return Histogram(name, wanted.meaning, wanted.labels, registry=self.registry, buckets=wanted.buckets)
+
+
+class _Resources(Collector):
+    """Our resources by condition, counted when they are asked for."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def collect(self) -> Iterator[Metric]:
+        wanted = _CATALOGUE["medha_operator_resources"]
+        family = GaugeMetricFamily(wanted.name, wanted.meaning, labels=wanted.labels)
+        tally: Tally[tuple[str, ...]] = Tally()
+        for kind in (REPLICA, DEPLOYMENT):
+            for _, document in self._index.resources(kind):
+                for name, condition in _conditions(document.get("status", {})).items():
+                    tally[kind.name, name, condition["status"], condition["reason"]] += 1
+        for labels, count in tally.items():
+            family.add_metric(labels, count)
+        yield family
+
+
+def _conditions(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {condition["type"]: condition for condition in status.get("conditions", ())}

@@ -1,0 +1,257 @@
+"""The operator against a real API server: what it makes, keeps, leaves alone, and may."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.api import Api, Document, PlayedKubelets, condition, eventually
+from cluster.control_plane import ControlPlane
+from cluster.operator_process import Operator, limited_kubeconfig, operator
+from medha.api import MedhaReplicaSpec
+from medha_operator.kinds import DEPLOYMENT, EVENT, POD, REPLICA, ROUTER, SECRET
+from medha_operator.overlay import holds
+from medha_operator.render import (
+    Owner,
+    config_map,
+    disruption_budget,
+    lane,
+    network_policy,
+    pod_templates,
+    service,
+)
+from medha_operator.revision import begin
+from medha_operator.settings import OperatorSettings
+
+GRID: Document = {
+    "model": {"name": "m", "source": {"path": "checkpoint"}},
+    "parallelism": {"tensor": 1, "stream": 2, "kv": 2},
+    "resources": {"accelerator": "none"},
+}
+
+
+def replica(name: str, namespace: str, **spec: Any) -> Document:
+    return {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": GRID | spec,
+    }
+
+
+@pytest.fixture(scope="module")
+def api(controlled: ControlPlane) -> Iterator[Api]:
+    with Api(controlled) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def running(
+    controlled: ControlPlane, api: Api, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Operator]:
+    """An operator with exactly the rights that it asks for, and kubelets that are played."""
+    folder = tmp_path_factory.mktemp("operator")
+    settings: dict[str, Any] = {"routers": [{"name": "front", "namespace": "default"}]}
+    kubeconfig = limited_kubeconfig(controlled, OperatorSettings(lease_namespace="default", **settings))
+    with operator(folder, kubeconfig, **settings) as process, PlayedKubelets(api):
+        yield process
+
+
+@pytest.fixture
+def home(api: Api, request: pytest.FixtureRequest) -> str:
+    """A namespace of the test's own."""
+    return api.namespace(f"t{abs(hash(request.node.name)) % 10**9}")
+
+
+def is_ready(resource: Document | None) -> bool:
+    return condition(resource) == ("True", "Serving")
+
+
+def ready(api: Api, name: str, namespace: str) -> Document:
+    """The replica, once it is ready for its present spec."""
+    found = eventually(
+        lambda: api.get(REPLICA, name, namespace),
+        lambda seen: (
+            is_ready(seen)
+            and seen is not None
+            and seen["status"]["observedGeneration"] == seen["metadata"]["generation"]
+        ),
+    )
+    assert found is not None
+    return found
+
+
+def pod_uids(api: Api, name: str, namespace: str) -> set[str]:
+    pods = api.list(POD, namespace, f"medha.dev/replica={name}")
+    return {pod["metadata"]["uid"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
+
+
+def test_a_replica_becomes_exactly_what_is_rendered(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    found = ready(api, "r", home)
+    owner = Owner("r", home, found["metadata"]["uid"])
+    spec = MedhaReplicaSpec.model_validate(found["spec"])
+    name = begin(spec, []).name
+    templates = pod_templates(owner, spec, name, OperatorSettings())
+    rendered = [
+        service(owner),
+        disruption_budget(owner),
+        network_policy(owner),
+        config_map(owner, spec, name),
+        *(lane(owner, index, 2, 2, template) for index, template in enumerate(templates)),
+    ]
+    owned = api.owned("r", home)
+    for manifest in rendered:
+        there = owned.pop((manifest["kind"], manifest["metadata"]["name"]))
+        assert holds(there | {"kind": manifest["kind"], "apiVersion": manifest["apiVersion"]}, manifest)
+    rest = sorted(kind for kind, _ in owned)
+    assert rest == ["ControllerRevision", "Pod", "Pod", "Pod", "Pod", "Secret"]
+
+
+def test_kopf_writes_nothing_and_the_operator_only_the_status(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    found = ready(api, "r", home)
+    fields = {
+        (entry["manager"], entry.get("subresource", "")) for entry in found["metadata"]["managedFields"]
+    }
+    assert fields == {("user", ""), ("medha-operator", "status")}
+    assert "finalizers" not in found["metadata"]
+    assert "annotations" not in found["metadata"]
+    events = api.list(EVENT, home)
+    assert {
+        event["reportingComponent"] for event in events if event["involvedObject"]["kind"] == "MedhaReplica"
+    } == {"medha-operator"}
+
+
+def test_at_rest_only_the_lease_is_written(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    ready(api, "r", home)
+    settled = eventually(lambda: _unchanged(api), lambda seen: seen is not None)
+    assert settled is not None
+    lease = "Lease default/medha-operator"
+    later = eventually(api.versions, lambda seen: seen[lease] != settled[lease])  # it lives
+    later = eventually(api.versions, lambda seen: seen[lease] not in (settled[lease], later[lease]))
+    changed = {name for name in later if later[name] != settled.get(name)}
+    assert {name for name in changed if not name.startswith("Lease kube-system/")} == {lease}
+
+
+def _unchanged(api: Api) -> dict[str, str] | None:
+    """Versions of everything, if nothing but leases has changed for a while."""
+    first = api.versions()
+    time.sleep(0.5)
+    second = api.versions()
+    is_same = {name for name in second if second[name] != first.get(name)} <= {
+        name for name in second if name.startswith("Lease")
+    }
+    return second if is_same else None
+
+
+def test_a_live_field_touches_no_pod_and_a_restarting_one_replaces_all(
+    running: Operator, api: Api, home: str
+) -> None:
+    api.apply(replica("r", home))
+    before = ready(api, "r", home)
+    pods = pod_uids(api, "r", home)
+    api.apply(replica("r", home, scheduling={"policy": "edf"}))
+    after = ready(api, "r", home)
+    assert after["status"]["revision"] == before["status"]["revision"]
+    settings = api.owned("r", home)["ConfigMap", f"r-{after['status']['revision']}"]["data"]["replica.json"]
+    assert json.loads(settings)["spec"]["scheduling"]["policy"] == "edf"
+    assert pod_uids(api, "r", home) == pods
+    api.apply(replica("r", home, kvCache={"size": "1Gi"}))
+    eventually(lambda: pod_uids(api, "r", home), lambda seen: len(seen) == 4 and not seen & pods)
+    assert ready(api, "r", home)["status"]["revision"] != before["status"]["revision"]
+
+
+def test_suspend_ends_the_pods_and_brings_them_back(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    ready(api, "r", home)
+    api.apply(replica("r", home, suspend=True))
+    eventually(lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "Suspended"))
+    eventually(lambda: pod_uids(api, "r", home), lambda seen: not seen)
+    api.apply(replica("r", home, suspend=False))
+    ready(api, "r", home)
+
+
+def test_a_lost_pod_restarts_its_gang_once(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    eventually(lambda: (ready(api, "r", home)["status"]).get("newestMember"))
+    pods = pod_uids(api, "r", home)
+    time.sleep(1.1)  # creation times have whole seconds: pods of one second are one gang
+    api.delete(POD, "r-l1-0", home)
+    eventually(lambda: pod_uids(api, "r", home), lambda seen: len(seen) == 4 and not seen & pods)
+    assert ready(api, "r", home)["status"]["restarts"] == 1
+
+
+def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api: Api, home: str) -> None:
+    wrong = {"spec": {"tolerations": [{"key": "a", "operator": "Maybe"}]}}
+    api.apply(replica("r", home, template=wrong))
+    told = eventually(lambda: [event for event in api.list(EVENT, home) if event["reason"] == "Refused"])
+    assert "Maybe" in told[0]["message"]
+
+
+def test_a_deployment_makes_replicas_and_rolls_them(running: Operator, api: Api, home: str) -> None:
+    document = replica("d", home) | {
+        "kind": "MedhaDeployment",
+        "spec": {"replicas": 2, "template": {"spec": GRID | {"parallelism": {"kv": 1}}}},
+    }
+    api.apply(document)
+    eventually(lambda: api.get(DEPLOYMENT, "d", home), lambda seen: condition(seen)[0] == "True", 60)
+    assert {item["metadata"]["name"] for item in api.list(REPLICA, home)} == {"d-0", "d-1"}
+    pods = pod_uids(api, "d-0", home) | pod_uids(api, "d-1", home)
+    document["spec"]["template"]["spec"]["kvCache"] = {"size": "1Gi"}
+    api.apply(document)
+    eventually(
+        lambda: pod_uids(api, "d-0", home) | pod_uids(api, "d-1", home),
+        lambda seen: len(seen) == 2 and not seen & pods,
+        60,
+    )
+    eventually(
+        lambda: {item["metadata"]["name"] for item in api.list(REPLICA, home)},
+        lambda seen: len(seen) == 2,
+        60,
+    )
+    eventually(lambda: api.get(DEPLOYMENT, "d", home), lambda seen: condition(seen)[0] == "True", 60)
+    api.delete(DEPLOYMENT, "d", home)
+    eventually(lambda: api.list(REPLICA, home), lambda seen: not seen, 60)
+
+
+def test_a_router_gets_its_keys_once_it_is_there(running: Operator, api: Api) -> None:
+    assert api.get(SECRET, "front-keys") is None
+    labels = {"app": "front"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    spec = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
+    api.call("POST", ROUTER.path("default"), {"metadata": {"name": "front"}, "spec": spec})
+    enrolment = eventually(lambda: api.get(SECRET, "front-enrolment"))
+    keys = api.get(SECRET, "front-keys")
+    assert enrolment is not None
+    assert keys is not None
+    assert (sorted(keys["data"]), sorted(enrolment["data"])) == (
+        ["router.key", "tokens"],
+        ["router.pub", "token"],
+    )
+    assert enrolment["data"]["token"] in keys["data"]["tokens"]
+    api.delete(ROUTER, "front")  # as `helm uninstall` does
+    eventually(
+        lambda: api.get(SECRET, "front-keys") or api.get(SECRET, "front-enrolment"), lambda seen: seen is None
+    )
+
+
+def test_metrics_tell_of_looks_resources_and_readiness(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home))
+    ready(api, "r", home)
+
+    def scraped() -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{running.metrics_port}/metrics") as answer:
+            return str(answer.read(), "utf-8")
+
+    text = eventually(scraped, lambda seen: 'medha_operator_ready_seconds_count{kind="MedhaReplica"}' in seen)
+    assert 'medha_operator_reconcile_seconds_count{kind="MedhaReplica",outcome="changed"}' in text
+    assert "medha_operator_leading 1.0" in text
+    condition = 'condition="Ready",kind="MedhaReplica",reason="Serving",status="True"'
+    assert f"medha_operator_resources{{{condition}}}" in text
