@@ -231,7 +231,37 @@ REPLICA = Dashboard(
     },
 )  # fmt: skip
 
-DASHBOARDS = (SLO, REPLICA)
+_K = '{namespace=~"$namespace", kind=~"$kind"}'
+_READY = '{namespace=~"$namespace", kind=~"$kind", condition="Ready"}'
+_STALLED = '{namespace=~"$namespace", kind=~"$kind", condition="Stalled", status="True"}'
+
+OPERATOR = Dashboard(
+    name="operator",
+    title="Operator",
+    says="Whether replicas become what was asked for, and how fast.",
+    variables={
+        "namespace": "label_values(medha_operator_leading, namespace)",
+        "kind": 'label_values(medha_operator_resources{namespace=~"$namespace"}, kind)',
+    },
+    rows={
+        "Resources": [
+            Panel("Ready", "How many resources are what was asked for, and why are others not?", "short", {"{{kind}} {{status}} {{reason}}": f"max by (kind, status, reason) (medha_operator_resources{_READY})"}),
+            Panel("Stalled", "What needs somebody: it will not mend itself.", "short", {"{{kind}} {{reason}}": f"max by (kind, reason) (medha_operator_resources{_STALLED})"}),
+            Panel("From change to ready", "How long does a change take until it serves?", "s", _quantiles("medha_operator_ready_seconds", _K, "kind", (0.5, 0.9, 0.99))),
+        ],
+        "Work": [
+            Panel("Looks", "How often is something looked at, and how does that end?", "ops", {"{{kind}} {{outcome}}": _rate("medha_operator_reconcile_seconds_count", _K, "kind, outcome")}),
+            Panel("Duration of a look", "Observing, planning, and every call to the API server.", "s", _quantiles("medha_operator_reconcile_seconds", _K, "outcome")),
+            Panel("Errors", "Which looks fail, and why? Conflicts mend themselves.", "ops", {"{{kind}} {{reason}}": _rate("medha_operator_reconcile_errors_total", _K, "kind, reason")}),
+            Panel("Queue", "Do resources wait for their look?", "short", {"resources": f"sum(medha_operator_queue_keys{_N})"}),
+            Panel("Time in the queue", "How long?", "s", _quantiles("medha_operator_queue_seconds", _N)),
+            Panel("Writes", "At rest there are none.", "ops", {"{{verb}}": _rate("medha_operator_writes_total", _N, "verb")}),
+            Panel("Leading", "Which operator acts? Always one.", "short", {"{{pod}}": f"max by (pod) (medha_operator_leading{_N})"}),
+        ],
+    },
+)  # fmt: skip
+
+DASHBOARDS = (SLO, REPLICA, OPERATOR)
 
 
 def files() -> dict[str, str]:
