@@ -272,7 +272,8 @@ class ReplicaLink:
         match message:
             case Announce() as card:
                 require_plausible(card)
-                former = self._peers.heard_on_control(card, identity)
+                is_alive = any(one.replica == card.replica for one in self.core.cards())
+                former = self._peers.heard_on_control(card, identity, is_alive=is_alive)
                 if former is not None:
                     self._parts = {key: parts for key, parts in self._parts.items() if key[0] != former}
                     self._handle(LinkLost(card.replica))

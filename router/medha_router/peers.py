@@ -9,6 +9,7 @@ from math import isfinite
 from medha.errors import WireInvalid
 from medha.messages import Announce, Emit
 
+REMEMBERED_TOKENS = 8  # connections of one replica
 REMEMBERED = 1000
 """Identities that were replaced; messages of a closed connection may still come for a moment."""
 
@@ -18,18 +19,27 @@ class Peers:
 
     def __init__(self) -> None:
         self._control: dict[str, bytes] = {}
-        self._tokens: dict[str, bytes] = {}
+        self._tokens: dict[str, deque[bytes]] = {}  # the last ones: a new one may be heard here first
         self._cards: dict[bytes, Announce] = {}  # by control identity
         self._replaced: deque[bytes] = deque(maxlen=REMEMBERED)
 
-    def heard_on_control(self, card: Announce, identity: bytes) -> bytes | None:
+    def heard_on_control(self, card: Announce, identity: bytes, *, is_alive: bool = False) -> bytes | None:
         """A replica announces itself; returns the identity of its former connection if this is a new one.
 
+        `is_alive`: the present connection was heard lately. It then gives way to a later epoch alone: a controller
+        that was cut off or stopped and comes back must not take its successor's place.
+
         Raises:
-            WireInvalid: the connection is another replica's, or was replaced.
+            WireInvalid: the connection is another replica's, was replaced, or is of a former epoch.
         """
         self._require_own(card.replica, identity)
         former = self._control.get(card.replica)
+        present = None if former is None or former == identity else self._cards[former]
+        if present is not None and is_alive and card.epoch < present.epoch:
+            raise WireInvalid(
+                f"{identity[:80]!r} is in epoch {card.epoch}, and {card.replica:.80} is in a later one",
+                reason="peer",
+            )
         self._control[card.replica] = identity
         self._cards[identity] = card
         if former is None or former == identity:
@@ -44,11 +54,13 @@ class Peers:
             WireInvalid: the connection is another replica's, or was replaced.
         """
         self._require_own(replica, identity)
-        self._tokens[replica] = identity
+        heard = self._tokens.setdefault(replica, deque(maxlen=REMEMBERED_TOKENS))
+        if identity not in heard:
+            heard.append(identity)
 
     def is_whole(self, replica: str) -> bool:
         """Whether both links of the present connection have been heard."""
-        return replica in self._control and self._tokens.get(replica) == self._control[replica]
+        return self._control.get(replica) in self._tokens.get(replica, ())
 
     def card(self, identity: bytes) -> Announce:
         """What the peer of a control connection announced last.

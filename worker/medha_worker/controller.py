@@ -111,6 +111,8 @@ class ControllerSettings(BaseModel):
     """Address of rank 0's machine, which is this one: where ranks meet for their data plane."""
     epoch_file: Path | None = None
     """Remembers the last epoch, so that a controller that was replaced begins a later one."""
+    oldest_epoch: int = 0
+    """Epochs begin with this one; ranks that were in one before belong to pods that have been replaced."""
     record_file: Path | None = None
     """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
     trace_file: Path | None = None
@@ -140,6 +142,7 @@ class Controller:
             drops,
             rendezvous_host=settings.rendezvous_host,
             epoch_file=settings.epoch_file,
+            oldest_epoch=settings.oldest_epoch,
             gather_seconds=settings.spec.lifecycle.ready_seconds,
             lost=self._end_epoch,
         )

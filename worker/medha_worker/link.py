@@ -41,8 +41,9 @@ class Received:
     payload: memoryview | None
 
 
-def rank_identity(rank: int) -> bytes:
-    return b"rank-%d" % rank
+def rank_identity(rank: int, incarnation: str = "") -> bytes:
+    """By which a rank's connections are known: each process has its own, so that none can take another's over."""
+    return b"rank-%d/%s" % (rank, incarnation.encode()) if incarnation else b"rank-%d" % rank
 
 
 class Link:
@@ -57,7 +58,7 @@ class Link:
         accepts: Collection[type[Message]],
         peers: Collection[bytes] | None = None,
     ) -> None:
-        """`accepts` are the types that may come; `peers` the identities, if the link is bound here."""
+        """`accepts` are the types that may come; `peers` the identities up to a `/`, if the link is bound here."""
         self.socket = opened.socket
         self.connections = opened.connections
         self.name = name
@@ -93,7 +94,7 @@ class Link:
         peer = b""
         if self._peers is not None:
             peer = bytes(frames.pop(0))
-            if peer not in self._peers:
+            if peer.partition(b"/")[0] not in self._peers:
                 raise WireInvalid(f"{peer[:80]!r} is not expected here", reason="peer")
         message, payload = decode(frames)
         if type(message) not in self._accepts:

@@ -30,8 +30,10 @@ class _Rank:
 class Muster:
     """The ranks of one replica, as its controller knows them."""
 
-    def __init__(self, ranks: int, first_epoch: int = 0) -> None:
+    def __init__(self, ranks: int, first_epoch: int = 0, oldest_epoch: int = 0) -> None:
+        """`first_epoch` begins next; who was in an epoch before `oldest_epoch` belongs to pods that were replaced."""
         self.expected = ranks
+        self._oldest_epoch = oldest_epoch
         self._ranks: dict[int, _Rank] = {}
         self._replaced: set[tuple[int, str]] = set()  # rank, incarnation
         self._next_epoch = first_epoch
@@ -56,9 +58,16 @@ class Muster:
         known = self._ranks.get(hello.rank)
         return self.epoch is not None and known is not None and known.incarnation != hello.incarnation
 
-    def refuses(self, hello: RankHello) -> bool:
-        """Whether another process has taken the place of who says hello."""
-        return (hello.rank, hello.incarnation) in self._replaced
+    def refuses(self, hello: RankHello) -> str:
+        """Why who says hello must not take part, because another process has its place; empty if it may."""
+        if (hello.rank, hello.incarnation) in self._replaced:
+            return f"another process is rank {hello.rank} now"
+        if hello.last_epoch is not None and hello.last_epoch < self._oldest_epoch:
+            return (
+                f"it was last in epoch {hello.last_epoch}, and this replica's pods begin with epoch {self._oldest_epoch}: "
+                "all of them were replaced since"
+            )
+        return ""
 
     def hello(self, link: LinkName, hello: RankHello, now: float) -> None:
         """A rank was heard."""

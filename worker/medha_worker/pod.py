@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from medha.errors import MedhaError
+from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.part_state import PartState
 from medha_worker.pod_health import HealthServer
 from medha_worker.pod_leader import LeaderName
@@ -74,7 +75,7 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
     spec = replica.spec
     place.require_in(spec)
     place.run_directory.mkdir(parents=True, exist_ok=True)
-    groups = write_parts(place, replica)
+    groups = write_parts(place, replica, oldest_epoch(place.run_directory))
     parts = [part.name for group in groups for part in group]
     watch = Followed(parts, time.monotonic(), spec.lifecycle.ready_seconds, place.leader)
     if not place.is_leader:
@@ -100,6 +101,20 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
         )
     finally:
         health.close()
+
+
+def oldest_epoch(run_directory: Path) -> int:
+    """The epoch that this pod begins with if it leads: later than any of a pod that led before it.
+
+    Nothing outlives a pod but time, so it is the time of the pod's first start in seconds: epochs are begun more slowly
+    than one a second, and clocks of nodes differ by less than it takes to replace a pod.
+    """
+    path = run_directory / "oldest-epoch"
+    found = read_epoch(path)
+    if found is None:
+        found = int(time.time())  # noqa: TID251 - it orders pods, and measures no duration
+        write_epoch(path, found)
+    return found
 
 
 _FOLDER = click.Path(file_okay=False, path_type=Path)

@@ -98,8 +98,11 @@ def read_replica(path: Path) -> MedhaReplica:
         raise ConfigInvalid(f"--replica {path} is not a MedhaReplica: {error}") from error
 
 
-def write_parts(place: Place, replica: MedhaReplica) -> tuple[tuple[Part, ...], ...]:
-    """Write each part's settings, and name the parts in the order in which they are asked to stop."""
+def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple[tuple[Part, ...], ...]:
+    """Write each part's settings, and name the parts in the order in which they are asked to stop.
+
+    `oldest_epoch` is the one that the leader's epochs begin with.
+    """
     spec = _for_this_pod(replica.spec)
     shape = spec.parallelism
     topology = Topology(shape.tensor, shape.stream, shape.kv)
@@ -116,6 +119,7 @@ def write_parts(place: Place, replica: MedhaReplica) -> tuple[tuple[Part, ...], 
             "tokens": f"tcp://{host}:{TOKENS_PORT}",
             "address": place.address,
             "ranks_on_host": shape.tensor,
+            "epoch_file": str(place.run_directory / f"rank-{rank}.epoch"),
             "key_file": str(place.keys / RANKS_KEY),
             "controller_key_file": str(place.keys / CONTROLLER_PUBLIC),
         }
@@ -124,12 +128,14 @@ def write_parts(place: Place, replica: MedhaReplica) -> tuple[tuple[Part, ...], 
         ranks.append(Part(f"rank {rank}", argv, RANK_ENVIRONMENT, signal.SIGUSR1))
     if not place.is_leader:
         return (tuple(ranks),)
-    path = _write(place, CONTROLLER, _controller(place, replica, spec, model))
+    path = _write(place, CONTROLLER, _controller(place, replica, spec, model, oldest_epoch))
     argv = (sys.executable, "-m", "medha_worker.controller", "--settings", path)
     return (Part(CONTROLLER, argv, end_signal=signal.SIGUSR1),), tuple(ranks)
 
 
-def _controller(place: Place, replica: MedhaReplica, spec: MedhaReplicaSpec, model: str) -> dict[str, object]:
+def _controller(
+    place: Place, replica: MedhaReplica, spec: MedhaReplicaSpec, model: str, oldest_epoch: int
+) -> dict[str, object]:
     host = _bracketed(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
     if place.router and place.enrolment is not None:
@@ -156,6 +162,7 @@ def _controller(place: Place, replica: MedhaReplica, spec: MedhaReplicaSpec, mod
         "key_file": str(place.keys / CONTROLLER_KEY),
         "rank_keys_file": str(place.keys / RANKS_PUBLIC),
         "epoch_file": str(place.run_directory / "epoch"),
+        "oldest_epoch": oldest_epoch,
     }
 
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -26,6 +27,7 @@ from medha.wire import tokens_from_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
+from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
 from medha_worker.loaded import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.lock_step import bound_seconds
@@ -49,7 +51,8 @@ class Rank:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        identity, drops = rank_identity(settings.rank), Drops(_log)
+        incarnation, drops = secrets.token_hex(8), Drops(_log)
+        identity = rank_identity(settings.rank, incarnation)
         keys, server = KeyPair.read(settings.key_file), read_public_key(settings.controller_key_file)
 
         def opened(endpoint: str, largest_frame_bytes: int) -> Opened[zmq.Socket[bytes]]:
@@ -67,7 +70,8 @@ class Rank:
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
         self._control = Link(control, "control", drops, accepts=(Meet, Step, Trace, Shutdown))
         self._tokens = Link(tokens, "tokens", drops, accepts=(Tokens,))
-        self._hello = RankHello(settings.rank, secrets.token_hex(8))
+        self._hello = RankHello(settings.rank, incarnation, read_epoch(settings.epoch_file))
+        self._refused = ""  # why the controller does not let this process take part
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
@@ -104,6 +108,8 @@ class Rank:
                         self._run_step(self._engine, step)
                 case Trace(seconds=seconds):
                     self._recorder.record(seconds)
+                case Shutdown(reason, refused=True):
+                    self._step_aside(reason)
                 case Shutdown() as shutdown:
                     _log.info("stopping: %s", shutdown.reason)
                     return
@@ -127,13 +133,18 @@ class Rank:
 
     def _tell_supervisor(self, meeting: int | None = None) -> None:
         """Say what this rank is at, if that is something else than before."""
-        at = meeting, self._engine, len(self._met), self._unmet
+        at = meeting, self._engine, len(self._met), self._unmet, self._refused
         if at == self._told:
             return
         self._told = at
         epoch, unmet_reason = self._unmet
         change: dict[str, object]
-        state = PartState(phase="calling", unmet_epoch=epoch, unmet_reason=unmet_reason[:MOST_DETAIL])
+        state = PartState(
+            phase="calling",
+            unmet_epoch=epoch,
+            unmet_reason=unmet_reason[:MOST_DETAIL],
+            refused=self._refused[:MOST_DETAIL],
+        )
         if meeting is not None:
             change = {"phase": "meeting", "epoch": meeting, "detail": "groups form, then the warm-up runs"}
         elif self._engine is not None:
@@ -144,8 +155,17 @@ class Rank:
             change = {"detail": f"the controller at {self._settings.control} does not answer"}
         self._watchdog.tell(state.model_copy(update=change))
 
+    def _step_aside(self, reason: str) -> None:
+        """Another process has this rank's place: say nothing more, and let the supervisor decide."""
+        if not self._refused:
+            _log.error("the controller does not let this rank in: %s", reason)
+        self._refused = reason
+        self._leave()
+
     def _say_hello(self) -> None:
         now = time.monotonic()
+        if self._refused:
+            return
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
             for link in (self._control, self._tokens):
@@ -211,6 +231,8 @@ class Rank:
         finally:
             signal.signal(signal.SIGTERM, handler)
         self._next_step = 0
+        self._hello = replace(self._hello, last_epoch=meet.epoch)
+        write_epoch(self._settings.epoch_file, meet.epoch)
         self._control.send(self._engine.ready)
 
     def _run_step(self, engine: Engine, step: Step) -> None:

@@ -30,6 +30,7 @@ from medha_links.drops import Drops
 from medha_links.keys import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
 from medha_worker.link import Context, Link, Received, rank_identity
+from medha_worker.epoch_file import following_epoch, write_epoch
 from medha_worker.lock_step import LockStep
 from medha_worker.muster import LinkName, Muster, implausible
 from medha_worker.process import free_port
@@ -59,6 +60,7 @@ class RankLinks:
         gather_seconds: float,
         lost: Callable[[], None],
     ) -> None:
+        oldest_epoch: int = 0,
         """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over."""
         control, tokens = endpoints
         peers = [rank_identity(rank) for rank in range(ranks)]
@@ -83,7 +85,8 @@ class RankLinks:
             peers=peers,
         )
         self.links = self._control, self._tokens
-        self._muster = Muster(ranks, _next_epoch(epoch_file))
+        self._muster = Muster(ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch)
+        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
         self._gather_seconds = gather_seconds
@@ -124,13 +127,13 @@ class RankLinks:
     def shut_down(self) -> None:
         for rank in range(self._muster.expected):
             with suppress(zmq.ZMQError):  # it has gone already
-                self._control.send(Shutdown(reason="drained"), peer=rank_identity(rank))
+                self._control.send(Shutdown(reason="drained"), peer=self._identities[rank])
 
     def _to_all(self, link: Link, message: Message, payload: bytes | None = None) -> None:
         """Send one message to every rank; one that is not connected any more ends the epoch."""
         for rank in range(self._muster.expected):
             try:
-                link.send(message, payload, peer=rank_identity(rank))
+                link.send(message, payload, peer=self._identities[rank])
             except zmq.ZMQError as error:
                 self._lost(f"rank {rank} is gone ({error}); its own log says why")
                 return
@@ -145,7 +148,7 @@ class RankLinks:
         """
         while (received := self._tokens.receive()) is not None:
             if isinstance(received.message, RankHello) and self._is_of(received, self._tokens):
-                self._hello("tokens", received.message)
+                self._hello("tokens", received.message, received.peer)
         if self._muster.complete and self._muster.epoch is None:
             self._call_together()
         now = time.monotonic()
@@ -167,7 +170,7 @@ class RankLinks:
                     if event is not None:
                         yield event
                 case RankHello() as hello:
-                    self._hello("control", hello)
+                    self._hello("control", hello, received.peer)
                 case RankReady() as ready:
                     everyone = self._ready(ready)
                     if everyone is not None:
@@ -179,11 +182,17 @@ class RankLinks:
 
     def _is_of(self, received: Received, link: Link) -> bool:
         """Whether a rank speaks of itself; else the message is dropped."""
-        rank = getattr(received.message, "rank", None)
-        if rank is None or received.peer == rank_identity(rank):
-            return True
-        link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
-        return False
+        rank: int | None = getattr(received.message, "rank", None)
+        if rank is None:
+            is_own = received.peer in self._identities.values()
+        elif isinstance(received.message, RankHello) or self._identities.get(rank) == rank_identity(rank):
+            # Whoever has the name, while nobody was let in: a rank that cannot load says so before its first hello.
+            is_own = received.peer.partition(b"/")[0] == rank_identity(rank)
+        else:
+            is_own = received.peer == self._identities.get(rank)
+        if not is_own:
+            link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
+        return is_own
 
     def _join(self, part: StageFree | Done) -> StageFree | Done | None:
         epoch = self._muster.epoch
@@ -209,12 +218,18 @@ class RankLinks:
 
     # --- epochs -------------------------------------------------------------------------------------
 
-    def _hello(self, link: LinkName, hello: RankHello) -> None:
-        if self._muster.refuses(hello):
+    def _hello(self, name: LinkName, hello: RankHello, peer: bytes) -> None:
+        refusal = self._muster.refuses(hello)
+        if refusal:
+            if name == "control":
+                _log.warning("%s is not let in: %s", peer.decode(errors="replace"), refusal)
+                with suppress(zmq.ZMQError):  # it has gone already
+                    self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
             return
         if self._muster.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
-        self._muster.hello(link, hello, time.monotonic())
+        self._identities[hello.rank] = peer
+        self._muster.hello(name, hello, time.monotonic())
 
     def _fault(self, fault: RankFault) -> None:
         """A rank says that it cannot go on: if nothing was ever served, the manifest or the machine is to blame."""
@@ -236,10 +251,7 @@ class RankLinks:
         is_alone = self._muster.expected == 1
         host = self._rendezvous_host
         meet = self._muster.meet("" if is_alone else f"tcp://{host}:{free_port(host)}")
-        if self._epoch_file is not None:
-            partial = self._epoch_file.with_suffix(".partial")
-            partial.write_text(str(meet.epoch), encoding="utf-8")
-            partial.rename(self._epoch_file)
+        write_epoch(self._epoch_file, meet.epoch)
         _log.info("epoch %d begins", meet.epoch)
         self.send(meet)
 
@@ -267,11 +279,3 @@ class RankLinks:
             self._lost(f"step {overdue} does not end")
         elif silent:
             self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
-
-
-def _next_epoch(path: Path | None) -> int:
-    """One after the epoch that a controller before us has begun last."""
-    try:
-        return 1 + int(path.read_text(encoding="utf-8")) if path is not None else 0
-    except (FileNotFoundError, ValueError):
-        return 0

@@ -1,0 +1,27 @@
+"""A file that remembers an epoch for a process that comes after this one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def read_epoch(path: Path | None) -> int | None:
+    """The epoch in the file; None if there is none."""
+    try:
+        return int(path.read_text(encoding="utf-8")) if path is not None else None
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def following_epoch(path: Path | None) -> int:
+    """One after the epoch in the file, and 0 if there is none."""
+    last = read_epoch(path)
+    return 0 if last is None else last + 1
+
+
+def write_epoch(path: Path | None, epoch: int) -> None:
+    """Remember an epoch; nobody ever reads half of it."""
+    if path is not None:
+        partial = path.with_suffix(path.suffix + ".partial")
+        partial.write_text(str(epoch), encoding="utf-8")
+        partial.rename(path)
