@@ -13,11 +13,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
-from medha_operator import gang, rights
+from medha_operator import rights
+from medha_operator.settings import OperatorSettings
 
 CHART = Path(__file__).resolve().parent / "medha"
 CRDS = Path(__file__).resolve().parents[1] / "crds"
@@ -108,14 +109,11 @@ def _crd_template(text: str) -> str:
 
 def rules() -> str:
     """files/rights.yaml: the rules of the operator's roles that depend on no value, and those of each gang scheduler."""
-    verbs = ["get", "list", "watch", "create", "patch", "delete"]
+    apis = get_args(OperatorSettings.model_fields["gang_apis"].annotation)[0]
     document = {
         "cluster": rights.cluster_rules(),
         "namespaced": rights.namespaced_rules(),
-        "gang": {
-            api: [{"apiGroups": [version.partition("/")[0]], "resources": [plural], "verbs": verbs}]
-            for api, (version, _, plural) in gang.KINDS.items()
-        },
+        "gang": {api: rights.gang_rules(OperatorSettings(gang_apis=(api,))) for api in get_args(apis)},
     }
     head = "# Written by `make gen` from operator/medha_operator/rights.py; change it there.\n"
     return head + yaml.dump(document, Dumper=_Plain, sort_keys=False)
