@@ -24,7 +24,8 @@ from typing import Any
 
 import zmq
 
-from medha.messages import Done, Sample, Step, decode_entry
+from medha.messages import Done, Sample, Step
+from medha.quick import decode_entry
 from medha.wire import encode
 from medha_links.keys import KeyPair
 from medha_links.sockets import Doorkeeper, bind, connect

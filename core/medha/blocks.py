@@ -53,6 +53,9 @@ class BlockLedger:
         self._idle_blocks = 0  # remembered, and held by no sequence
         self._tables: dict[str, list[Run]] = {}
         self._table_blocks: dict[str, int] = {}
+        self._encoded: dict[
+            str, bytes
+        ] = {}  # tables as `state_hash` reads them, of those that have not changed
         self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
         self._remembered_digest: bytes | None = None  # as long as nothing of it changes
@@ -165,6 +168,7 @@ class BlockLedger:
         """Give back what a sequence holds; blocks that others share stay theirs, remembered ones stay here."""
         runs = self._tables.pop(sequence)
         del self._table_blocks[sequence]
+        self._encoded.pop(sequence, None)
         for first, length in sorted(runs):
             holders = self._holders[first : first + length]
             remembered = self._remembered[first : first + length]
@@ -211,11 +215,14 @@ class BlockLedger:
 
     def state_hash(self) -> int:
         """A 53-bit digest of every table and of what is remembered; equal on all replicas of this ledger."""
-        digest = blake2b(digest_size=8)
+        tables: list[bytes] = []
         for sequence in sorted(self._tables):
-            digest.update(b"%d:%s" % (len(sequence), sequence.encode()))
-            for first, length in self._tables[sequence]:
-                digest.update(b"%d+%d;" % (first, length))
+            encoded = self._encoded.get(sequence)
+            if encoded is None:
+                runs = "".join([f"{first}+{length};" for first, length in self._tables[sequence]])
+                encoded = self._encoded[sequence] = f"{len(sequence)}:{sequence}{runs}".encode()
+            tables.append(encoded)
+        digest = blake2b(b"".join(tables), digest_size=8)
         if self._remembered_digest is None:
             bits = np.packbits(self._remembered).tobytes()
             self._remembered_digest = blake2b(bits, digest_size=8).digest()
@@ -253,6 +260,7 @@ class BlockLedger:
             append_run(runs, (first, length))
         self._tables[sequence] = runs
         self._table_blocks[sequence] = held + wanted
+        self._encoded.pop(sequence, None)
 
     def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
         """Blocks `first + i` become free where `freed[i]`."""

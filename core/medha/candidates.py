@@ -134,22 +134,35 @@ class Candidates:
                 moved[row] = moved.pop(last, last)
                 self.requests[row] = replacement
                 replacement.row = row
+        if gone and self._keeps_order:
+            self._leave_order(before, gone, moved)
         if moved:  # all at once: a step ends dozens of prefills
             to, source = np.array([*moved]), np.array([*moved.values()])
             for column in self._per_row:
                 column[to] = column[source]
-        if gone and self._keeps_order:
-            self._leave_order(before, gone, moved)
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
-        """Take `gone` of the `before` rows out of the order, and give those that moved their new names."""
-        names = np.arange(before)
-        names[gone] = NOWHERE
+        """Take `gone` of the `before` rows out of the order, and give those that will move their new names."""
+        order = self._by_due[:before]
+        found = self._places(before, [*gone, *moved.values()])
+        places, renamed = sorted(found[: len(gone)]), found[len(gone) :]
         if moved:
-            names[list(moved.values())] = list(moved)
-        ordered = names.take(self._by_due[:before])
-        ordered = ordered[ordered != NOWHERE]
-        self._by_due[: len(ordered)] = ordered
+            order[renamed] = [*moved]
+        to = places[0]
+        for place, following in zip(places, [*places[1:], before], strict=True):  # runs that stay close up
+            stay = following - place - 1
+            if stay:
+                order[to : to + stay] = order[place + 1 : following]
+                to += stay
+
+    def _places(self, before: int, rows: list[int]) -> list[int]:
+        """Where `rows` of the first `before` ones stand in the order."""
+        due, order = self._due[:before], self._by_due[:before]
+        places: list[int] = due.searchsorted(due[rows], sorter=order).tolist()
+        for index, (row, place) in enumerate(zip(rows, places, strict=True)):
+            if place == before or order[place] != row:  # several are due at once
+                places[index] = int((order == row).argmax())
+        return places
 
     def admitted(self, request: Request) -> None:
         """It holds KV now, and runs on its lane."""

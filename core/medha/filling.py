@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +13,11 @@ from medha.admission import Admission
 from medha.candidates import Candidates
 from medha.config import ReplicaConfig
 from medha.lanes import Lanes
-from medha.messages import Admit, StepEntry
+from medha.messages import Admit, Extent, StepEntry
 from medha.pace import Pace
 from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.predictor import Predictor
-from medha.quick import decode_entry, new_entry, new_extent
+from medha.quick import StepEntryDraft, new_entry, new_extent
 from medha.request import NOWHERE, Request
 from medha.roster import Roster
 from medha.urgency import Urgency
@@ -29,6 +30,8 @@ _NEAR_PROMISE = 3.0
 """Times its own work: from so long before its promise a request that was given up lets nobody else take KV first."""
 _LEAST_OF_TARGET = 0.5
 """Of a TPOT target is left for the steps themselves, whatever passes between them."""
+MOST_POSITIONS = 32768
+"""For which the extents of decodes are kept: 8 MB."""
 MOST_ELSEWHERE = 64
 """Waiting requests that a step may pass over because another lane should take them."""
 
@@ -66,6 +69,7 @@ class Filler:
         self._urgency = Urgency(config.scheduling, config.topology.kv, self._stages)
         self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
         self._limits = _limits(config)
+        self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
     def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
         """A step of `lanes`; who is admitted for it is appended to `admits`."""
@@ -89,7 +93,7 @@ class Filler:
         packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
-        entries = _decode_entries(decodes)
+        entries = self._decode_entries(decodes)
         alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
             self._pace.launched(
@@ -135,6 +139,32 @@ class Filler:
         self._roster.enter(request)
         self._lanes.remapped(request)
         return True
+
+    def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
+        """Entries of the decodes of a step, which count as dispatched from here on."""
+        entries: list[StepEntry] = []
+        for request in decodes:
+            if request.is_spread:
+                entries.append(_entry(request, 1))
+                request.dispatch(1)
+            else:  # the same in a fourth of the time
+                position = request.dispatched
+                extents = self._one_token_at.get(position)
+                if extents is None:
+                    extents = self._keep_extents(position)
+                entry: Any = StepEntryDraft(request.id, request.lane, extents, True)
+                entry.__class__ = StepEntry
+                entries.append(entry)
+                request.dispatched = position + 1
+                request.steps_in_flight += 1
+        return entries
+
+    def _keep_extents(self, position: int) -> tuple[Extent, ...]:
+        """What says "the token at `position`", kept for the next sequence that decodes there."""
+        if len(self._one_token_at) >= MOST_POSITIONS:
+            self._one_token_at.clear()
+        extents = self._one_token_at[position] = (new_extent(position, 1),)
+        return extents
 
     def _prefill_entries(self, request: Request, count: int) -> list[StepEntry]:
         """The next `count` positions of a prompt: several entries where lanes compute it together."""
@@ -271,20 +301,6 @@ def _limits(config: ReplicaConfig) -> Limits:
         min_prefill_share=scheduling.min_prefill_share,
         space_sharing_cap=scheduling.space_sharing_cap,
     )
-
-
-def _decode_entries(decodes: Iterable[Request]) -> list[StepEntry]:
-    """Entries of the decodes of a step, which count as dispatched from here on."""
-    entries: list[StepEntry] = []
-    for request in decodes:
-        if request.is_spread:
-            entries.append(_entry(request, 1))
-            request.dispatch(1)
-        else:  # the same in a third of the time
-            entries.append(decode_entry(request.id, request.lane, request.dispatched))
-            request.dispatched += 1
-            request.steps_in_flight += 1
-    return entries
 
 
 def _entry(request: Request, count: int) -> StepEntry:

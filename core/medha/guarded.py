@@ -225,8 +225,10 @@ class _View:
         self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
         """Given up."""
         self.any_late = bool(self.late.any())
-        self.late_load: Floats = np.multiply(self.load, self.late, out=late_load)
-        """The load of the given up, 0 of the others."""
+        self.late_load: Floats = late_load
+        """The load of the given up, 0 of the others; not set while nobody is."""
+        if self.any_late:
+            np.multiply(self.load, self.late, out=late_load)
         self.grace = 0.0 if self.any_late else settings.grace_seconds
         self.due: Floats = np.subtract(due, now, out=due)
         self.done: Floats = self.load.cumsum(out=done)
