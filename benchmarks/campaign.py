@@ -8,6 +8,7 @@ loads: results outlive every other change, comments included.
     python benchmarks/campaign.py --quick         every kind of run once, two minutes
     python benchmarks/campaign.py --list          what would be run, in that order, and how long it may take
     python benchmarks/campaign.py --page-only     write the page anew from the results that there are
+    python benchmarks/campaign.py --adopt FILE    take over the results of other code, if a sample of them is the same
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from medha.errors import PartFailed
 from medha_sim.campaign import SCALES, runs
+from medha_sim.campaign_adopt import Differs, check_again, sample
 from medha_sim.campaign_pool import Stopwatch, run_all
 from medha_sim.campaign_run import Outcome, Run
 from medha_sim.compiled import compiled
@@ -57,6 +59,15 @@ def main() -> int:
     parser.add_argument(
         "--page-only", action="store_true", help="write the page from the results that there are"
     )
+    parser.add_argument(
+        "--adopt",
+        type=Path,
+        metavar="FILE",
+        help="take over its results if a sample of them comes out the same",
+    )
+    parser.add_argument(
+        "--sample", type=int, default=36, metavar="N", help="runs that --adopt simulates again (default 36)"
+    )
     arguments = parser.parse_args()
 
     scale = SCALES[arguments.mode]
@@ -79,13 +90,20 @@ def main() -> int:
         "capacities": {},
         "runs": {},
     }
+    if arguments.adopt:
+        if target.exists():
+            sys.exit(f"{_name(target)} holds results of the present code; remove it to adopt others")
+        try:
+            campaign |= _adopted(arguments, planned, sources)
+        except Differs as difference:
+            sys.exit(f"not adopted: {difference}")
     if target.exists():
         campaign |= json.loads(target.read_text(encoding="utf-8"))
     done: dict[str, Outcome] = campaign["runs"]
     for key in [key for key, outcome in done.items() if "error" in outcome]:
         if not arguments.page_only:
             del done[key]  # tried again
-    if not arguments.page_only:
+    if not arguments.page_only and not arguments.adopt:
         known = [item for file in older[:1] for item in _outcomes(file)]
         stopwatch = Stopwatch([*known, *done.items()])
         if arguments.list:
@@ -147,14 +165,9 @@ def _simulate(
             elif "error" in outcome:
                 bar.console.print(f"{run.key}: {took}")
 
-        if (
-            left and not arguments.interpreted and campaign["mode"] == "full"
-        ):  # compiling takes as long as quick
+        if left:
             bar.update(task, description="compiling the simulator")
-            try:  # the processes of the pool get this path; what runs there is the same code, and as exact
-                sys.path.insert(0, str(compiled(ROOT, ROOT / ".medha" / "compiled")))
-            except PartFailed as error:
-                console.print(f"runs are interpreted, and take twice as long: {error}")
+            _compile(arguments)
         try:
             run_all(
                 planned,
@@ -168,6 +181,46 @@ def _simulate(
         except KeyboardInterrupt:
             return False
     return True
+
+
+def _compile(arguments: argparse.Namespace) -> None:
+    """Let the processes of the pool find compiled code: the same code, and as exact."""
+    if arguments.interpreted or arguments.mode != "full":  # compiling takes as long as quick
+        return
+    try:
+        sys.path.insert(0, str(compiled(ROOT, ROOT / ".medha" / "compiled")))
+    except PartFailed as error:
+        print(f"runs are interpreted, and take twice as long: {error}")
+
+
+def _adopted(arguments: argparse.Namespace, planned: list[Run], sources: str) -> dict[str, Any]:
+    """What a file of results gives the present code; who simulated it stays named."""
+    earlier = json.loads(arguments.adopt.read_text(encoding="utf-8"))
+    if earlier["mode"] != arguments.mode:
+        sys.exit(f"{arguments.adopt} is of mode {earlier['mode']}, not {arguments.mode}")
+    known: dict[str, Outcome] = {
+        run.key: earlier["runs"][run.key]
+        for run in planned
+        if "error" not in earlier["runs"].get(run.key, {"error": "not run"})
+    }
+    chosen = sample(
+        [run for run in planned if run.key in known], arguments.sample, f"{earlier['sources']} {sources}"
+    )
+    if not chosen:
+        sys.exit(f"{arguments.adopt} has no run that could be simulated again")
+    print(f"{len(chosen)} of {len(known)} runs are simulated again")
+    _compile(arguments)
+    check_again(chosen, known, earlier["capacities"], jobs=arguments.jobs)
+    adoption = {
+        "sources": earlier["sources"],
+        "commit": earlier["commit"],
+        "again": [run.key for run in chosen],
+    }
+    return {
+        "capacities": earlier["capacities"],
+        "runs": known,
+        "adopted": [*earlier.get("adopted", []), adoption],
+    }
 
 
 def _list(left: list[Run], stopwatch: Stopwatch, jobs: int) -> int:

@@ -20,7 +20,7 @@ from medha_sim.simulated_rows import Rows, calibration, strength
 _HEAD = """# What of the papers holds here
 
 Written by `{command}` from `{file}`; do not edit. Mode **{mode}**, code of commit `{commit}` (digest of the simulated
-sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours.{warning}
+sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours.{adopted}{warning}
 
 Paper A is "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation", paper B "No Request
 Left Behind", paper C Meta's "Context Parallelism for Scalable Million-Token Inference".
@@ -108,6 +108,7 @@ def page(campaign: dict[str, Any]) -> str:
             planned=shown["planned"],
             errors=errors,
             core_hours=shown["core_hours"],
+            adopted="".join(map(_adoption, campaign.get("adopted", []))),
             warning=warning,
         ),
         _summary(shown["rows"]),
@@ -120,6 +121,15 @@ def page(campaign: dict[str, Any]) -> str:
     if shown["errors"]:
         parts.append("## Runs that failed\n\n" + "\n".join(f"- {key}" for key in shown["errors"]) + "\n")
     return "\n".join(parts)
+
+
+def _adoption(adoption: dict[str, Any]) -> str:
+    """Where results come from that were not simulated by the code that the page names."""
+    return (
+        f"\n\nResults were taken over from sources `{adoption['sources']}` (commit `{adoption['commit']}`), which a change "
+        f"followed that must not change decisions: {len(adoption['again'])} runs of all kinds, drawn by the two digests, "
+        "were simulated again behind it, with the capacities, and gave the same figures to the last digit."
+    )
 
 
 def _summary(rows: Sequence[dict[str, Any]]) -> str:

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from medha_sim.campaign import FULL, runs
+from medha_sim.campaign_adopt import kind, sample
 from medha_sim.campaign_run import Run
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "campaign.py"
@@ -80,3 +82,50 @@ def test_a_page_of_results_of_older_code_says_so(  # type: ignore[no-untyped-def
     capsys.readouterr()
     assert call("--page-only") == 0
     assert "no results of the present code (000000000000)" in capsys.readouterr().out
+
+
+@pytest.fixture
+def earlier(call, campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:  # type: ignore[no-untyped-def]
+    """Results of code that has been changed since."""
+    assert call() == 0
+    (file,) = (tmp_path / "results").glob("campaign-quick-*.json")
+    monkeypatch.setattr(campaign, "digest", lambda files: "f" * 12)
+    return file
+
+
+def test_results_of_earlier_code_are_adopted_where_runs_come_out_the_same_and_the_page_says_so(  # type: ignore[no-untyped-def]
+    call, tmp_path: Path, earlier: Path
+) -> None:
+    assert call("--adopt", str(earlier), "--sample", "1") == 0
+    before = json.loads(earlier.read_text())
+    after = json.loads((tmp_path / "results" / f"campaign-quick-{'f' * 12}.json").read_text())
+    assert after["runs"] == before["runs"]
+    assert after["sources"] == "f" * 12
+    (adopted,) = after["adopted"]
+    assert adopted["sources"] == before["sources"]
+    assert len(adopted["again"]) == 1
+    assert f"taken over from sources `{before['sources']}`" in (tmp_path / "page.md").read_text()
+    with pytest.raises(SystemExit, match="holds results of the present code"):
+        call("--adopt", str(earlier))
+
+
+def test_results_are_not_adopted_where_one_run_that_is_drawn_comes_out_different(  # type: ignore[no-untyped-def]
+    call, tmp_path: Path, earlier: Path
+) -> None:
+    results = json.loads(earlier.read_text())
+    for outcome in results["runs"].values():
+        outcome["all"]["tpot_seconds"]["max"] = 0.123456
+    earlier.write_text(json.dumps(results))
+    with pytest.raises(SystemExit, match=r"not adopted: .*: all was .*0\.123456"):
+        call("--adopt", str(earlier), "--sample", "1")
+    assert [earlier] == list((tmp_path / "results").iterdir())
+
+
+def test_a_sample_has_one_run_of_each_kind_before_a_second_of_any() -> None:
+    planned = runs(FULL)
+    kinds = {kind(run) for run in planned}
+    chosen = sample(planned, len(kinds), "a seed")
+    assert {kind(run) for run in chosen} == kinds
+    assert chosen == sample(planned, len(kinds), "a seed")
+    assert chosen != sample(planned, len(kinds), "another")
+    assert sample(planned, 3, "a seed") == chosen[:3]
