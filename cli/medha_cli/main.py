@@ -18,6 +18,7 @@ _COMMANDS = {
     "model": ("medha_cli.model", "Make and inspect checkpoints."),
     "plan": ("medha_cli.plan", "Say which grid of GPUs a model needs, and what it costs."),
     "profile": ("medha_cli.profile", "Measure what steps take on this machine, for the predictor."),
+    "render": ("medha_cli.render", "Print the Kubernetes objects that a manifest becomes."),
     "replay": ("medha_cli.replay", "Check a recorded log, and ask what other policies would have done."),
     "simulate": ("medha_cli.simulate", "Compare policies under a virtual clock, on one HTML page."),
     "top": ("medha_cli.top", "Watch a running replica: lanes, steps, KV, and every request's progress."),

@@ -33,18 +33,7 @@ def read_manifest(path: Path) -> MedhaReplica:
             `MedhaReplica`, or names a profile that is none. The text starts with the file, and with the line where
             YAML knows it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
-    try:
-        documents = [document for document in yaml.load_all(text, _StrictLoader) if document is not None]
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ConfigInvalid(f"{path}{line}: is not YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
-        raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
+    documents = read_documents(path)
     if len(documents) != 1:
         raise ConfigInvalid(
             f"{path}: holds {len(documents)} documents, expected one {KIND}; put each replica into its own file"
@@ -56,6 +45,27 @@ def read_manifest(path: Path) -> MedhaReplica:
     replica = _with_absolute_paths(replica, path.resolve().parent)
     _require_readable_profile(replica)
     return replica
+
+
+def read_documents(path: Path) -> list[object]:
+    """Every document of a YAML file that is not empty.
+
+    Raises:
+        ConfigInvalid: the file cannot be read or is no YAML; the text starts with the file, and with the line where
+            YAML knows it.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigInvalid(f"{path}: cannot be read: {error}") from error
+    try:
+        return [document for document in yaml.load_all(text, _StrictLoader) if document is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        raise ConfigInvalid(f"{path}{line}: is not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
+        raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
 
 
 def model_directory(replica: MedhaReplica) -> Path:

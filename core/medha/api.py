@@ -6,7 +6,7 @@ them. Unknown fields are refused: a typing error must not become a silent defaul
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -388,16 +388,33 @@ class MedhaDeployment(Model):
     spec: MedhaDeploymentSpec
 
 
+Parsed = TypeVar("Parsed", MedhaReplica, MedhaDeployment)
+
+
 def parse_replica(document: object) -> MedhaReplica:
     """A `MedhaReplica` from a parsed YAML or JSON document.
 
     Raises:
         ConfigInvalid: names every wrong field, its value and what was expected.
     """
+    return _parsed(MedhaReplica, document)
+
+
+def parse_deployment(document: object) -> MedhaDeployment:
+    """A `MedhaDeployment` from a parsed YAML or JSON document.
+
+    Raises:
+        ConfigInvalid: as `parse_replica`.
+    """
+    return _parsed(MedhaDeployment, document)
+
+
+def _parsed(model: type[Parsed], document: object) -> Parsed:
+    kind = model.__name__
     if not isinstance(document, dict):
-        raise ConfigInvalid(f"expected one {KIND} mapping, found {type(document).__name__}")
+        raise ConfigInvalid(f"expected one {kind} mapping, found {type(document).__name__}")
     try:
-        return MedhaReplica.model_validate(document)
+        return model.model_validate(document)
     except ValidationError as error:
         lines = []
         for problem in error.errors():
@@ -405,7 +422,7 @@ def parse_replica(document: object) -> MedhaReplica:
             if problem["type"] == "missing":
                 lines.append(f"{where}: is missing; add it")
             elif problem["type"] == "extra_forbidden":
-                lines.append(f"{where}: is no field of {KIND}; remove it or correct its spelling")
+                lines.append(f"{where}: is no field of {kind}; remove it or correct its spelling")
             else:
                 lines.append(f"{where}: {problem['msg']} (found {problem['input']!r:.80})")
         raise ConfigInvalid("\n".join(lines)) from error

@@ -22,6 +22,11 @@ Schema = dict[str, Any]
 GROUP = "medha.dev"
 VERSION = "v1alpha1"
 
+NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
+LONGEST_REPLICA_NAME = 46
+"""With `-l255` it names StatefulSets, and those with a hash of ten digits label pods: 63 letters at most."""
+LONGEST_DEPLOYMENT_NAME = LONGEST_REPLICA_NAME - len("-9999")
+
 _APPLIED = {
     "live": "A change reaches the running replica.",
     "restart": "A change replaces the replica's pods.",
@@ -123,6 +128,7 @@ _AGE = _column("Age", ".metadata.creationTimestamp", "date", description="Time s
 def replica_crd() -> Schema:
     return _crd(
         kind="MedhaReplica",
+        longest_name=LONGEST_REPLICA_NAME,
         plural="medhareplicas",
         short="mr",
         description="One model, served by one grid of ranks under one controller.",
@@ -145,6 +151,7 @@ def replica_crd() -> Schema:
 def deployment_crd() -> Schema:
     return _crd(
         kind="MedhaDeployment",
+        longest_name=LONGEST_DEPLOYMENT_NAME,
         plural="medhadeployments",
         short="md",
         description="Identical replicas behind one router, changed by whole replicas.",
@@ -170,6 +177,14 @@ def deployment_crd() -> Schema:
     )
 
 
+def name_problem(longest: int) -> str:
+    """What is said of a name that pods and Services cannot be called after."""
+    return (
+        f"metadata.name must begin with a letter, end with a letter or digit, hold lower-case letters, digits and `-` "
+        f"alone, and be no longer than {longest}: pods and a Service are called after it"
+    )
+
+
 def _crd(
     *,
     kind: str,
@@ -180,10 +195,13 @@ def _crd(
     status: Schema,
     subresources: Schema,
     columns: list[Schema],
+    longest_name: int,
 ) -> Schema:
+    rule = f"self.metadata.name.size() <= {longest_name} && self.metadata.name.matches('{NAME_PATTERN}')"
     schema = {
         "type": "object",
         "description": description,
+        "x-kubernetes-validations": [{"rule": rule, "message": name_problem(longest_name)}],
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},

@@ -114,3 +114,9 @@ def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: C
     said = plane.kubectl("explain", "mr.spec.scheduling.maxStepSeconds")
     assert "Bound of a step when nothing decodes" in said
     assert "A change reaches the running replica." in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", ["7b", "a.b", "r" * 47])
+def test_a_name_that_no_pod_could_have_is_refused(plane: ControlPlane, name: str) -> None:
+    assert "metadata.name must begin with a letter" in create(plane, replica(name))
+    assert json.loads(create(plane, replica("r" * 46)))

@@ -1,0 +1,175 @@
+"""`medha render FILE`: the objects that the operator would apply for a manifest, by the operator's own plan."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from medha.api import parse_deployment, parse_replica
+from medha.errors import ConfigInvalid
+from medha_cli.manifest import read_documents
+from medha_operator.children import ObservedDeployment
+from medha_operator.crds import (
+    LONGEST_DEPLOYMENT_NAME,
+    LONGEST_REPLICA_NAME,
+    NAME_PATTERN,
+    name_problem,
+)
+from medha_operator.deployment import plan_deployment
+from medha_operator.observed import Observed
+from medha_operator.plan import Action, Apply, SetStatus, plan
+from medha_operator.render import Manifest
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import DeploymentStatus, ReplicaStatus
+
+_NO_UID = "00000000-0000-0000-0000-000000000000"
+_EPOCH = "1970-01-01T00:00:00Z"
+
+
+@click.command("render")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+@click.option("-n", "--namespace", help="For manifests that name none.", default="default", show_default=True)
+@click.option(
+    "--uid", default=_NO_UID, help="UID of the resource, which only a cluster knows.", metavar="UID"
+)
+@click.option(
+    "--settings",
+    "settings_file",
+    type=click.Path(path_type=Path),
+    help="The operator's settings, e.g. of its ConfigMap: images, gang schedulers. Default: those of this release.",
+)
+def command(file: Path, form: str, namespace: str, uid: str, settings_file: Path | None) -> None:
+    """Print the Kubernetes objects that a manifest becomes.
+
+    FILE holds one MedhaReplica or MedhaDeployment, or several. What is printed is what the operator applies to an empty
+    namespace, in that order; of a deployment also what its replicas become. The Secret of a replica's keys is left out:
+    it is made once, from random bytes.
+
+    \b
+    Example:
+      medha render examples/tiny-replica.yaml | kubectl diff -f -
+    """
+    settings = _settings(settings_file)
+    documents = read_documents(file)
+    if not documents:
+        raise ConfigInvalid(f"{file}: holds no document, expected a MedhaReplica or a MedhaDeployment")
+    manifests = []
+    for document in documents:
+        try:
+            manifests += list(rendered(document, namespace, uid, settings))
+        except ConfigInvalid as error:
+            raise ConfigInvalid(f"{file}: {str(error).replace(chr(10), f'{chr(10)}{file}: ')}") from error
+    if form == "json":
+        listed = {"apiVersion": "v1", "kind": "List", "items": manifests}
+        sys.stdout.write(json.dumps(listed, indent=1) + "\n")
+    else:
+        yaml.dump_all(manifests, sys.stdout, Dumper=_Dumper, sort_keys=False, width=118, explicit_start=True)
+
+
+def rendered(document: object, namespace: str, uid: str, settings: OperatorSettings) -> Iterator[Manifest]:
+    """What the operator applies for one manifest, in its order.
+
+    Raises:
+        ConfigInvalid: the manifest is none of ours, or names something that cannot be served.
+    """
+    kind = document.get("kind") if isinstance(document, dict) else None
+    if kind == "MedhaReplica":
+        spec = parse_replica(document).spec
+        yield from _of_replica(_created(document, spec, namespace, uid, LONGEST_REPLICA_NAME), settings)
+    elif kind == "MedhaDeployment":
+        wanted = parse_deployment(document).spec
+        created = _created(document, wanted, namespace, uid, LONGEST_DEPLOYMENT_NAME)
+        yield from _of_deployment(created, settings)
+    else:
+        raise ConfigInvalid(
+            f"kind: {kind!r} is neither MedhaReplica nor MedhaDeployment; remove that document"
+        )
+
+
+def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: int) -> Manifest:
+    """The document as a cluster would have it, with every default."""
+    metadata = document["metadata"]
+    name = metadata["name"]
+    if len(name) > longest or re.fullmatch(NAME_PATTERN, name) is None:
+        raise ConfigInvalid(f"{name_problem(longest)} (found {name!r})")
+    known = {"uid": uid, "generation": 1, "resourceVersion": "1", "creationTimestamp": _EPOCH}
+    return {
+        "metadata": {"namespace": namespace, **metadata, **known},
+        "spec": spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+
+
+def _of_replica(document: dict[str, Any], settings: OperatorSettings) -> Iterator[Manifest]:
+    metadata = document["metadata"]
+    observed = Observed(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=1,
+        resource_version="1",
+        spec=document["spec"],
+        status=ReplicaStatus(),
+    )
+    yield from _applied(plan(observed, 0.0, settings).actions)
+
+
+def _of_deployment(document: dict[str, Any], settings: OperatorSettings) -> Iterator[Manifest]:
+    metadata = document["metadata"]
+    observed = ObservedDeployment(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        generation=1,
+        resource_version="1",
+        spec=document["spec"],
+        status=DeploymentStatus(),
+    )
+    for manifest in _applied(plan_deployment(observed, 0.0, settings).actions):
+        yield manifest
+        if manifest["kind"] == "MedhaReplica":
+            made = manifest["metadata"] | {"uid": metadata["uid"]}  # its own UID is as unknown
+            yield from _of_replica(manifest | {"metadata": made}, settings)
+
+
+def _applied(actions: tuple[Action, ...]) -> Iterator[Manifest]:
+    for action in actions:
+        if isinstance(action, Apply):
+            yield action.manifest
+        elif isinstance(action, SetStatus):
+            for condition in action.status.conditions:
+                if condition.type == "Accepted" and condition.status == "False":
+                    raise ConfigInvalid(f"{condition.reason}: {condition.message}")
+
+
+def _settings(file: Path | None) -> OperatorSettings:
+    if file is None:
+        return OperatorSettings()
+    try:
+        return OperatorSettings.model_validate_json(file.read_bytes())
+    except OSError as error:
+        raise ConfigInvalid(f"--settings: {file} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        raise ConfigInvalid(f"--settings: {file}: {error}") from error
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as blocks, and no references between documents."""
+
+    def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 (the library's signature)
+        return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        style = "|" if "\n" in text else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
