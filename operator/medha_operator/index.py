@@ -51,8 +51,8 @@ class Index:
             kind.name: Store(_reader(kind), self._node_changed if kind is NODE else self._told)
             for kind in self.watched
         }
-        self.with_keys: set[str] = set()
-        """UIDs of replicas whose Secret has been made, as far as this process knows."""
+        self.secrets: dict[str, set[str]] = {}
+        """UID of a replica -> names of the Secrets that have been made for it, as far as this process knows."""
 
     def offer(self, document: Document) -> None:
         """Take an object as somebody else has seen it: the API server's answer, or kopf."""
@@ -88,9 +88,9 @@ class Index:
             entry.document for entry in self.stores[POD.name].of(key) if entry.owner in (None, *lanes)
         )
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
-        if uid in self.with_keys or any(pod.is_started for pod in pods):  # which needed the keys to start
-            owner_of_keys = Owner(metadata["name"], metadata["namespace"], uid)
-            objects["Secret", keys_name(owner_of_keys)] = {}
+        objects |= {("Secret", name): {} for name in self.secrets.get(uid, ())}
+        if any(pod.is_started for pod in pods):  # which needed the keys to start
+            objects["Secret", keys_name(Owner(metadata["name"], metadata["namespace"], uid))] = {}
         owner = _controller(metadata)
         return Observed(
             name=metadata["name"],

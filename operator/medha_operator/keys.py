@@ -10,8 +10,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 
 from medha_links.cluster_keys import enrolment_secret, replica_secret, router_secret
-from medha_operator.cluster import Cluster
-from medha_operator.kinds import ROUTER, SECRET
+from medha_operator.cluster import ApiError, Cluster
+from medha_operator.kinds import ROUTER, SECRET, Key
 from medha_operator.render import MANAGER, Manifest, Owner, labels
 from medha_operator.settings import RouterSite
 from medha_operator.store import Document
@@ -24,6 +24,23 @@ def replica_keys(owner: Owner, name: str) -> Manifest:
     """The Secret of a replica's links, with fresh keys."""
     made = _secret(owner.namespace, name, replica_secret(), labels(owner), owner.reference)
     return made | {"immutable": True}
+
+
+async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key) -> None:
+    """Give a replica what enrols at a router of another namespace.
+
+    Raises:
+        ApiError: `source` is not there yet (404), or is none that this operator may read (403).
+    """
+    found = await cluster.get(SECRET, source.namespace, source.name)
+    if found is None:
+        raise ApiError(
+            404, "NotFound", f"the router's Secret {source.namespace}/{source.name} is not there yet"
+        )
+    data = {entry: b64decode(content) for entry, content in found["data"].items()}
+    await cluster.create(
+        _secret(owner.namespace, name, data, labels(owner), owner.reference) | {"immutable": True}
+    )
 
 
 async def make_router_keys(cluster: Cluster, router: RouterSite, again_seconds: float) -> float:

@@ -33,7 +33,9 @@ from medha_operator.render import (
     config_name,
     controller_revision,
     disruption_budget,
+    enrolment_name,
     gang_object,
+    is_enrolment_copied,
     keys_name,
     lane,
     lane_name,
@@ -55,6 +57,15 @@ class CreateKeys:
     """Make the Secret of wire keys, unless it is there: made once, never rendered again."""
 
     name: str
+
+
+@dataclass(frozen=True)
+class CopyEnrolment:
+    """Make, once too, the Secret by which a replica enrols at a router of another namespace."""
+
+    name: str
+    router: str
+    router_namespace: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +104,7 @@ class Tell:
     is_warning: bool = False
 
 
-Action = CreateKeys | Apply | Delete | SetStatus | Tell
+Action = CreateKeys | CopyEnrolment | Apply | Delete | SetStatus | Tell
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,11 @@ def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed:
     actions: list[Action] = []
     if ("Secret", keys_name(owner)) not in observed.objects:
         actions.append(CreateKeys(keys_name(owner)))
+    router, enrolment = spec.router_ref, enrolment_name(owner, spec)
+    if router is not None and enrolment is not None and is_enrolment_copied(owner, spec):
+        assert router.namespace is not None
+        if ("Secret", enrolment) not in observed.objects:
+            actions.append(CopyEnrolment(enrolment, router.name, router.namespace))
     for manifest in wanted:
         found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
         if found is None or not holds(found, manifest):

@@ -14,9 +14,9 @@ from typing import Any
 from medha_operator.cluster import ApiError, Cluster
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index
-from medha_operator.keys import make_router_keys, replica_keys
-from medha_operator.kinds import DEPLOYMENT, REPLICA, ROUTER, Key
-from medha_operator.plan import Action, Apply, CreateKeys, Delete, Plan, SetStatus, Tell, plan
+from medha_operator.keys import copy_enrolment, make_router_keys, replica_keys
+from medha_operator.kinds import DEPLOYMENT, REPLICA, ROUTER, SECRET, Key
+from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.render import Manifest, Owner
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
@@ -118,7 +118,13 @@ class Reconciler:
                 case CreateKeys(name):
                     owner = Owner(key.name, key.namespace, metadata["uid"])
                     await self._cluster.create(replica_keys(owner, name))
-                    self._index.with_keys.add(metadata["uid"])
+                    self._index.secrets.setdefault(metadata["uid"], set()).add(name)
+                case CopyEnrolment(name, router, namespace):
+                    owner = Owner(key.name, key.namespace, metadata["uid"])
+                    await copy_enrolment(
+                        self._cluster, owner, name, Key(SECRET.name, namespace, f"{router}-enrolment")
+                    )
+                    self._index.secrets.setdefault(metadata["uid"], set()).add(name)
                 case Apply(manifest):
                     writes += await self._apply(manifest, versions)
                 case Delete(kind, name, uid, version):

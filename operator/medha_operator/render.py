@@ -7,6 +7,7 @@ what is there.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -140,10 +141,26 @@ def keys_name(owner: Owner) -> str:
     return f"{owner.name}-keys-{owner.uid[:8]}"
 
 
-def enrolment_name(spec: MedhaReplicaSpec) -> str | None:
-    """Name of the Secret by which the replica enrols at its router; None where it names none."""
+def enrolment_name(owner: Owner, spec: MedhaReplicaSpec) -> str | None:
+    """Name of the Secret by which the replica enrols at its router; None where it names no router."""
     router = spec.router_ref
-    return None if router is None else router.secret or f"{router.name}-enrolment"
+    if router is None:
+        return None
+    if is_enrolment_copied(owner, spec):
+        made_for = f"{owner.uid} {router.namespace}/{router.name}"
+        return f"{owner.name}-enrolment-{hashlib.sha256(made_for.encode()).hexdigest()[:8]}"
+    return router.secret or f"{router.name}-enrolment"
+
+
+def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
+    """Whether that Secret is a copy of the replica's own: pods mount none of another namespace."""
+    router = spec.router_ref
+    return (
+        router is not None
+        and router.secret is None
+        and router.namespace is not None
+        and router.namespace != owner.namespace
+    )
 
 
 def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
@@ -242,7 +259,7 @@ def _pod_template(
             {"name": "run", "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
-            *_enrolment_volume(spec),
+            *_enrolment_volume(owner, spec),
             *([model_volume] if model_volume else []),
         ],
     }
@@ -339,8 +356,8 @@ def _model(
     return {"name": "model", "emptyDir": {}}, fetch
 
 
-def _enrolment_volume(spec: MedhaReplicaSpec) -> list[Manifest]:
-    name = enrolment_name(spec)
+def _enrolment_volume(owner: Owner, spec: MedhaReplicaSpec) -> list[Manifest]:
+    name = enrolment_name(owner, spec)
     return (
         [] if name is None else [{"name": "enrolment", "secret": {"secretName": name, "defaultMode": 0o440}}]
     )

@@ -221,7 +221,9 @@ def test_a_deployment_makes_replicas_and_rolls_them(running: Operator, api: Api,
     eventually(lambda: api.list(REPLICA, home), lambda seen: not seen, 60)
 
 
-def test_a_router_gets_its_keys_once_it_is_there(running: Operator, api: Api) -> None:
+def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enrols_at_it(
+    running: Operator, api: Api, home: str
+) -> None:
     assert api.get(SECRET, "front-keys") is None
     labels = {"app": "front"}
     pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
@@ -236,6 +238,13 @@ def test_a_router_gets_its_keys_once_it_is_there(running: Operator, api: Api) ->
         ["router.pub", "token"],
     )
     assert enrolment["data"]["token"] in keys["data"]["tokens"]
+    api.apply(replica("r", home, routerRef={"name": "front", "namespace": "default"}))
+    owned = eventually(
+        lambda: api.owned("r", home), lambda seen: sum(kind == "Secret" for kind, _ in seen) == 2
+    )
+    (copy,) = [one for (kind, name), one in owned.items() if kind == "Secret" and "enrolment" in name]
+    assert copy["data"] == enrolment["data"]
+    assert copy["metadata"]["name"] in json.dumps(owned["StatefulSet", "r-l0"]["spec"]["template"])
     api.delete(ROUTER, "front")  # as `helm uninstall` does
     eventually(
         lambda: api.get(SECRET, "front-keys") or api.get(SECRET, "front-enrolment"), lambda seen: seen is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,28 @@ def test_keys_are_made_once(world: World) -> None:
 
 
 # --- restarts -------------------------------------------------------------------------------------------
+
+
+def test_what_enrols_at_a_router_elsewhere_is_copied_once_and_anew_for_another_router() -> None:
+    world = World(routerRef={"name": "front", "namespace": "elsewhere"})
+    world.settle()
+    (first,) = [name for kind, name in world.objects if kind == "Secret" and "enrolment" in name]
+    assert world.settle() == 0
+    world.spec = world.spec | {"routerRef": {"name": "front", "namespace": "other"}}
+    world.generation += 1
+    world.settle()
+    copies = [name for kind, name in world.objects if kind == "Secret" and "enrolment" in name]
+    assert len(copies) == 2
+    template = json.dumps(world.objects["StatefulSet", "r-l0"])
+    assert [copies[1] in template, first in template] == [True, False]
+
+
+@pytest.mark.parametrize("router", [{"name": "front"}, {"name": "front", "namespace": "default"}])
+def test_what_enrols_at_a_router_of_the_same_namespace_is_mounted_as_it_is(router: dict[str, str]) -> None:
+    world = World(routerRef=router)
+    world.settle()
+    assert [name for kind, name in world.objects if kind == "Secret" and "enrolment" in name] == []
+    assert '"front-enrolment"' in json.dumps(world.objects["StatefulSet", "r-l0"])
 
 
 def test_one_lost_pod_makes_exactly_one_restart(world: World) -> None:

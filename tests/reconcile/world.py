@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from medha_operator.observed import Node, Observed, Pod
-from medha_operator.plan import Action, Apply, CreateKeys, Delete, Plan, SetStatus, Tell, plan
+from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.revision import Revision
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import ReplicaStatus
@@ -64,7 +64,7 @@ class World:
             match action:
                 case Apply(manifest):
                     self._apply(manifest)
-                case CreateKeys(name):
+                case CreateKeys(name) | CopyEnrolment(name, _, _):
                     self.objects["Secret", name] = self._stored(
                         {"kind": "Secret", "metadata": {"name": name}}
                     )
