@@ -340,8 +340,8 @@ class Shutdown:
     """Finish the step that runs and exit with status 0; `refused`: another process has taken this rank's place."""
 
     reason: str = ""
-
     refused: bool = False
+
 
 # --- ranks -> controller -----------------------------------------------------------------------------
 
@@ -367,9 +367,9 @@ class RankHello:
 
     rank: int
     incarnation: str
-
     last_epoch: int | None = None
     """The last epoch in which this place of the grid took part, as its pod remembers; None in a new pod."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankReady:

@@ -29,8 +29,8 @@ from medha.messages import (
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
-from medha_worker.link import Context, Link, Received, rank_identity
 from medha_worker.epoch_file import following_epoch, write_epoch
+from medha_worker.link import Context, Link, Received, rank_identity
 from medha_worker.lock_step import LockStep
 from medha_worker.muster import LinkName, Muster, implausible
 from medha_worker.process import free_port
@@ -59,8 +59,8 @@ class RankLinks:
         epoch_file: Path | None,
         gather_seconds: float,
         lost: Callable[[], None],
-    ) -> None:
         oldest_epoch: int = 0,
+    ) -> None:
         """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over."""
         control, tokens = endpoints
         peers = [rank_identity(rank) for rank in range(ranks)]
