@@ -41,11 +41,11 @@ import yaml
 from rich.console import Console
 
 from medha_cli.display import TerminalDisplay
-from medha_worker.supervision.lifecycle import DEATHS_SECONDS
 from medha_cli.manifest import model_directory, read_manifest
-from medha_worker.supervision.supervisor import supervise
 from medha_cli.up import RunFiles, write_parts
 from medha_worker.checkpoint import init_checkpoint
+from medha_worker.supervision.lifecycle import DEATHS_SECONDS
+from medha_worker.supervision.supervisor import supervise
 
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0
