@@ -34,8 +34,9 @@ FinishReason = Literal["stop", "length"]
 RefusalReason = Literal["capacity", "too_long", "draining", "not_ready", "unknown_class", "invalid"]
 """Why a replica does not take a request. `capacity`, `draining` and `not_ready` may succeed elsewhere or later."""
 
-FailureReason = Literal["out_of_memory", "rank_lost", "internal"]
-"""Why a replica ends a request that it had taken, without it being the client's doing."""
+FailureReason = Literal["out_of_memory", "not_finite", "rank_lost", "internal"]
+"""Why a replica ends a request that it had taken, without it being the client's doing. `not_finite`: the model's numbers
+are no numbers any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +450,15 @@ class RankFault:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRanOut:
+    """A rank has too little memory for some rows of a step; they take part in it as NaN. Sent before the step can end."""
+
+    rank: int
+    step_id: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepTimes:
     """What one rank did in one step: times in seconds since its machine was started."""
 
@@ -504,6 +514,7 @@ ControllerCommand = Step | Emit | Refused | Failed
 
 Message = (
     Tokens | Submit | Cancel | FetchBundle | Announce | BundlePart | Refused | Emit | Failed
-    | Meet | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | TracePart
+    | Meet | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | MemoryRanOut
+    | TracePart
 )  # fmt: skip
 """Everything that crosses a process border."""

@@ -126,7 +126,9 @@ class Deliver:
     cached_tokens: int = 0  # as in `Emit`
 
 
-FailureKind = Literal["invalid", "too_long", "model_not_found", "overloaded", "unavailable", "internal"]
+FailureKind = Literal[
+    "invalid", "too_long", "model_not_found", "overloaded", "unavailable", "out_of_memory", "internal"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,7 +425,8 @@ class RouterCore:
             return []
         if failed.reason == "rank_lost":
             return self._resume(sequence) + self._dispatch(now)
-        return [self._fail(sequence, "internal", failed.detail or f"the replica failed: {failed.reason}")]
+        kind: FailureKind = "out_of_memory" if failed.reason == "out_of_memory" else "internal"
+        return [self._fail(sequence, kind, failed.detail or f"the replica failed: {failed.reason}")]
 
     def _lose(self, replica: str) -> list[RouterCommand]:
         lost = self._replicas.pop(replica, None)

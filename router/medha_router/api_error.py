@@ -63,5 +63,7 @@ class ApiError(Exception):
                 return cls(429, fail.detail, code="overloaded", retry_after_seconds=fail.retry_after_seconds)
             case "unavailable":
                 return cls(503, fail.detail, code="unavailable", retry_after_seconds=fail.retry_after_seconds)
+            case "out_of_memory":
+                return cls(503, fail.detail, code="out_of_memory")
             case "internal":
                 return cls(500, fail.detail, code="internal_error")

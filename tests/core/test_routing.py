@@ -285,7 +285,7 @@ def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
     ((_, again),) = submits(core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) + announce(core, 1.1))
     assert again.id == "a~1"
     (end,) = core.handle(Received("r0", Failed("b", "out_of_memory", "too big a chunk")), 1.0)
-    assert end == Fail("b", "internal", "too big a chunk")
+    assert end == Fail("b", "out_of_memory", "too big a chunk")
 
 
 @dataclass

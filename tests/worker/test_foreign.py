@@ -20,6 +20,7 @@ from medha.messages import (
     Emit,
     EntryFailed,
     FetchBundle,
+    MemoryRanOut,
     Message,
     RankFault,
     RankHello,
@@ -41,7 +42,7 @@ from ..frames import frames, is_dropped
 from .test_controller import IDS, READY, Stage
 
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
-    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, TracePart),
+    "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
     "rank_tokens": (RankHello,),
     "router_control": (Submit, Cancel, FetchBundle),
     "router_tokens": (Tokens,),

@@ -36,6 +36,26 @@ def test_steps_in_flight_are_kept_apart_and_a_late_report_is_nothing() -> None:
     assert joined.join(StageFree(1, 0, lanes=(1,))) is None
 
 
+def test_memory_that_ran_out_on_a_rank_is_why_numbers_of_that_step_are_none() -> None:
+    joined = LockStep()
+    for step_id in (1, 2):
+        joined.expect(Step(step_id=step_id, epoch=0, entries=(), lanes=(0, 1)), now=0.0)
+    joined.ran_out(1, rank=5)
+    joined.ran_out(9, rank=5)  # of a step that has ended long ago
+    reasons = []
+    for step_id in (1, 2):
+        failures = EntryFailed("a", "not_finite", "NaN"), EntryFailed("b", "internal", "masked")
+        joined.join(Done(step_id, (), failures, lanes=(0,)))
+        done = joined.join(Done(step_id, (), (EntryFailed("a", "not_finite", "NaN"),), lanes=(1,)))
+        assert isinstance(done, Done)
+        reasons.append([failure.reason for failure in done.failures])
+        assert ("rank 5" in done.failures[0].detail) == (step_id == 1)
+    assert reasons == [
+        ["out_of_memory", "internal", "out_of_memory"],
+        ["not_finite", "internal", "not_finite"],
+    ]
+
+
 def test_a_step_is_overdue_when_it_and_those_ahead_of_it_could_have_ended_many_times() -> None:
     joined = LockStep()
     assert joined.is_idle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
 from medha.messages import Admit, Done, Extent, Sampling, Step, StepEntry, Tokens
+from medha.shards import Segment, place
 from medha.topology import Topology
 from medha_worker.executor import Executor
 
@@ -23,14 +26,15 @@ BLOCK_TOKENS, KV_BLOCKS = 4, 32
 
 
 class Tight:
-    """Attention of a rank whose memory does not hold what one of `LARGE` rows needs."""
+    """Attention of a rank whose memory does not hold what one of so many rows needs."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, rows: float) -> None:
         self._backend = backend
+        self.rows = rows
 
     def plan(self, spans: Any, block_tokens: int) -> Any:
         planned = self._backend.plan(spans, block_tokens)
-        return TightStep(planned) if any(span.row_count >= LARGE for span in spans) else planned
+        return TightStep(planned) if any(span.row_count >= self.rows for span in spans) else planned
 
 
 class TightStep:
@@ -93,7 +97,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None) -> list[Done]:
         grid = ranks._grids[rank]
         model = ranks._models[rank].in_grid(grid.tensor_group, grid)
         if rank == tight_rank:
-            tight: Any = Tight(model.kernels.attention)
+            tight: Any = Tight(model.kernels.attention, LARGE)
             model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
         executor = Executor(
             model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
@@ -125,3 +129,132 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
         for done, alone in zip(found, expected, strict=True):
             drawn = [(one.id, one.token) for one in done.samples if one.id != "large"]
             assert drawn == [(one.id, one.token) for one in alone.samples]
+
+
+# --- lanes that share the request ---------------------------------------------------------------------
+
+PROMPT, FIRST_CHUNK, ROOM = 48, 40, 8  # of the shared request
+SPREADS = [(OWNER, "owner"), (PASS_KV, "pass-KV"), (PASS_Q, "pass-Q")]
+
+
+@pytest.fixture(params=[(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=["KVP2", "TP2 x KVP2", "SPP2 x KVP2"])
+def lanes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
+    save_reference(tmp_path, "llama")
+    ranks = Ranks(Topology(*request.param), tmp_path)
+    yield ranks
+    ranks.close()
+
+
+def shared_steps(strategy: str, *, large: bool) -> list[Step]:
+    """Each lane decodes a small request of its own, beside two chunks of a large prompt that lies on both."""
+    both = (0, 1)
+    segments = place(
+        PROMPT, PROMPT + ROOM, [KV_BLOCKS * BLOCK_TOKENS] * 2, block_size_tokens=BLOCK_TOKENS,
+        tokens_per_lane=PROMPT // 2, lane_tokens=KV_BLOCKS * BLOCK_TOKENS,
+    )  # fmt: skip
+    assert segments is not None
+
+    def small(start: int, count: int) -> list[StepEntry]:
+        return [StepEntry(f"small {lane}", lane, (Extent(start, count),), samples=True) for lane in both]
+
+    def part(start: int, count: int, *, samples: bool) -> list[StepEntry]:
+        if not large:
+            return []
+        if strategy == OWNER:
+            return [StepEntry("large", segments.owner, (Extent(start, count),), samples, OWNER)]
+        cut = balanced(start, start + count, 2)
+        return [
+            StepEntry("large", lane, extents, samples and lane == segments.owner, strategy)
+            for lane, extents in zip(both, cut, strict=True)
+        ]
+
+    admits = [
+        Admit(f"small {lane}", "small", 9, 9, 1, GREEDY, 13, segments=(Segment(lane, 0, 13),))
+        for lane in both
+    ]
+    if large:
+        admits.append(
+            Admit("large", "large", PROMPT, PROMPT, 1, GREEDY, segments.tokens, segments=segments.segments)
+        )
+    after = Admit("after", "after", 30, 30, 1, GREEDY, 34, segments=(Segment(0, 0, 34),))
+    first = (*small(0, 9), *part(0, FIRST_CHUNK, samples=False))
+    second = (*small(9, 1), *part(FIRST_CHUNK, PROMPT - FIRST_CHUNK, samples=True))
+    third = (*small(10, 1), StepEntry("after", 0, (Extent(0, 30),), samples=True))
+    return [
+        Step(0, 0, first, admits=tuple(admits), lanes=both),
+        Step(1, 0, second, lanes=both),
+        Step(2, 0, third, releases=("large",) if large else (), admits=(after,), lanes=both),
+        Step(3, 0, (*small(11, 1), StepEntry("after", 0, (Extent(30, 1),), samples=True)), lanes=both),
+    ]
+
+
+def run_shared(
+    ranks: Ranks, strategy: str, *, large: bool, tight_rank: int | None
+) -> tuple[list[Done], list[int]]:
+    """What both lanes report of each step, and the steps for which a rank said that its memory ran out."""
+    drawn = np.random.default_rng(7).integers(0, 100, 64).astype(np.int32)
+    ranks._meet()
+    told: list[int] = []
+
+    def work(rank: int) -> list[Done]:
+        grid = ranks._grids[rank]
+        running = 0
+        model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: told.append(running))
+        tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
+        model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
+        executor = Executor(
+            model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
+            clock=lambda: 0.0, lane=grid.lane, pipeline=grid,
+        )  # fmt: skip
+        reported = []
+        for step in shared_steps(strategy, large=large):
+            running = step.step_id
+            tight.rows = tight.rows if running == 0 else math.inf  # it was the first chunk that did not fit
+            executor.prepare(step)
+            for name in executor.missing_prompts(step):
+                tokens = next(one.tokens for one in step.admits if one.prompt == name)
+                executor.add_tokens(Tokens(prompt=name, offset=0, total=tokens), drawn[:tokens])
+            done = executor.execute(step)
+            assert done is not None
+            reported.append(done)
+        return reported
+
+    reports: list[list[Done]] = ranks.on_all(work)
+    drawing = {grid.drawing_rank for grid in ranks._grids}
+    of_lanes = zip(*(reports[rank] for rank in sorted(drawing)), strict=True)
+    joined = [
+        Done(
+            dones[0].step_id,
+            tuple(sample for done in dones for sample in done.samples),
+            tuple(failure for done in dones for failure in done.failures),
+        )
+        for dones in of_lanes
+    ]
+    return joined, told
+
+
+def sampled(done: Done, name: str) -> int:
+    return next(one.token for one in done.samples if one.id == name)
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy, _ in SPREADS], ids=[name for _, name in SPREADS])
+def test_a_shared_request_that_does_not_fit_on_one_lane_ends_alone(lanes: Ranks, strategy: str) -> None:
+    expected, _ = run_shared(lanes, strategy, large=False, tight_rank=None)
+    whole, told = run_shared(lanes, strategy, large=True, tight_rank=None)
+    assert all(done.failures == () for done in whole)
+    assert not told
+    for tight_rank in range(lanes.topology.ranks):
+        found, told = run_shared(lanes, strategy, large=True, tight_rank=tight_rank)
+        failed = [{(one.id, one.reason) for one in done.failures} for done in found]
+        if failed[0] | failed[1] != {
+            ("large", "not_finite")
+        }:  # rows behind which nothing comes on the last layer
+            assert failed[:2] == [set(), set()]
+            assert strategy != OWNER
+            assert lanes._grids[tight_rank].is_last_stage
+            assert sampled(found[1], "large") == sampled(whole[1], "large")
+        assert failed[2:] == [set(), set()]
+        assert set(told) == {0}
+        for done, alone in zip(found, expected, strict=True):
+            for one in alone.samples:
+                assert sampled(done, one.id) == one.token

@@ -6,8 +6,7 @@ No sockets, no asyncio, no clock of its own. The rank's process calls, for every
 What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
 forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
 other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch, unless memory ran
-out for requests of one lane, which others learn by NaN (`Transformer`). State that disagrees with the controller's
-cannot be mended, and raises.
+out, which others learn by NaN (`Transformer`). State that disagrees with the controller's cannot be mended, and raises.
 
 Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
 the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them.
@@ -506,7 +505,7 @@ class Executor:
 
     def _take(self, part: _Part, result: Drawn | Undrawable, failures: list[EntryFailed]) -> Sample | None:
         if isinstance(result, Undrawable):
-            failures.append(EntryFailed(part.entry.id, "internal", result.detail))
+            failures.append(EntryFailed(part.entry.id, result.reason, result.detail))
             return None
         assert part.sequence.sampler is not None
         part.sequence.append(result.token)
@@ -554,11 +553,9 @@ def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:
         return []
     lasts = torch.stack([part.hidden for part in unseen if part.hidden is not None])
     finite = lasts.isfinite().all(dim=1).tolist()
-    detail = (
-        "hidden states hold NaN: a rank ran out of memory, as its log says, or the numbers have overflowed"
-    )
+    detail = "hidden states hold NaN: the model's numbers have overflowed or its weights are damaged"
     return [
-        EntryFailed(part.entry.id, "internal", detail)
+        EntryFailed(part.entry.id, "not_finite", detail)
         for part, is_finite in zip(unseen, finite, strict=True)
         if not is_finite
     ]

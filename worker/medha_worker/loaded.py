@@ -111,8 +111,10 @@ class Loaded:
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
 
-    def meet(self, meet: Meet) -> Engine:
+    def meet(self, meet: Meet, ran_out: Callable[[], None] = lambda: None) -> Engine:
         """Meet the other ranks, and begin an epoch with an empty ledger.
+
+        `ran_out` is called where memory does not suffice for some rows of a step.
 
         Raises:
             PartFailed: they did not all come.
@@ -137,7 +139,7 @@ class Loaded:
             model = self._model
             if grid is not None:
                 group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
-                model = self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS))
+                model = self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
             return self._begin(model, meet.epoch, grid)
         except BaseException:
             if grid is not None:

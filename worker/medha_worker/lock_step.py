@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from math import isfinite
 
-from medha.messages import Done, StageFree, Step
+from medha.messages import Done, EntryFailed, StageFree, Step
 
 STALLED_SECONDS = 20.0
 """A rank that waits for another in vain knows it after 10 s, and says so; whoever is silent for longer hangs."""
@@ -26,6 +27,7 @@ class LockStep:
         self._free: dict[int, set[int]] = {}  # lanes whose stage 0 is done with a step
         self._done: dict[int, list[Done]] = {}
         self._due: dict[int, float] = {}  # until when each has to have ended
+        self._ran_out: dict[int, set[int]] = {}  # ranks that had too little memory for it
         self._last = -1  # step that was sent
 
     def expect(self, step: Step, now: float) -> None:
@@ -71,6 +73,20 @@ class LockStep:
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
         return "block hashes are not the ranks' to say" if part.block_hashes else None
 
+    def ran_out(self, step_id: int, rank: int) -> None:
+        """A rank had too little memory for some rows of a step, which are NaN for all others."""
+        if step_id in self._steps:
+            self._ran_out.setdefault(step_id, set()).add(rank)
+
+    def _explained(self, failure: EntryFailed, ranks: Collection[int]) -> EntryFailed:
+        if failure.reason != "not_finite" or not ranks:
+            return failure
+        detail = (
+            f"rank {', '.join(map(str, sorted(ranks)))} had too little memory for its part of this request; its log says for "
+            "how many tokens at once (scheduling.maxChunkTokens bounds them)"
+        )
+        return replace(failure, reason="out_of_memory", detail=detail)
+
     def join(self, part: StageFree | Done) -> StageFree | Done | None:
         """The event of all lanes once the last one has reported; a late duplicate is nothing."""
         step = self._steps.get(part.step_id)
@@ -91,10 +107,11 @@ class LockStep:
         for of_step in (self._done, self._steps, self._due):
             del of_step[part.step_id]
         self._free.pop(part.step_id, None)
+        ranks = self._ran_out.pop(part.step_id, ())
         return Done(
             step_id=part.step_id,
             samples=tuple(sample for one in parts for sample in one.samples),
-            failures=tuple(failure for one in parts for failure in one.failures),
+            failures=tuple(self._explained(failure, ranks) for one in parts for failure in one.failures),
             compute_seconds=max(one.compute_seconds for one in parts),
             lanes=lanes,
         )

@@ -22,7 +22,7 @@ import click
 import zmq
 
 from medha.errors import MedhaError, PartFailed, WireInvalid
-from medha.messages import Meet, RankFault, RankHello, Shutdown, StageFree, Step, Tokens, Trace
+from medha.messages import Meet, MemoryRanOut, RankFault, RankHello, Shutdown, StageFree, Step, Tokens, Trace
 from medha.wire import tokens_from_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key
@@ -227,13 +227,19 @@ class Rank:
         # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            self._engine = loaded.meet(meet)
+            self._engine = loaded.meet(meet, self._memory_ran_out)
         finally:
             signal.signal(signal.SIGTERM, handler)
         self._next_step = 0
         self._hello = replace(self._hello, last_epoch=meet.epoch)
         write_epoch(self._settings.epoch_file, meet.epoch)
         self._control.send(self._engine.ready)
+
+    def _memory_ran_out(self) -> None:
+        """Tell the controller at once: the step ends for all, and NaN alone does not say why a request ends."""
+        if self._engine is not None:
+            epoch = self._engine.executor.epoch
+            self._control.send(MemoryRanOut(self._settings.rank, self._next_step - 1, epoch))
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid

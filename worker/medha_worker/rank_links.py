@@ -17,6 +17,7 @@ import zmq
 from medha.errors import PartFailed, WireInvalid
 from medha.messages import (
     Done,
+    MemoryRanOut,
     Message,
     RankFault,
     RankHello,
@@ -68,7 +69,7 @@ class RankLinks:
             bind(context, control, keys, heartbeats=crosses_network(control)),
             "rank_control",
             drops,
-            accepts=(StageFree, Done, RankHello, RankReady, RankFault, TracePart),
+            accepts=(StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
             peers=peers,
         )
         self._tokens = Link(
@@ -177,6 +178,9 @@ class RankLinks:
                         yield everyone
                 case RankFault() as fault:
                     self._fault(fault)
+                case MemoryRanOut(rank, step_id, epoch):
+                    if self._lock_step is not None and epoch == self._muster.epoch:
+                        self._lock_step.ran_out(step_id, rank)
                 case TracePart() as part:
                     yield part
 

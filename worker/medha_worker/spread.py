@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -130,6 +131,7 @@ def plan_spread(
         asked,
         _ring_queries(lane, own, rows, foreign),
         _ring_keys(lane, own, rows, foreign, block_tokens),
+        [slice(*ends) for ends in pairwise(rows)],
     )
 
 

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medha.messages import FinishReason, Sampling, TokenLogprob
+from medha.messages import FailureReason, FinishReason, Sampling, TokenLogprob
 
 LogitsMask = Callable[[Sequence[int]], Tensor | None]
 """Per-step hook: the output ids so far -> bool [vocab] of the tokens allowed next (None: all are)."""
@@ -57,6 +57,7 @@ class Undrawable:
     """A row that no token can be drawn from; `detail` says why."""
 
     detail: str
+    reason: FailureReason = "internal"
 
 
 class SequenceSampler:
@@ -295,10 +296,11 @@ def _logprobs(
 def _undrawable(row: Tensor) -> Undrawable:
     if bool(row.isnan().any()):
         return Undrawable(
-            "the logits hold NaN: the model's numbers have overflowed or its weights are damaged"
+            "the logits hold NaN: the model's numbers have overflowed or its weights are damaged",
+            "not_finite",
         )
     if bool(row.isposinf().any()):
-        return Undrawable("the logits hold +inf: the model's numbers have overflowed")
+        return Undrawable("the logits hold +inf: the model's numbers have overflowed", "not_finite")
     return Undrawable("every token is masked, so none can be drawn")
 
 

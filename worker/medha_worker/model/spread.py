@@ -16,8 +16,9 @@ partial results. Every lane derives the same order from the step, so that no cyc
 helps A. What travels between two lanes is one flat tensor per direction and exchange.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ import torch
 from medha_worker.model.attention import AttentionBackend, StepAttention, merge_partials
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import ran_out
+
+_log = logging.getLogger("medha.model")
 
 
 class LaneLinks(Protocol):
@@ -97,7 +101,7 @@ class RingKeys:
 class SpreadPlan:
     """What this lane does in a step of several lanes; parts are in the order of the step's entries.
 
-    `local` is all attention of own rows to what is here.
+    `local` is all attention of own rows to what is here; `sequences` are the own rows of each sequence.
     """
 
     local: Rows
@@ -106,26 +110,49 @@ class SpreadPlan:
     foreign: Sequence[tuple[int, Rows]]  # directly asked: the lane, and its rows
     queries: RingQueries | None = None
     keys: RingKeys | None = None
+    sequences: Sequence[slice] = ()
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What every attention of a step needs. `ran_out` is called where rows take part as NaN for want of memory."""
+
+    backend: AttentionBackend
+    block_tokens: int
+    ran_out: Callable[[], None] = lambda: None
 
 
 class SpreadStep:
-    """One step of one lane that shares requests with others, for every layer of a rank."""
+    """One step of one lane that shares requests with others, for every layer of a rank.
 
-    def __init__(self, plan: SpreadPlan, links: LaneLinks, cache: KVCache, backend: AttentionBackend) -> None:
+    Whatever happens here, every exchange takes place: other lanes wait for it. Where memory does not suffice to
+    compute something, NaN travels instead.
+    """
+
+    def __init__(
+        self,
+        plan: SpreadPlan,
+        links: LaneLinks,
+        cache: KVCache,
+        backend: AttentionBackend,
+        ran_out: Callable[[], None] = lambda: None,
+    ) -> None:
         self._plan, self._links, self._cache = plan, links, cache
+        self.sequences = plan.sequences
+        attending = Attending(backend, cache.block_tokens, ran_out)
         spans, rows = list(plan.local.spans), plan.local.count
         self._foreign: list[tuple[int, slice]] = []
         for owner, asked in plan.foreign:
             spans += [_shifted(span, rows) for span in asked.spans]
             self._foreign.append((owner, slice(rows, rows + asked.count)))
             rows += asked.count
-        self._local = _Partial(Rows(rows, spans), backend, cache.block_tokens)
+        self._local = _Partial(Rows(rows, spans), attending)
         self._passing: list[_Ring] = []
         if plan.keys is not None:
-            self._passing.append(_KeysRing(plan.keys, links, cache, backend))
+            self._passing.append(_KeysRing(plan.keys, links, cache, attending))
         self._queries: _QueriesRing | None = None
         if plan.queries is not None:
-            self._queries = _QueriesRing(plan.queries, links, cache, backend)
+            self._queries = _QueriesRing(plan.queries, links, cache, attending)
             self._passing.append(self._queries)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -229,13 +256,11 @@ class _Ring(Protocol):
 class _KeysRing:
     """Pass-KV, Algorithm 2 of paper C. Messages are as long as what a lane holds: nothing needs padding here."""
 
-    def __init__(self, ring: RingKeys, links: LaneLinks, cache: KVCache, backend: AttentionBackend) -> None:
+    def __init__(self, ring: RingKeys, links: LaneLinks, cache: KVCache, attending: Attending) -> None:
         self.rows = ring.rows
         self._ring, self._links, self._cache = ring, links, cache
         self._order = _from(ring.lanes, links.lane)
-        self._attention = {
-            other: _Partial(part, backend, cache.block_tokens) for other, part in ring.of.items()
-        }
+        self._attention = {other: _Partial(part, attending) for other, part in ring.of.items()}
         self.partials: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __len__(self) -> int:
@@ -280,16 +305,10 @@ class _KeysRing:
 class _QueriesRing:
     """Pass-Q, Algorithms 3 and 4 of paper C."""
 
-    def __init__(
-        self, ring: RingQueries, links: LaneLinks, cache: KVCache, backend: AttentionBackend
-    ) -> None:
+    def __init__(self, ring: RingQueries, links: LaneLinks, cache: KVCache, attending: Attending) -> None:
         self._ring, self._links, self._cache = ring, links, cache
         self._order = _from(ring.lanes, links.lane)
-        self._attention = {
-            other: _Partial(rows, backend, cache.block_tokens)
-            for other, rows in ring.of.items()
-            if rows.spans
-        }
+        self._attention = {other: _Partial(rows, attending) for other, rows in ring.of.items() if rows.spans}
         self.partials: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # lane, output, log-sum-exp
 
     def __len__(self) -> int:
@@ -335,10 +354,13 @@ def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: t
 class _Partial:
     """Attention of some rows to what one lane holds of their context: nothing for those that see nothing there."""
 
-    def __init__(self, rows: Rows, backend: AttentionBackend, block_tokens: int) -> None:
-        self._rows = rows.count
+    def __init__(self, rows: Rows, attending: Attending) -> None:
+        self._rows, self._attending = rows.count, attending
+        self._spans = rows.spans
         self._planned = max((span.rows.stop for span in rows.spans), default=0)
-        self._attention: StepAttention | None = backend.plan(rows.spans, block_tokens) if rows.spans else None
+        self._attention: StepAttention | None = None
+        if rows.spans:
+            self._attention = attending.backend.plan(rows.spans, attending.block_tokens)
         blind = torch.ones(rows.count, dtype=torch.bool)
         for span in rows.spans:
             blind[span.rows] = False
@@ -350,7 +372,17 @@ class _Partial:
         """Output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads]; -inf where a row sees nothing."""
         if self._attention is None:
             return q.new_zeros(q.shape), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
-        output, sums = self._attention.attend(q[: self._planned], keys, values)
+        try:
+            output, sums = self._attention.attend(q[: self._planned], keys, values)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            _log.warning("memory ran out for the attention of %d rows; each sequence runs alone", self._rows)
+            attended = None
+        else:
+            attended = output, sums
+        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        output, sums = attended or self._one_by_one(q, keys, values)
         if self._planned < self._rows:
             output = torch.cat([output, output.new_empty(self._rows - self._planned, *output.shape[1:])])
             sums = torch.cat([sums, sums.new_empty(self._rows - self._planned, *sums.shape[1:])])
@@ -358,16 +390,30 @@ class _Partial:
             output[self._blind], sums[self._blind] = 0.0, float("-inf")
         return output, sums.float()
 
+    def _one_by_one(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `StepAttention.attend`, with less memory at a time; NaN where that does not suffice."""
+        output = q.new_empty(self._planned, *q.shape[1:])
+        sums = q.new_empty(self._planned, q.shape[1], dtype=torch.float32)
+        for span in self._spans:
+            rows = span.rows
+            try:
+                alone = self._attending.backend.plan(
+                    [replace(span, row_start=0)], self._attending.block_tokens
+                )
+                output[rows], sums[rows] = alone.attend(q[rows], keys, values)
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out(error):
+                    raise
+                _log.warning("memory ran out for the attention of %d rows alone: %s", span.row_count, error)
+                output[rows], sums[rows] = torch.nan, torch.nan
+                self._attending.ran_out()
+        return output, sums
+
 
 def _shifted(span: SequenceSpan, rows: int) -> SequenceSpan:
-    return SequenceSpan(
-        span.row_start + rows,
-        span.row_count,
-        span.context_length,
-        span.blocks,
-        span.is_causal,
-        span.stride,
-    )
+    return replace(span, row_start=span.row_start + rows)
 
 
 class _Reader:

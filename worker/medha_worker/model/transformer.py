@@ -1,5 +1,7 @@
 """The decoder: embedding, layers, output head, over a flat batch of prefill chunks and decodes."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -24,6 +26,9 @@ _MLP_ROWS = 512
 
 _log = logging.getLogger("medha.model")
 
+_Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values, each [rows, own heads, head_dim]."""
+
 
 class Transformer:
     """One rank's layers of a model, ready to run.
@@ -32,7 +37,8 @@ class Transformer:
     the MLP, and after the lookup of embeddings (Megatron-LM's split).
 
     Where memory runs out between two such sums, the others know nothing of it. So the sequences that do not fit take part
-    as NaN, which reaches every rank behind this one: they end, and the rest of the step does not.
+    as NaN, which reaches every rank behind this one: they end, and the rest of the step does not. `ran_out` is called
+    then, before NaN leaves this rank, because NaN alone does not say why.
     """
 
     def __init__(
@@ -44,9 +50,11 @@ class Transformer:
         kernels: Kernels | None = None,
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
+        ran_out: Callable[[], None] = lambda: None,
     ) -> None:
         self._group = group or Alone()
         self._lanes = lanes
+        self._ran_out = ran_out
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -69,7 +77,7 @@ class Transformer:
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
         progress: Progress | None = None,
-    ) -> "Transformer":
+    ) -> Transformer:
         """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
         shard = shard or Shard.whole(config)
         weights = load_weights(
@@ -77,16 +85,24 @@ class Transformer:
         )
         return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
 
-    def with_kernels(self, kernels: Kernels) -> "Transformer":
+    def with_kernels(self, kernels: Kernels) -> Transformer:
         """The same weights, computed by other kernels."""
         return Transformer(
             self.config, self.shard, self._weights, kernels=kernels, group=self._group, lanes=self._lanes
         )
 
-    def in_grid(self, group: TensorGroup, lanes: LaneLinks) -> "Transformer":
+    def in_grid(
+        self, group: TensorGroup, lanes: LaneLinks, ran_out: Callable[[], None] = lambda: None
+    ) -> Transformer:
         """The same weights among other ranks. A model whose shard is a slice of its layers runs only like this."""
         return Transformer(
-            self.config, self.shard, self._weights, kernels=self.kernels, group=group, lanes=lanes
+            self.config,
+            self.shard,
+            self._weights,
+            kernels=self.kernels,
+            group=group,
+            lanes=lanes,
+            ran_out=ran_out,
         )
 
     @property
@@ -143,7 +159,7 @@ class Transformer:
             step = _Step(spans, kv_cache, attention)
         else:
             assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-            step = SpreadStep(spread, self._lanes, kv_cache, attention)
+            step = SpreadStep(spread, self._lanes, kv_cache, attention, self._ran_out)
         cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
         rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
@@ -178,20 +194,28 @@ class Transformer:
         layer: LayerWeights,
         hidden: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        step: "_Step | SpreadStep",
+        step: _Step | SpreadStep,
     ) -> torch.Tensor:
-        def attend(rows: slice, part: "_Step | SpreadStep") -> torch.Tensor:
-            own = rotation[0][rows], rotation[1][rows]
-            return self._attended(index, layer, hidden[rows], own, part)
+        everything = slice(0, hidden.shape[0])
+        if isinstance(step, SpreadStep):  # all rows at once: other lanes wait for what they need of it
+            attended = step.attend(index, *self._heads_of_each(layer, hidden, rotation, step.sequences))
 
-        self._add(hidden, slice(0, hidden.shape[0]), step, attend, layer.output, layer.output_bias)
+            def attend(rows: slice, alone: _Step | None) -> torch.Tensor:  # noqa: ARG001
+                return attended[rows].flatten(1)
+        else:
+
+            def attend(rows: slice, alone: _Step | None) -> torch.Tensor:
+                heads = self._heads(layer, hidden[rows], (rotation[0][rows], rotation[1][rows]))
+                return (alone or step).attend(index, *heads).flatten(1)
+
+        self._add(hidden, everything, step, attend, layer.output, layer.output_bias)
 
         # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
         together = _MLP_ROWS if self.device.type == "cpu" else rows
         wide: torch.Tensor | None = None
 
-        def mlp(rows: slice, _: "_Step | SpreadStep") -> torch.Tensor:
+        def mlp(rows: slice, _: _Step | None) -> torch.Tensor:
             nonlocal wide
             if wide is None:
                 wide = hidden.new_empty(rows.stop - rows.start, layer.gate_up.shape[1])
@@ -202,15 +226,10 @@ class Transformer:
             self._add(hidden, tile, step, mlp, layer.down, layer.down_bias)
         return hidden
 
-    def _attended(
-        self,
-        index: int,
-        layer: LayerWeights,
-        hidden: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        step: "_Step | SpreadStep",
-    ) -> torch.Tensor:
-        """What attention makes of hidden states, [rows, own query heads * head_dim]."""
+    def _heads(
+        self, layer: LayerWeights, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> _Heads:
+        """Queries, keys and values of hidden states, as attention takes them."""
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
@@ -223,7 +242,44 @@ class Transformer:
             self.kernels.rows.rotate(k, *rotation)
         else:
             self.kernels.rows.rotate(heads[:, :-kv_heads], *rotation)  # q and k at once
-        return step.attend(index, q, k, v).flatten(1)
+        return q, k, v
+
+    def _heads_of_each(
+        self,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        sequences: Sequence[slice],
+    ) -> _Heads:
+        """As `_heads`. Where memory runs out, sequence by sequence, and NaN for those that do not fit alone."""
+        try:
+            return self._heads(layer, hidden, rotation)
+        except (MemoryError, RuntimeError) as error:
+            if not ran_out(error):
+                raise
+            _log.warning(
+                "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
+            )
+        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        query_heads, kv_heads = self.shard.query_heads(self.config), self.shard.kv_heads(self.config)
+        q, k, v = (
+            hidden.new_full((hidden.shape[0], count, self.config.head_dim), torch.nan)
+            for count in (query_heads, kv_heads, kv_heads)
+        )
+        for rows in sequences:
+            try:
+                own = self._heads(layer, hidden[rows], (rotation[0][rows], rotation[1][rows]))
+            except (MemoryError, RuntimeError) as error:
+                if not ran_out(error):
+                    raise
+                self._take_part_as_nan(rows, error)
+            else:
+                q[rows], k[rows], v[rows] = own
+        return q, k, v
+
+    def _take_part_as_nan(self, rows: slice, error: Exception) -> None:
+        _log.warning("memory ran out for one sequence of %d rows alone: %s", rows.stop - rows.start, error)
+        self._ran_out()
 
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
@@ -235,15 +291,18 @@ class Transformer:
         self,
         hidden: torch.Tensor,
         rows: slice,
-        step: "_Step | SpreadStep",
-        compute: Callable[[slice, "_Step | SpreadStep"], torch.Tensor],
+        step: _Step | SpreadStep,
+        compute: Callable[[slice, _Step | None], torch.Tensor],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        """hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; on one rank in one pass over memory."""
+        """hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; on one rank in one pass over memory.
 
-        def run(rows: slice, step: "_Step | SpreadStep", out: torch.Tensor | None) -> torch.Tensor | None:
-            x = compute(rows, step)
+        `compute` is given a step of their own where rows are those of one sequence alone.
+        """
+
+        def run(rows: slice, alone: _Step | None, out: torch.Tensor | None) -> torch.Tensor | None:
+            x = compute(rows, alone)
             if self.shard.tensor_size > 1:
                 return _linear(x, weight, bias, out=out)  # rank 0 alone has the bias
             hidden[rows].addmm_(x, weight)
@@ -252,9 +311,9 @@ class Transformer:
             return None
 
         try:
-            part = run(rows, step, None)
+            part = run(rows, None, None)
         except (MemoryError, RuntimeError) as error:
-            if self._lanes is None or isinstance(step, SpreadStep) or not ran_out(error):
+            if self._lanes is None or not ran_out(error):
                 raise
             _log.warning(
                 "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
@@ -264,17 +323,17 @@ class Transformer:
             return
         # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
         part = torch.empty_like(hidden[rows]) if self.shard.tensor_size > 1 else None
-        for span in step.spans:
-            own = slice(max(span.rows.start, rows.start), min(span.rows.stop, rows.stop))
+        for index, sequence in enumerate(step.sequences):
+            own = slice(max(sequence.start, rows.start), min(sequence.stop, rows.stop))
             if own.start >= own.stop:
                 continue
             out = None if part is None else part[own.start - rows.start : own.stop - rows.start]
             try:
-                run(own, step.alone(span), out)
+                run(own, step.alone(index) if isinstance(step, _Step) else None, out)
             except (MemoryError, RuntimeError) as error:
                 if not ran_out(error):
                     raise
-                _log.warning("memory ran out for one sequence of %d rows alone: %s", span.row_count, error)
+                self._take_part_as_nan(sequence, error)
                 (hidden[own] if out is None else out).fill_(torch.nan)
         self._sum(hidden, rows, part)
 
@@ -291,7 +350,8 @@ class _Step:
     """What the layers of one step share: where new K and V go, and the plan of attention."""
 
     def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, backend: AttentionBackend) -> None:
-        self.spans = spans
+        self.sequences = [span.rows for span in spans]
+        self._spans = spans
         self._cache = kv_cache
         self._backend = backend
         self._attention = backend.plan(spans, kv_cache.block_tokens)
@@ -303,9 +363,9 @@ class _Step:
         slots = [torch.arange(run.start, run.stop) for run in self._runs]
         self._slots = torch.cat(slots).to(kv_cache.keys[0].device)
 
-    def alone(self, span: SequenceSpan) -> "_Step":
+    def alone(self, index: int) -> _Step:
         """The same for one of the sequences, whose rows are then all there are."""
-        return _Step([replace(span, row_start=0)], self._cache, self._backend)
+        return _Step([replace(self._spans[index], row_start=0)], self._cache, self._backend)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         self._cache.write(layer, self._slots, self._runs, k.transpose(0, 1), v.transpose(0, 1))
