@@ -239,9 +239,8 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
     )
     assert enrolment["data"]["token"] in keys["data"]["tokens"]
     api.apply(replica("r", home, routerRef={"name": "front", "namespace": "default"}))
-    owned = eventually(
-        lambda: api.owned("r", home), lambda seen: sum(kind == "Secret" for kind, _ in seen) == 2
-    )
+    ready(api, "r", home)
+    owned = api.owned("r", home)
     (copy,) = [one for (kind, name), one in owned.items() if kind == "Secret" and "enrolment" in name]
     assert copy["data"] == enrolment["data"]
     assert copy["metadata"]["name"] in json.dumps(owned["StatefulSet", "r-l0"]["spec"]["template"])

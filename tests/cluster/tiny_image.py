@@ -41,8 +41,47 @@ def write_image(archive: Path, name: str, programs: dict[str, Path], entrypoint:
         _add(out, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
         _add(out, "index.json", index)
         for blob in (layer, configured, manifest):
-            _add(out, f"blobs/sha256/{_digest(blob).removeprefix('sha256:')}", blob)
+            _add(out, _blob_path(_digest(blob)), blob)
     return archive
+
+
+def write_changed(archive: Path, image: Path, name: str, files: dict[str, bytes]) -> Path:
+    """Write the image of the OCI archive `image` under another name with `files` (path in it -> content) laid over.
+
+    Layers that `image` has are left out: nodes that know it have them.
+    """
+    with tarfile.open(image) as known:
+
+        def read(path: str) -> Any:
+            member = known.extractfile(path)
+            assert member is not None
+            return json.load(member)
+
+        (entry,) = read("index.json")["manifests"]
+        manifest = read(_blob_path(entry["digest"]))
+        config = read(_blob_path(manifest["config"]["digest"]))
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as changes:
+        for path, content in files.items():
+            _add(changes, path, content)
+    layer = buffer.getvalue()
+    config["rootfs"]["diff_ids"].append(_digest(layer))
+    config.pop("history", None)
+    configured = json.dumps(config).encode()
+    manifest["config"] |= _described(manifest["config"]["mediaType"], configured)
+    manifest["layers"].append(_described("application/vnd.oci.image.layer.v1.tar", layer))
+    described = json.dumps(manifest).encode()
+    entry = _described(entry["mediaType"], described) | {"annotations": {"io.containerd.image.name": name}}
+    with tarfile.open(archive, "w") as out:
+        _add(out, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
+        _add(out, "index.json", json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode())
+        for blob in (layer, configured, described):
+            _add(out, _blob_path(_digest(blob)), blob)
+    return archive
+
+
+def _blob_path(digest: str) -> str:
+    return f"blobs/{digest.replace(':', '/')}"
 
 
 def _layer(programs: dict[str, Path]) -> bytes:

@@ -1,0 +1,142 @@
+"""Medha on a real node: the images, torch and a checkpoint are brought there, and the chart is installed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+from packaging.requirements import Requirement
+
+from cluster.images import ROOT
+from cluster.nodes import Cluster
+
+Document = dict[str, Any]
+
+CHART = ROOT / "charts" / "medha"
+EXAMPLE = ROOT / "examples" / "tiny-replica.yaml"
+MODELS = "/var/lib/medha/models"
+TORCH = "/var/lib/medha/torch"
+SYSTEM = "medha-system"
+
+
+# --- what is brought to the node --------------------------------------------------------------------------
+
+
+def mount_on_node(cluster: Cluster, source: Path, target: str) -> None:
+    """Show a file or folder of this machine on the node, for as long as the node lives."""
+    make = f"mkdir -p {target}" if source.is_dir() else f"mkdir -p {Path(target).parent} && touch {target}"
+    cluster.run(["sh", "-c", f"{make} && mount --bind {source} {target}"])
+
+
+def bring_checkpoint(cluster: Cluster, folder: Path) -> None:
+    """The checkpoint that the example names."""
+    checkpoint = folder / "tiny"
+    subprocess.run(
+        [sys.executable, "-m", "medha_cli.main", "model", "init", str(checkpoint), "--seed", "0"],
+        check=True,
+        capture_output=True,
+    )
+    for path in (checkpoint, *checkpoint.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    mount_on_node(cluster, checkpoint, f"{MODELS}/tiny")
+
+
+def bring_torch(cluster: Cluster) -> None:
+    """This environment's torch and what it needs, without copying: the image for tests has none."""
+    commands = [f"mkdir -p {TORCH}"]
+    for source in sorted(_torch_files()):
+        target = f"{TORCH}/{source.name}"
+        commands += [
+            f"mkdir {target}" if source.is_dir() else f"touch {target}",
+            f"mount --bind {source} {target}",
+        ]
+    cluster.run(["sh", "-ec", "\n".join(commands)])
+
+
+def _torch_files() -> set[Path]:
+    """Folders and files of site-packages that torch and everything that it requires consist of."""
+    found: set[Path] = set()
+    seen: set[str] = set()
+    open_names = ["torch"]
+    while open_names:
+        name = open_names.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        site = Path(str(distribution.locate_file("")))
+        tops = {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}
+        found |= {site / top for top in tops if (site / top).exists()}
+        for text in distribution.requires or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                open_names.append(requirement.name)
+    return found
+
+
+# --- what is applied --------------------------------------------------------------------------------------
+
+
+def tiny(name: str = "tiny", **spec: Any) -> Document:
+    """examples/tiny-replica.yaml, with torch mounted in its pods."""
+    document: Document = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    document["metadata"]["name"] = name
+    document["spec"] |= spec
+    worker = {
+        "name": "worker",
+        "env": [{"name": "PYTHONPATH", "value": "/opt/torch"}],
+        "volumeMounts": [{"name": "torch", "mountPath": "/opt/torch", "readOnly": True}],
+    }
+    volume = {"name": "torch", "hostPath": {"path": TORCH, "type": "Directory"}}
+    document["spec"]["template"] = {"spec": {"containers": [worker], "volumes": [volume]}}
+    return document
+
+
+def apply(cluster: Cluster, document: Document) -> None:
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(document))
+
+
+def install(cluster: Cluster, chart: Path = CHART, *arguments: str) -> str:
+    """`helm upgrade --install`, and wait until operator and router are ready."""
+    return cluster.helm(
+        *("upgrade", "--install", "medha", str(chart), "--namespace", SYSTEM, "--create-namespace"),
+        *("--set", "image.pullPolicy=Never", "--wait", "--timeout", "150s", *arguments),
+    )
+
+
+# --- what is seen -----------------------------------------------------------------------------------------
+
+
+def get(cluster: Cluster, *arguments: str) -> Document:
+    """`kubectl get ... -o json`."""
+    found: Document = json.loads(cluster.kubectl("get", *arguments, "-o", "json"))
+    return found
+
+
+def pod_uids(cluster: Cluster, replica: str = "tiny") -> dict[str, str]:
+    """UID of each pod of a replica, by name."""
+    pods = get(cluster, "pods", "-l", f"medha.dev/replica={replica}")["items"]
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
+
+
+def rank_processes(cluster: Cluster) -> dict[str, psutil.Process]:
+    """The rank's process of each pod of this cluster, as this machine sees it, by the pod's name."""
+    uids = {uid: name for name, uid in pod_uids(cluster).items()}
+    found = {}
+    for process in psutil.process_iter():
+        try:
+            if "medha_worker.rank" in process.cmdline():
+                cgroup = Path(f"/proc/{process.pid}/cgroup").read_text()
+                found |= {name: process for uid, name in uids.items() if uid in cgroup}
+        except (psutil.Error, OSError):  # it ended meanwhile
+            continue
+    return found
