@@ -83,6 +83,7 @@ MODULES = (
         {name: f"medha.dev/tests/cluster/pod/{name}" for name in ("pause", "hello")},
         sources=("go.mod", "pause/main.go", "hello/main.go"),
     ),
+    Module("send", {"send": "medha.dev/tests/cluster/send"}, sources=("go.mod", "main.go")),
 )
 CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager", "kube-scheduler")
 

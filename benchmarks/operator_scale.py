@@ -1,0 +1,453 @@
+"""How fast the operator makes replicas of 8 pods, beside a compiled client that sends the same objects.
+
+    python benchmarks/operator_scale.py [--quick] [--json FILE]
+
+On a real API server (tests/cluster), all processes on this machine:
+
+* writes: no controller runs. MedhaReplicas are there; the operator starts and makes everything of them. Then a client
+  in Go sends the calls that the operator's own plans name, for as many other replicas, over 32 connections. Both in one
+  run, in turn. The ratio says what is lost to anything but the API server.
+* pods: controllers and a scheduler run, KWOK's nodes of 64 GPUs take the pods. Time from the first object to all pods
+  Ready, once for MedhaReplicas, once for the same objects (StatefulSets and what goes with them), both by `kubectl
+  create`, each on a fresh control plane.
+
+The exit status is 1 if a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests"))  # for the cluster that tests start
+
+from cluster.api import Api, condition  # noqa: E402
+from cluster.binaries import build  # noqa: E402
+from cluster.control_plane import ControlPlane, control_plane  # noqa: E402
+from cluster.keys import ADMIN  # noqa: E402
+from cluster.kwok import with_kwok  # noqa: E402
+from cluster.operator_process import Operator, operator  # noqa: E402
+from medha_operator.keys import replica_keys  # noqa: E402
+from medha_operator.kinds import EVENT, KINDS, REPLICA, SECRET  # noqa: E402
+from medha_operator.observed import Observed  # noqa: E402
+from medha_operator.plan import Apply, CreateKeys, SetStatus, Tell, plan  # noqa: E402
+from medha_operator.render import MANAGER, Owner  # noqa: E402
+from medha_operator.settings import OperatorSettings  # noqa: E402
+from medha_operator.status import ReplicaStatus  # noqa: E402
+
+CONNECTIONS = 32
+STAGES, LANES = 4, 2
+PODS = STAGES * LANES
+NODES, GPUS = 150, 64
+LEAST_RATIO = 0.6
+MOST_FURTHER_CALLS = 2
+"""Beyond one call for each object of a replica."""
+MOST_ADDED_PERCENT = 10.0
+_LIMIT_SECONDS = 400.0
+TYPE = {"apiVersion": REPLICA.api_version, "kind": REPLICA.name}
+_APPLY = "application/apply-patch+yaml"
+
+Row = dict[str, Any]
+Document = dict[str, Any]
+
+
+# --- what is sent -----------------------------------------------------------------------------------------
+
+
+def replicas(namespace: str, count: int) -> list[Document]:
+    spec = {
+        "model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}}},
+        "parallelism": {"tensor": 1, "stream": STAGES, "kv": LANES},
+    }
+    return [
+        {**TYPE, "metadata": {"name": f"r{index}", "namespace": namespace}, "spec": spec}
+        for index in range(count)
+    ]
+
+
+def creation(document: Document) -> Document:
+    path = KINDS[document["kind"]].path(document["metadata"]["namespace"])
+    return {"method": "POST", "path": path, "type": "application/json", "body": document}
+
+
+def planned(resource: Document) -> tuple[list[Document], list[Document]]:
+    """The objects that the operator makes of a new replica, and the calls that write its status and its events."""
+    metadata = resource["metadata"]
+    name, namespace, uid = metadata["name"], metadata["namespace"], metadata["uid"]
+    observed = Observed(
+        name=name,
+        namespace=namespace,
+        uid=uid,
+        generation=metadata["generation"],
+        resource_version=metadata["resourceVersion"],
+        spec=resource["spec"],
+        status=ReplicaStatus(),
+    )
+    objects, further = [], []
+    reference = TYPE | {key: metadata[key] for key in ("name", "namespace", "uid")}
+    for action in plan(observed, datetime.now(UTC).timestamp(), OperatorSettings()).actions:
+        match action:
+            case CreateKeys(secret):
+                objects.append(replica_keys(Owner(name, namespace, uid), secret))
+            case Apply(manifest):
+                objects.append(manifest)
+            case SetStatus(written):
+                head = {"name": name, "namespace": namespace, "resourceVersion": metadata["resourceVersion"]}
+                status = written.model_dump(mode="json", by_alias=True, exclude_none=True)
+                body = {**TYPE, "metadata": head, "status": status}
+                path = REPLICA.path(namespace, name, "status")
+                further.append({"method": "PUT", "path": path, "type": "application/json", "body": body})
+            case Tell(reason, message):
+                event = {
+                    "apiVersion": EVENT.api_version,
+                    "kind": EVENT.name,
+                    "metadata": {"name": f"{name}.{len(further)}", "namespace": namespace},
+                    "involvedObject": reference,
+                    "reason": reason,
+                    "message": message,
+                    "type": "Normal",
+                }
+                further.append(creation(event))
+    return objects, further
+
+
+def calls_for(resource: Document) -> list[Document]:
+    """Every write of a new replica, as the operator sends it."""
+    objects, calls = planned(resource)
+    for document in objects:
+        if document["kind"] == SECRET.name:
+            calls.append(creation(document))
+        else:
+            metadata = document["metadata"]
+            path = KINDS[document["kind"]].path(metadata["namespace"], metadata["name"])
+            query = f"?fieldManager={MANAGER}&force=true"
+            calls.append({"method": "PATCH", "path": path + query, "type": _APPLY, "body": document})
+    return calls
+
+
+def send(plane: ControlPlane, calls: list[Document]) -> float:
+    """Send over `CONNECTIONS` connections by the compiled client; seconds."""
+    certificate, key = plane.keys.client(*ADMIN)
+    program = build(["send"])["send"]
+    done = subprocess.run(
+        [str(program), plane.url, str(plane.keys.authority), str(certificate), str(key), str(CONNECTIONS)],
+        input="\n".join(json.dumps(call) for call in calls),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(done.stdout)
+    assert result["failed"] == 0, result["error"]
+    return float(result["seconds"])
+
+
+# --- what is seen -----------------------------------------------------------------------------------------
+
+
+class Watched:
+    """An operator's process and its metrics."""
+
+    def __init__(self, running: Operator) -> None:
+        self._port = running.metrics_port
+        self._process = psutil.Process(running.process.pid)
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over labels; a histogram's buckets apart, as `name_bucket <=`."""
+        url = f"http://127.0.0.1:{self._port}/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return {}
+        sums = {"medha_operator_writes_total": 0.0}  # it has no sample before the first write
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
+                sums[name] = sums.get(name, 0.0) + sample.value
+        return sums
+
+    def cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def resident_bytes(self) -> int:
+        return int(self._process.memory_info().rss)
+
+
+def quantile_seconds(metrics: dict[str, float], name: str, share: float) -> float:
+    """Of a histogram: within its bucket, as if evenly spread."""
+    buckets = sorted(
+        (float(key.split()[1]), value) for key, value in metrics.items() if key.startswith(f"{name}_bucket ")
+    )
+    wanted = share * buckets[-1][1]
+    lower, below = 0.0, 0.0
+    for bound, count in buckets:
+        if count >= wanted:
+            return (
+                lower
+                if bound == float("inf")
+                else lower + (bound - lower) * (wanted - below) / (count - below)
+            )
+        lower, below = bound, count
+    raise AssertionError(buckets)
+
+
+def wait_until(holds: Callable[[], bool], pause_seconds: float) -> float:
+    """The time when `holds` was first true."""
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "nothing more happens"
+        time.sleep(pause_seconds)
+    return time.monotonic()
+
+
+def count_of(api: Api, path: str) -> int:
+    """Objects of a collection, counted by the API server."""
+    page = api.call("GET", path, limit="1")
+    return len(page["items"] or []) + int(page["metadata"].get("remainingItemCount", 0))
+
+
+# --- writes -----------------------------------------------------------------------------------------------
+
+
+def measure_writes(folder: Path, count: int, rounds: int) -> Row:
+    """Replicas a second by the operator, and by the client that sends the same."""
+    with bare_plane(folder / f"writes-{count}") as plane, Api(plane) as api:
+        turns = [one_turn(plane, api, folder, count, turn) for turn in range(rounds)]
+    ours, theirs = (statistics.median(turn[name] for turn in turns) for name in ("operator", "client"))
+    last = turns[-1]
+    return {
+        "replicas": count,
+        "rounds": rounds,
+        "objects_per_replica": last["objects"],
+        "operator_replicas_per_second": round(ours, 1),
+        "client_replicas_per_second": round(theirs, 1),
+        "ratio": round(statistics.median(turn["operator"] / turn["client"] for turn in turns), 3),
+        "writes_per_replica": round(max(turn["writes"] for turn in turns), 2),
+        "operator_cpu_ms_per_replica": round(statistics.median(turn["cpu_ms"] for turn in turns), 2),
+        "operator_resident_mb": round(last["resident_mb"]),
+    }
+
+
+def one_turn(plane: ControlPlane, api: Api, folder: Path, count: int, turn: int) -> Row:
+    mine, other = f"operator-{turn}", f"client-{turn}"
+    for namespace in (mine, other):
+        api.namespace(namespace)
+    send(plane, [creation(document) for document in replicas(mine, count)])
+    objects, further = planned(api.list(REPLICA, mine)[0])
+    expected = count * (len(objects) + len(further))
+    with operator(folder, plane.kubeconfig, f"op-{count}-{turn}", lease_seconds=15.0) as running:
+        watched = Watched(running)
+        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.01)
+        began, cpu = time.monotonic(), watched.cpu_seconds()
+        ended = wait_until(lambda: watched.metrics()["medha_operator_writes_total"] >= expected, 0.05)
+        used = watched.cpu_seconds() - cpu
+        time.sleep(1.0)  # what else it writes
+        writes, resident = watched.metrics()["medha_operator_writes_total"], watched.resident_bytes()
+    assert all("status" in one for one in api.list(REPLICA, mine))
+
+    send(plane, [creation(document) for document in replicas(other, count)])
+    theirs = send(plane, [call for resource in api.list(REPLICA, other) for call in calls_for(resource)])
+    for kind in {document["kind"] for document in objects}:
+        assert count_of(api, KINDS[kind].path(mine)) == count_of(api, KINDS[kind].path(other)), kind
+    for namespace in (mine, other):  # so that the next operator does not look at them
+        api.call("DELETE", REPLICA.path(namespace))
+    return {
+        "objects": len(objects),
+        "operator": count / (ended - began),
+        "client": count / theirs,
+        "writes": writes / count,
+        "cpu_ms": used / count * 1e3,
+        "resident_mb": resident / 1e6,
+    }
+
+
+@contextmanager
+def bare_plane(folder: Path) -> Iterator[ControlPlane]:
+    with control_plane(folder, controllers=False, scheduler=False) as plane:
+        define(plane)
+        yield plane
+
+
+def define(plane: ControlPlane) -> None:
+    plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+
+
+# --- pods -------------------------------------------------------------------------------------------------
+
+
+def measure_pods(folder: Path, count: int) -> Row:
+    """Seconds until all pods are Ready, by the operator and by kubectl; and what the operator spent."""
+    theirs = ready_by_kubectl(folder / f"kubectl-{count}", count)
+    ours = ready_by_operator(folder / f"operator-{count}", count)
+    added = 100 * (ours.pop("pods_seconds") / theirs - 1)
+    return {
+        "replicas": count,
+        "pods": count * PODS,
+        "kubectl_pods_seconds": round(theirs, 2),
+        "operator_pods_seconds": round(theirs * (1 + added / 100), 2),
+        "added_percent": round(added, 1),
+        **ours,
+    }
+
+
+def ready_by_kubectl(folder: Path, count: int) -> float:
+    with plane_with_nodes(folder) as plane, Api(plane) as api:
+        resource = replicas("default", 1)[0]
+        resource["metadata"] |= {"uid": "", "generation": 1, "resourceVersion": "1"}
+        sets = []
+        for document in replicas("default", count):
+            resource["metadata"]["name"] = document["metadata"]["name"]
+            sets += [made for made in planned(resource)[0] if made["kind"] == "StatefulSet"]
+        for document in sets:
+            del document["metadata"]["ownerReferences"]  # of nobody
+        began = time.monotonic()
+        create(plane, folder, sets)
+        return all_ready(api, count, began) - began
+
+
+def ready_by_operator(folder: Path, count: int) -> Row:
+    with plane_with_nodes(folder) as plane, Api(plane) as api, operator(folder, plane.kubeconfig) as running:
+        watched = Watched(running)
+        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
+        cpu, resident = watched.cpu_seconds(), watched.resident_bytes()
+        began = time.monotonic()
+        create(plane, folder, replicas("default", count))
+        pods_ready = all_ready(api, count, began)
+        described = wait_until(lambda: are_ready(api, count), 0.2)
+        metrics = watched.metrics()
+        name = "medha_operator_reconcile_seconds"
+        return {
+            "pods_seconds": pods_ready - began,
+            "status_seconds": round(described - began, 2),
+            "reconcile_p50_ms": round(1e3 * quantile_seconds(metrics, name, 0.5), 1),
+            "reconcile_p99_ms": round(1e3 * quantile_seconds(metrics, name, 0.99), 1),
+            "writes_per_replica": round(metrics["medha_operator_writes_total"] / count, 2),
+            "operator_cpu_ms_per_replica": round(1e3 * (watched.cpu_seconds() - cpu) / count, 1),
+            "operator_kb_per_replica": round((watched.resident_bytes() - resident) / 1e3 / count, 1),
+            "operator_resident_mb": round(watched.resident_bytes() / 1e6),
+        }
+
+
+@contextmanager
+def plane_with_nodes(folder: Path) -> Iterator[ControlPlane]:
+    with control_plane(folder) as plane, with_kwok(plane, NODES, GPUS):
+        define(plane)
+        yield plane
+
+
+def create(plane: ControlPlane, folder: Path, documents: list[Document]) -> None:
+    file = folder / "created.json"
+    file.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
+    plane.kubectl("create", "--validate=false", "-f", str(file))
+
+
+def all_ready(api: Api, count: int, began: float) -> float:
+    """When all pods are Ready. Looks take their share of the API server: so they are rarer the longer it lasts."""
+    wanted = count * PODS
+
+    def ready() -> int:
+        sets = api.call("GET", KINDS["StatefulSet"].path("default"), resourceVersion="0")["items"] or []
+        return sum(one.get("status", {}).get("readyReplicas", 0) for one in sets)
+
+    while ready() < wanted:
+        assert time.monotonic() < began + _LIMIT_SECONDS, f"only {ready()} pods are Ready"
+        time.sleep(max(0.1, 0.02 * (time.monotonic() - began)))
+    return time.monotonic()
+
+
+def are_ready(api: Api, count: int) -> bool:
+    found = api.call("GET", REPLICA.path("default"), resourceVersion="0")["items"] or []
+    return sum(condition(one) == ("True", "Serving") for one in found) == count
+
+
+# --- claims -----------------------------------------------------------------------------------------------
+
+
+def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
+    """One row for each thing that must hold, at the largest size."""
+    most = writes[-1]
+    return [
+        {
+            "name": f"replicas a second of the operator over those of a compiled client, {most['replicas']} replicas",
+            "value": most["ratio"],
+            "unit": "ratio",
+            "goal": LEAST_RATIO,
+            "better": "more",
+            "peer": f"net/http in Go, {CONNECTIONS} connections, the same objects and calls",
+        },
+        {
+            "name": "writes for a replica beyond one for each of its objects",
+            "value": round(max(row["writes_per_replica"] - row["objects_per_replica"] for row in writes), 2),
+            "unit": "calls",
+            "goal": MOST_FURTHER_CALLS,
+            "better": "less",
+        },
+        *(
+            {
+                "name": f"what the operator adds to the time until {row['pods']} pods are Ready",
+                "value": row["added_percent"],
+                "unit": "%",
+                "goal": MOST_ADDED_PERCENT,
+                "better": "less",
+                "peer": "the same StatefulSets by kubectl create",
+            }
+            for row in pods[-1:]
+        ),
+    ]
+
+
+def holds(claim: Row) -> bool:
+    if claim["better"] == "more":
+        return bool(claim["value"] >= claim["goal"])
+    return bool(claim["value"] <= claim["goal"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="100 replicas, and no pods: under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
+    arguments = parser.parse_args()
+    rounds = {100: 3} if arguments.quick else {100: 3, 300: 3, 1000: 2}
+    writes, pods = [], []
+    with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
+        for count, turns in rounds.items():
+            writes.append(measure_writes(Path(folder), count, turns))
+            tell(writes[-1])
+        for count in () if arguments.quick else rounds:
+            pods.append(measure_pods(Path(folder), count))
+            tell(pods[-1])
+    result = {"claims": claims(writes, pods), "writes": writes, "pods": pods}
+    for claim in result["claims"]:
+        mark = "holds" if holds(claim) else "FAILS"
+        sys.stdout.write(f"{mark}: {claim['name']}: {claim['value']} {claim['unit']}, goal {claim['goal']}\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(map(holds, result["claims"])) else 1
+
+
+def tell(row: Row) -> None:
+    sys.stdout.write("  ".join(f"{name} {value}" for name, value in row.items()) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
