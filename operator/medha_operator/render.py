@@ -28,6 +28,7 @@ METRICS_PORT = 9400
 HEALTH_PORT = 9401
 MODEL_DIRECTORY = "/model"
 _ENROLMENT = "/etc/medha/enrolment"
+_HUB_DIRECTORY = "/etc/medha/hub"
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
@@ -240,7 +241,7 @@ def _pod_template(
     owner: Owner, spec: MedhaReplicaSpec, lane_index: int, revision: str, settings: OperatorSettings
 ) -> Manifest:
     image = spec.image or settings.worker_image
-    model_volume, fetch = _model(spec.model.source, image, settings)
+    model_volume, fetch = _model(spec, image, settings)
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -261,6 +262,7 @@ def _pod_template(
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
             *_enrolment_volume(owner, spec),
             *([model_volume] if model_volume else []),
+            *_hub_token_volume(spec.model.source),
         ],
     }
     if fetch:
@@ -290,7 +292,8 @@ def _worker(
             {"name": "MEDHA_LEADER", "value": leader_address(owner)},
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
-            {"name": "MEDHA_ROUTER", "value": router_address(owner, spec)},
+            # The API server drops an empty value, which would then differ from what is rendered for ever.
+            *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
         ],
         "ports": [
@@ -318,9 +321,10 @@ def _worker(
 
 
 def _model(
-    source: ModelSource, image: str, settings: OperatorSettings
+    spec: MedhaReplicaSpec, image: str, settings: OperatorSettings
 ) -> tuple[Manifest | None, Manifest | None]:
     """The volume of the checkpoint, and the init container that fills it; either may be none."""
+    source = spec.model.source
     if source.host_path is not None:
         return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
     if source.pvc is not None:
@@ -332,10 +336,11 @@ def _model(
     if source.hugging_face is None:
         return None, None  # a directory of the image
     wanted = source.hugging_face
-    environment: list[Manifest] = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
+    environment = [{"name": "HF_HOME", "value": "/tmp/hf"}]  # noqa: S108 - the container's own
+    token_mounts: list[Manifest] = []
     if wanted.token_secret is not None:
-        key = {"name": wanted.token_secret.name, "key": wanted.token_secret.key}
-        environment.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": key}})
+        environment.append({"name": "HF_TOKEN_PATH", "value": f"{_HUB_DIRECTORY}/token"})
+        token_mounts.append({"name": "hub-token", "mountPath": _HUB_DIRECTORY, "readOnly": True})
     fetch = {
         "name": "fetch-model",
         "image": image,
@@ -347,10 +352,12 @@ def _model(
         ],
         "env": environment,
         "terminationMessagePolicy": "FallbackToLogsOnError",
+        "resources": _resources(spec, with_devices=False),
         "securityContext": _locked_down(),
         "volumeMounts": [
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108 - a directory of the container's own
             *_model_mounts(source, read_only=False),
+            *token_mounts,
         ],
     }
     return {"name": "model", "emptyDir": {}}, fetch
@@ -373,9 +380,20 @@ def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
     return [mount | ({"readOnly": True} if read_only else {})]
 
 
-def _resources(spec: MedhaReplicaSpec) -> Manifest:
+def _hub_token_volume(source: ModelSource) -> list[Manifest]:
+    """The token for Hugging Face as a file: who lists a container's environment does not see it."""
+    if source.hugging_face is None or source.hugging_face.token_secret is None:
+        return []
+    token = source.hugging_face.token_secret
+    items = [{"key": token.key, "path": "token"}]
+    secret = {"secretName": token.name, "items": items, "defaultMode": 0o440}
+    return [{"name": "hub-token", "secret": secret}]
+
+
+def _resources(spec: MedhaReplicaSpec, *, with_devices: bool = True) -> Manifest:
     wanted = spec.resources
-    device = {} if wanted.accelerator == "none" else {wanted.accelerator: str(spec.parallelism.tensor)}
+    has_devices = with_devices and wanted.accelerator != "none"
+    device = {wanted.accelerator: str(spec.parallelism.tensor)} if has_devices else {}
     limits, requests = dict(wanted.limits) | device, dict(wanted.requests) | device
     return {name: entry for name, entry in (("limits", limits), ("requests", requests)) if entry}
 
