@@ -93,3 +93,10 @@ def test_an_idle_rank_that_is_not_heard_is_silent_and_a_busy_one_is_not() -> Non
     now = 100.1 + SILENT_SECONDS
     assert muster.silent(now, idle_since=0.0) == [0]
     assert muster.silent(now, idle_since=now) == []
+
+
+def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> None:
+    muster = Muster(2, first_epoch=100, oldest_epoch=100)
+    assert "epoch 99" in muster.refuses(RankHello(0, "thawed", last_epoch=99))
+    assert not muster.refuses(RankHello(0, "new"))
+    assert not muster.refuses(RankHello(0, "started again in its pod", last_epoch=100))

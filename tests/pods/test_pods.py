@@ -1,0 +1,106 @@
+"""A replica made of pods: it serves, mends what dies inside of a pod, asks for help where it cannot, and drains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .grid import MODEL, Replica, eventually
+
+pytestmark = pytest.mark.timeout(240)
+PROMPT = "the quick brown fox jumps over the lazy dog and " * 40  # several chunks, and more than a lane takes
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def greedy(checkpoint: Path) -> str:
+    """What transformers answer."""
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    encoded = tokenizer(PROMPT, return_tensors="pt")
+    out = model.generate(**encoded, max_new_tokens=TOKENS, do_sample=False)
+    return str(tokenizer.decode(out[0, encoded.input_ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_four_pods_answer_as_transformers_do(replica: Replica, greedy: str) -> None:
+    assert replica.complete(PROMPT, TOKENS) == greedy
+    for pod in replica.pods.values():
+        assert [pod.ask(path)[0] for path in ("/started", "/ready", "/live", "/else")] == [200, 200, 200, 404]
+
+
+def test_a_rank_that_is_killed_is_mended_inside_its_pod(replica: Replica, greedy: str) -> None:
+    supervisors = {place: pod.running.pid for place, pod in replica.pods.items()}
+    survivors = {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)}
+    pod = replica.pods[1, 0]
+    os.kill(pod.rank().pid, signal.SIGKILL)
+    eventually("the pod notices", lambda: not pod.is_ready())
+    code, answer = pod.ask("/ready")
+    assert code == 0 or answer["ok"] or answer["reasons"][0].startswith("rank 2 ")
+    assert replica.complete(PROMPT, TOKENS) == greedy, "the router waits, and submits it to the next epoch"
+    replica.wait_ready()
+    assert {place: pod.running.pid for place, pod in replica.pods.items()} == supervisors
+    assert {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)} == survivors
+
+
+def test_a_router_that_is_started_again_finds_its_replica(replica: Replica, greedy: str) -> None:
+    replica.kill_router()
+    replica.start_router()
+    replica.wait_ready()
+    assert replica.complete(PROMPT, TOKENS) == greedy
+
+
+def test_the_leaders_container_may_be_started_again_and_the_others_keep_their_weights(
+    replica: Replica, greedy: str
+) -> None:
+    others = [pod for place, pod in replica.pods.items() if place != (0, 0)]
+    ranks = [pod.rank().pid for pod in others]
+    epoch = replica.leader.ask("/ready")[1]["parts"]["controller"]["epoch"]
+    replica.leader.kill()
+    eventually("the others notice", lambda: not any(pod.is_ready() for pod in others))
+    replica.leader.start()
+    replica.wait_ready()
+    assert replica.complete(PROMPT, TOKENS) == greedy
+    assert [pod.rank().pid for pod in others] == ranks
+    assert replica.leader.ask("/ready")[1]["parts"]["controller"]["epoch"] > epoch
+
+
+def test_sigterm_lets_the_leader_finish_what_is_open(replica: Replica) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    ends = []
+    with httpx.stream(
+        "POST", f"{replica.url}/v1/completions", json=body | {"stream": True}, timeout=60
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        for pod in replica.pods.values():
+            pod.terminate()
+        ends = [json.loads(line.removeprefix("data: "))["choices"][0]["finish_reason"] for line in lines]
+    assert ends[-1] == "length"
+    assert [pod.wait() for pod in replica.pods.values()] == [0, 0, 0, 0]
+    assert [pod.message for pod in replica.pods.values()] == [""] * 4
+    assert any("draining: the leader gets" in pod.log for pod in replica.pods.values())
+
+
+def test_pods_of_a_former_set_are_refused_and_ask_to_be_replaced(replica: Replica, greedy: str) -> None:
+    """As ranks of a node that was lost and comes back, after all pods were made anew elsewhere."""
+    thawed = replica.pods[1, 1]
+    for place, pod in replica.pods.items():
+        if place != (1, 1):
+            shutil.rmtree(pod.folder)  # a new pod finds nothing of the old one's
+    for pod in replica.pods.values():
+        pod.start()
+    assert thawed.wait(60) == 75
+    assert thawed.message.startswith("RendezvousFailed: rank 3 is not let in: it was last in epoch ")
+    shutil.rmtree(thawed.folder)
+    thawed.start()
+    replica.wait_ready()
+    assert replica.complete(PROMPT, TOKENS) == greedy
