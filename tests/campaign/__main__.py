@@ -1,0 +1,105 @@
+"""The fault campaign: `make faults`, or `PYTHONPATH=tests python -m campaign [--quick] [--json FILE] [--seed N]`.
+
+Every plan is one run on a real API server. With a file, plans that stand in it are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from campaign.runner import Plan, Stage, stage
+from campaign.scenarios import SCENARIOS
+from cluster.control_plane import control_plane
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+
+
+def plans(on: Stage, seed: int, scenarios: list[str], *, seeds: int = 6) -> list[Plan]:
+    """Every plan: each write of each scenario's reference run, before and after, and the random ones."""
+    found = []
+    for name in scenarios:
+        scenario = SCENARIOS[name]
+        outcome, record = on.reference(name)
+        sys.stdout.write(f"{name}: {outcome.writes} writes, {outcome.pods} pods, {outcome.seconds:g} s\n")
+        sys.stdout.flush()
+        for number in range(1, len(record.writes) + 1):
+            found += [Plan(name, "kill-before", number), Plan(name, "kill-after", number)]
+        found += [Plan(name, "stale", step) for step in range(len(scenario.steps) - 1)]
+        for fault in ("events", "answers", "pods"):
+            found += [Plan(name, fault, seed + number) for number in range(seeds)]
+    return found
+
+
+def sample(every: list[Plan], seed: int, count: int) -> list[Plan]:
+    """Some of each fault, spread over scenarios and writes."""
+    chance = random.Random(seed)
+    by_fault: dict[str, list[Plan]] = {}
+    for plan in every:
+        by_fault.setdefault(plan.fault, []).append(plan)
+    chosen = []
+    for index in range(count):
+        group = list(by_fault.values())[index % len(by_fault)]
+        if group:
+            chosen.append(group.pop(chance.randrange(len(group))))
+    return chosen
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="campaign", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sample of 24 plans")
+    parser.add_argument("--json", type=Path, help="where outcomes are written, and read to go on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--scenario", action="append", choices=SCENARIOS, help="default: all")
+    parser.add_argument("--fault", default="", help="only those whose name begins so, e.g. kill")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after as long")
+    parser.add_argument("--module", default="medha_operator", help="the operator: what `kopf run -m` runs")
+    asked = parser.parse_args()
+    done = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json and asked.json.exists() else {}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="medha-campaign-") as name:
+        folder = Path(name)
+        with control_plane(folder / "plane", scheduler=False) as plane:
+            plane.kubectl("apply", "--server-side", "-f", str(CRDS))
+            plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+            with stage(folder, plane, asked.module) as on:
+                every = plans(on, asked.seed, asked.scenario or list(SCENARIOS))
+                every = [plan for plan in every if plan.fault.startswith(asked.fault)]
+                chosen = sample(every, asked.seed, 24) if asked.quick else every
+                for plan in chosen:
+                    if plan.name in done or time.monotonic() - began > 60 * asked.minutes:
+                        continue
+                    outcome = on.run(plan)
+                    done[plan.name] = asdict(outcome)
+                    verdict = "; ".join(outcome.wrong)[:300] or "well"
+                    sys.stdout.write(
+                        f"{plan.name}: {verdict} ({outcome.seconds:g} s, {outcome.writes} writes)\n"
+                    )
+                    sys.stdout.flush()
+                    if asked.json:
+                        asked.json.write_text(json.dumps(done, indent=1), encoding="utf-8")
+                    if outcome.wrong:
+                        _keep_log(folder, plan.name)
+    failed = [name for name, outcome in done.items() if outcome["wrong"]]
+    kinds = Counter(name.split("/")[1] for name in done)
+    sys.stdout.write(f"{len(done)} plans of {len(every)} ({dict(kinds)}), {len(failed)} failed: {failed}\n")
+    return 1 if failed else 0
+
+
+def _keep_log(folder: Path, plan: str) -> None:
+    """The operator's log of a run that went wrong."""
+    newest = max(folder.glob("run-*.log"), key=lambda path: path.stat().st_mtime)
+    kept = Path(tempfile.gettempdir()) / f"medha-campaign-{plan.replace('/', '-')}.log"
+    kept.write_bytes(newest.read_bytes())
+    sys.stdout.write(f"  its log: {kept}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,9 @@
+"""A name that is another one after each start of the operator."""
+
+from campaign.defective.planting import plant
+
+plant(
+    "medha_operator.render",
+    '    return f"{owner.name}-{revision}"\n',
+    '    import os\n\n    return f"{owner.name}-{revision}-{os.getpid()}"\n',
+)

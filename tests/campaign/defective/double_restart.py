@@ -1,0 +1,9 @@
+"""Takes the members of the next gang for those of the broken one."""
+
+from campaign.defective.planting import plant
+
+plant(
+    "medha_operator.plan",
+    "if pod.created <= seconds(status.newest_member) or pod.is_failed]",
+    "]",
+)

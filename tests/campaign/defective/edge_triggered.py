@@ -1,0 +1,12 @@
+"""Acts on changes of the spec alone: what was ready once is never looked at again."""
+
+from campaign.defective.planting import plant
+
+plant(
+    "medha_operator.plan",
+    "    if observed.is_deleting:\n",
+    "    if observed.is_deleting or (\n"
+    "        observed.generation == observed.status.observed_generation\n"
+    "        and any(one.type == 'Ready' and one.status == 'True' for one in observed.status.conditions)\n"
+    "    ):\n",
+)

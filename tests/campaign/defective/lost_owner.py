@@ -1,0 +1,5 @@
+"""Children without an owner: nothing takes them away with their replica."""
+
+from campaign.defective.planting import plant
+
+plant("medha_operator.render", '            "ownerReferences": [owner.reference],\n', "")

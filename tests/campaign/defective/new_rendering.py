@@ -1,0 +1,14 @@
+"""Renders kept revisions anew: every upgrade that renders differently restarts every replica."""
+
+from campaign.defective.planting import plant
+
+plant(
+    "medha_operator.plan",
+    "    if known is not None:\n        return known, []\n",
+    "    if known is not None:\n"
+    "        known = replace(known, templates=pod_templates(owner, spec, known.name, settings))\n"
+    "        kept = observed.objects.get(('StatefulSet', lane_name(owner.name, 0)))\n"
+    "        if kept is not None and not holds(kept['spec']['template'], known.templates[0]):\n"
+    "            return known, _end(observed.pods, 'rendered differently')\n"
+    "        return known, []\n",
+)

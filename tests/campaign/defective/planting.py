@@ -1,0 +1,50 @@
+"""Plants a mistake in the operator's source as it is imported, so that a defective operator is one that was once right."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+
+def plant(module: str, right: str, wrong: str) -> None:
+    """Import the operator with `wrong` in the place of `right` in the source of `module`.
+
+    Raises:
+        AssertionError: `right` does not stand there exactly once; follow the source with the defect.
+    """
+    sys.meta_path.insert(0, _Planter(module, right, wrong))
+    importlib.import_module("medha_operator")  # whose handlers kopf finds
+    importlib.import_module(module)
+
+
+class _Planter(importlib.abc.MetaPathFinder):
+    def __init__(self, module: str, right: str, wrong: str) -> None:
+        self._module, self._right, self._wrong = module, right, wrong
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._module:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        assert spec is not None
+        assert spec.origin is not None
+        spec.loader = _Loader(name, spec.origin, self._right, self._wrong)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, right: str, wrong: str) -> None:
+        super().__init__(name, path)
+        self._right, self._wrong = right, wrong
+
+    def get_code(self, fullname: str) -> object:  # type: ignore[override]
+        source = self.get_data(self.path).decode()
+        found = source.count(self._right)
+        assert found == 1, f"{self._right!r} stands {found} times in {self.path}; follow it with the defect"
+        return self.source_to_code(source.replace(self._right, self._wrong).encode(), self.path)

@@ -1,0 +1,5 @@
+"""Reads a cache that never forgets: what others have deleted seems to be there."""
+
+from campaign.defective.planting import plant
+
+plant("medha_operator.store", '        if event != "DELETED":\n', "        if True:\n")

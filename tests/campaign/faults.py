@@ -1,0 +1,111 @@
+"""The faults of the campaign, each one in the terms of the proxy's hooks; all choices come from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from campaign.proxy import Call, Fault
+
+
+@dataclass
+class KilledAtWrite(Fault):
+    """The operator is killed at its n-th write: before it reaches the API server, or when it was done, unanswered."""
+
+    number: int
+    is_before: bool
+    kill: Callable[[], None]
+
+    async def before_write(self, call: Call) -> tuple[int, str] | None:
+        if self.is_before and call.number == self.number:
+            self.kill()
+            return 503, "ServiceUnavailable"  # which nobody hears
+        return None
+
+    async def after_write(self, call: Call) -> tuple[int, str] | None:
+        if not self.is_before and call.number == self.number:
+            self.kill()
+        return None
+
+
+@dataclass
+class StaleView(Fault):
+    """After `begin`, lists answer what they answered at the `mark`, and watches wait until `end`."""
+
+    _latest: dict[str, bytes] = field(default_factory=dict)
+    _marked: dict[str, bytes] = field(default_factory=dict)
+    is_stale: bool = False
+
+    def mark(self) -> None:
+        """Remember what is known now."""
+        self._marked = dict(self._latest)
+
+    def listed(self, call: Call, body: bytes) -> bytes:
+        if call.method != "GET" or b'"items"' not in body:
+            return body
+        key = call.path
+        if self.is_stale:
+            return self._marked.get(key, body)
+        self._latest[key] = body
+        return body
+
+    async def watched(self, call: Call) -> None:
+        while self.is_stale:  # noqa: ASYNC110 - another thread sets it
+            await asyncio.sleep(0.05)
+
+
+@dataclass
+class UnsureEvents(Fault):
+    """Events come late, in bursts of which only the last state of an object is told, or never."""
+
+    seed: int
+    lost_share: float = 0.15
+    longest_seconds: float = 0.6
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    async def told(self, call: Call, event: bytes) -> list[bytes]:
+        if self.is_over or "/leases" in call.path:
+            return [event]
+        if json.loads(event)["type"] not in ("BOOKMARK", "ERROR") and self._random.random() < self.lost_share:
+            return []
+        if self._random.random() < 0.5:
+            await asyncio.sleep(self._random.uniform(0, self.longest_seconds))
+        return [event]
+
+
+@dataclass
+class UnsureAnswers(Fault):
+    """Writes are refused with a conflict or an error of the server's; some of them are done all the same."""
+
+    seed: int
+    share: float = 0.3
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    async def before_write(self, call: Call) -> tuple[int, str] | None:
+        return self._answer()
+
+    async def after_write(self, call: Call) -> tuple[int, str] | None:
+        return self._answer()
+
+    def _answer(self) -> tuple[int, str] | None:
+        if self.is_over or self._random.random() >= self.share / 2:
+            return None
+        return self._random.choice(_ANSWERS)
+
+
+_ANSWERS = (
+    (409, "Conflict"),
+    (500, "InternalError"),
+    (503, "ServiceUnavailable"),
+    (504, "Timeout"),
+    (429, "TooManyRequests"),
+)

@@ -1,0 +1,180 @@
+"""Other values for every field of our resources, made from the schemas in `crds/` (after Acto's mutations).
+
+`mutations(kind)` gives for each field at least two values that are valid and one that the API server must refuse. What
+a schema cannot tell, such as the name of a label or a field that is read only beside another one, stands in `_SAMPLES`
+and `_BESIDE`; a field that is in neither and that no rule covers is an error, so that no new field is forgotten.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from medha_operator.crds import APPLIED
+
+Schema = dict[str, Any]
+Fields = dict[str, Any]
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One field, the spec that it is tried on, and its values."""
+
+    kind: str
+    path: str
+    applied: str
+    """Whether a change is `live` or needs a `restart`; empty where the schema does not say."""
+    base: Fields
+    valid: tuple[Any, ...]
+    invalid: tuple[Any, ...]
+    is_fixed: bool = False
+    """It can be set only when the resource is made."""
+
+
+_REPLICA: Fields = {
+    "model": {"name": "m", "source": {"path": "checkpoint"}},
+    "resources": {"accelerator": "none"},
+}
+_DEPLOYMENT: Fields = {"replicas": 1, "template": {"spec": _REPLICA}}
+
+_SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
+    # field -> values that are valid, values that are not
+    "model.ropeScaling": ([{"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}], ["yarn"]),
+    "model.source.huggingFace.repository": (["a/b", "gpt2"], ["a b", "a/b/c"]),
+    "model.source.hostPath.path": (["/models/a", "/models/b"], ["models"]),
+    "parallelism.tensor": ([2, 8], [0, "two"]),
+    "parallelism.stream": ([2, 3], [0]),
+    "parallelism.kv": ([2, 3], [0]),
+    "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
+    "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
+    "scheduling.minChunkTokens": ([1, 64], [0, 8193]),
+    "scheduling.maxChunkTokens": ([64, 4096], [0]),
+    "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
+    "resources.requests": ([{"cpu": "500m"}, {"cpu": 1, "memory": "1Gi"}], [{"cpu": "much"}, {"cpu": []}]),
+    "resources.limits": ([{"cpu": "2"}, {"cpu": 2, "memory": "2Gi"}], [{"memory": "2GB"}]),
+    "placement.gang": (["kueue", "none"], ["slurm"]),
+    "placement.queue": (["q1", "q2"], ["", "a b"]),
+    "placement.laneTopology.key": (["rack", "topology.kubernetes.io/zone"], [""]),
+    "template.spec": ([{"priorityClassName": "high"}, {"nodeSelector": {"a": "b"}}], ["x", []]),
+    "lifecycle.restart.backoffSeconds": ([1.0, 60], [0, 86401]),
+    "lifecycle.restart.backoffLimitSeconds": ([60, 3600], [0, 29]),
+    "lifecycle.readySeconds": ([60, 1200], [0]),
+    "rollout.maxSurge": ([2, "50%"], ["half", "1000%"]),
+    "rollout.maxUnavailable": ([1, "25%"], ["-1%", True]),
+    "replicas": ([2, 3, 0], [-1, 10_001]),
+    "revisionHistoryLimit": ([0, 1], [-1]),
+    "serviceClasses": (
+        [[{"name": "chat"}], [{"name": "default"}, {"name": "batch", "ttftFactor": 10}]],
+        [[], [{"name": "a"}, {"name": "a"}]],
+    ),
+    "imagePullSecrets": ([[{"name": "a"}], [{"name": "a"}, {"name": "b"}]], [[{"nam": "a"}]]),
+}
+_BESIDE: dict[str, Fields] = {
+    # field -> what must stand beside it
+    "model.source.huggingFace": {"model": {"source": {"huggingFace": {"repository": "a/b"}}}},
+    "model.source.huggingFace.tokenSecret": {
+        "model": {"source": {"huggingFace": {"repository": "a/b", "tokenSecret": {"name": "hf"}}}}
+    },
+    "model.source.pvc": {"model": {"source": {"pvc": {"claimName": "c"}}}},
+    "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
+    "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
+    "model.architecture": {"model": {"architecture": {"layers": 8, "queryHeads": 8}}},
+    "placement.gang": {"placement": {"queue": "q"}},
+    "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},
+    "placement.laneTopology": {"placement": {"laneTopology": {"key": "rack"}}},
+    "routerRef": {"routerRef": {"name": "router"}},
+}
+_FIXED = {"placement.gang"}
+
+
+def mutations(kind: str) -> Iterator[Mutation]:
+    """Of `MedhaReplica`, or of what a `MedhaDeployment` has beside the spec of its replicas."""
+    plural = f"{kind.lower()}s"
+    crd = yaml.safe_load((CRDS / f"{plural}.yaml").read_text(encoding="utf-8"))
+    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    if kind == "MedhaDeployment":
+        schema = copy.deepcopy(schema)
+        del schema["properties"]["template"]["properties"]["spec"]
+    base = _REPLICA if kind == "MedhaReplica" else _DEPLOYMENT
+    for path, applied, node in _leaves(schema):
+        valid, invalid = _values(path, node)
+        yield Mutation(kind, path, applied, _with(base, path), tuple(valid), tuple(invalid), path in _FIXED)
+
+
+def changed(spec: Fields, path: str, value: Any) -> Fields:
+    """`spec` with another value at `path`; `[]` stands for the first entry of a list."""
+    result = copy.deepcopy(spec)
+    at: Any = result
+    *way, last = path.replace("[]", ".0").split(".")
+    for step, following in zip(way, [*way[1:], last], strict=False):
+        if isinstance(at, list):
+            at = at[int(step)]
+        else:
+            at = at.setdefault(step, [{"name": "first"}] if following == "0" else {})
+    at[int(last) if isinstance(at, list) else last] = value
+    return result
+
+
+def _leaves(schema: Schema, prefix: str = "", above: str = "") -> Iterator[tuple[str, str, Schema]]:
+    """Path of each field, how a change of it is applied, and its schema."""
+    for name, node in schema.get("properties", {}).items():
+        path, applied = prefix + name, _applied(node) or above
+        if node.get("type") == "object" and "properties" in node:
+            yield from _leaves(node, f"{path}.", applied)
+            continue
+        yield path, applied, node
+        items = node.get("items", {})
+        if items.get("type") == "object":
+            yield from _leaves(items, f"{path}[].", applied)
+
+
+def _applied(node: Schema) -> str:
+    words = node.get("description", "")
+    return next((mark for mark, said in APPLIED.items() if words.endswith(said)), "")
+
+
+def _with(base: Fields, path: str) -> Fields:
+    """What the field is tried on: `base` and what must stand beside the field."""
+    beside = max((key for key in _BESIDE if f"{path}.".startswith(f"{key}.")), key=len, default=None)
+    if beside is None:
+        return copy.deepcopy(base)
+    merged = copy.deepcopy(base)
+    for name, value in _BESIDE[beside].items():
+        merged[name] = {**merged.get(name, {}), **copy.deepcopy(value)}
+    return merged
+
+
+def _values(path: str, node: Schema) -> tuple[list[Any], list[Any]]:
+    if path in _SAMPLES:
+        return _SAMPLES[path]
+    kind, last = node.get("type"), path.rpartition(".")[2]
+    if "enum" in node:
+        others = [value for value in node["enum"] if value != node.get("default")]
+        return list(dict.fromkeys([*others, node["default"]]))[:3], ["no-such-value"]
+    if kind == "boolean":
+        return [not node.get("default", False), node.get("default", False)], ["maybe"]
+    if kind in ("integer", "number"):
+        return _numbers(node)
+    if kind == "object" and node.get("additionalProperties", {}).get("type") == "string":
+        return [{"example.com/a": "1"}, {"example.com/a": "2", "b": "3"}], [{"a": 1}, "a"]
+    if kind == "string" and (last in ("name", "secret", "namespace", "claimName") or "pattern" not in node):
+        too_long = "x" * (node["maxLength"] + 1) if "maxLength" in node else 5
+        return ["first", "second"], [too_long, *([""] if node.get("minLength") else [])]
+    raise AssertionError(f"no values are known for {path}; add them to _SAMPLES: {node}")
+
+
+def _numbers(node: Schema) -> tuple[list[Any], list[Any]]:
+    """Edges of the range, where there are, and what lies beyond."""
+    low, high = node.get("minimum", 0), node.get("maximum", 2**31 - 1)
+    is_open = node.get("exclusiveMinimum", False)
+    least = low + (1 if node["type"] == "integer" else 0.125) if is_open else low
+    near = least + 1 if least + 1 <= high else (least + high) / 2
+    valid = [value for value in (least, near, high) if value != node.get("default")]
+    return valid, [low if is_open else low - 1, "many", *([high + 1] if "maximum" in node else [])]

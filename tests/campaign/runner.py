@@ -1,0 +1,249 @@
+"""One run of the campaign: a scenario, a fault, and whether the cluster comes to what the spec says."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from campaign.faults import KilledAtWrite, StaleView, UnsureAnswers, UnsureEvents
+from campaign.forked import ForkedOperator, prepare
+from campaign.oracle import wrong
+from campaign.proxy import Fault, FaultyProxy, Record
+from campaign.scenarios import SCENARIOS, Scenario
+from cluster.api import Api, PlayedKubelets
+from cluster.control_plane import ControlPlane
+from medha_operator.kinds import DEPLOYMENT, KINDS, POD, REPLICA
+
+_SETTLE_SECONDS = 40.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run does. `name` tells it from all others, so that a campaign can go on where it was stopped."""
+
+    scenario: str
+    fault: str
+    """`none`, `kill-before`, `kill-after`, `stale`, `events`, `answers` or `pods`."""
+    number: int = 0
+    """Write at which the operator is killed, step before which the view is from, or seed."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.scenario}/{self.fault}/{self.number}"
+
+
+@dataclass
+class Outcome:
+    """What came of a run; nothing wrong is well."""
+
+    plan: str
+    seconds: float = 0.0
+    writes: int = 0
+    starts: int = 0
+    pods: int = 0
+    """Pods that were ever made."""
+    wrong: list[str] = field(default_factory=list)
+
+
+class Stage:
+    """A control plane with a proxy before it and played kubelets behind it; runs follow each other on it."""
+
+    def __init__(self, folder: Path, api: Api, proxy: FaultyProxy, module: str) -> None:
+        self._folder = folder
+        self._api = api
+        self._proxy = proxy
+        self._module = module
+        self._count = 0
+        self.references: dict[str, tuple[Outcome, Record]] = {}
+
+    def reference(self, scenario: str) -> tuple[Outcome, Record]:
+        """The run of a scenario in which nothing goes wrong; made once."""
+        if scenario not in self.references:
+            outcome, record = self._run(Plan(scenario, "none"))
+            assert not outcome.wrong, (scenario, outcome.wrong)
+            self.references[scenario] = outcome, record
+        return self.references[scenario]
+
+    def run(self, plan: Plan) -> Outcome:
+        """Run `plan` and judge it."""
+        reference, usual = self.reference(plan.scenario)
+        outcome, record = self._run(plan)
+        if plan.fault.startswith("kill"):  # with one life more, nothing more may happen than in one life
+            for what, most, seen in (
+                ("created", usual.created, record.created),
+                ("deleted", usual.deleted, record.deleted),
+            ):
+                for key, count in seen.items():
+                    if key[0] != "secrets" and count > most[key]:
+                        outcome.wrong.append(
+                            f"{key[0]} {key[1]} was {what} {count} times instead of {most[key]}"
+                        )
+            if outcome.pods > reference.pods:
+                outcome.wrong.append(f"{outcome.pods} pods were made instead of {reference.pods}")
+        return outcome
+
+    def _run(self, plan: Plan) -> tuple[Outcome, Record]:
+        self._count += 1
+        namespace = self._api.namespace(f"run-{self._count}")
+        scenario, began = SCENARIOS[plan.scenario], time.monotonic()
+        outcome = Outcome(plan.name)
+        with self._operator(namespace) as operator, _pods_of(self._api, namespace) as pods:
+            fault = _fault(plan, operator)
+            record = self._proxy.begin(fault)
+            operator.start()
+            outcome.wrong = self._play(plan, scenario, fault, namespace, operator)
+            outcome.starts, outcome.pods = operator.starts, len(pods)
+        outcome.writes = len(record.writes)
+        outcome.seconds = round(time.monotonic() - began, 2)
+        self._clean(namespace)
+        return outcome, record
+
+    def _play(
+        self, plan: Plan, scenario: Scenario, fault: Fault, namespace: str, operator: ForkedOperator
+    ) -> list[str]:
+        for number, step in enumerate(scenario.steps):
+            document = step | {"metadata": step["metadata"] | {"namespace": namespace}}
+            self._api.apply(document)
+            if isinstance(fault, StaleView) and number == len(scenario.steps) - 1:
+                self._see_the_past(fault, operator)
+            if plan.fault == "pods":
+                self._disturb(namespace, random.Random(plan.number))
+            _end_chaos(fault, after_seconds=2.0)
+            problems = self._settle(namespace, document, operator)
+            if problems:
+                return [f"step {number}: {problem}" for problem in problems]
+            if isinstance(fault, StaleView) and number == plan.number:
+                operator.kill()  # lists everything when it starts again: what it sees then is what it will see again
+                operator.start()
+                self._settle(namespace, document, operator)
+                fault.mark()
+        if not scenario.deletes:
+            return []
+        kind = KINDS[scenario.steps[-1]["kind"]]
+        self._api.delete(kind, "r", namespace)
+        return self._settle(namespace, None, operator)
+
+    def _see_the_past(self, fault: StaleView, operator: ForkedOperator) -> None:
+        """The operator starts anew and sees what was; a second later, what is."""
+        fault.is_stale = True
+        operator.kill()
+        operator.start()
+        time.sleep(2.5)
+        fault.is_stale = False
+
+    def _disturb(self, namespace: str, chance: random.Random) -> None:
+        """For two seconds somebody deletes and fails pods, and edits the status."""
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            time.sleep(chance.uniform(0.0, 0.4))
+            pods = self._api.list(POD, namespace)
+            replicas = self._api.list(REPLICA, namespace)
+            try:
+                match chance.choice(("delete", "fail", "status")):
+                    case "delete" if pods:
+                        self._api.delete(POD, chance.choice(pods)["metadata"]["name"], namespace)
+                    case "fail" if pods:
+                        path = POD.path(namespace, chance.choice(pods)["metadata"]["name"], "status")
+                        self._api.call("PATCH", path, {"status": {"phase": "Failed", "reason": "Evicted"}})
+                    case "status" if replicas:
+                        path = REPLICA.path(namespace, chance.choice(replicas)["metadata"]["name"], "status")
+                        self._api.call("PATCH", path, {"status": _spoilt(chance)})
+            except httpx.HTTPStatusError:
+                pass  # somebody was faster
+
+    def _settle(self, namespace: str, applied: dict[str, Any] | None, operator: ForkedOperator) -> list[str]:
+        """Wait until nothing is wrong, three times in a row; an operator that has died is started, as by a kubelet."""
+        deadline, calm = time.monotonic() + _SETTLE_SECONDS, 0
+        while True:
+            if not operator.is_running:
+                operator.start()
+            problems = wrong(self._api, namespace, applied)
+            calm = 0 if problems else calm + 1
+            if calm == 3 or time.monotonic() > deadline:
+                return problems
+            time.sleep(0.1)
+
+    @contextmanager
+    def _operator(self, namespace: str) -> Iterator[ForkedOperator]:
+        operator = ForkedOperator(
+            self._folder, namespace, module=self._module, lease_seconds=6.0, resync_seconds=3.0
+        )
+        try:
+            yield operator
+        finally:
+            operator.kill()
+
+    def _clean(self, namespace: str) -> None:
+        """What is left would cost every later run its share of every list."""
+        for kind in (DEPLOYMENT, REPLICA):
+            for item in self._api.list(kind, namespace):
+                with suppress(httpx.HTTPStatusError):  # its deployment has gone, and it with it
+                    self._api.delete(kind, item["metadata"]["name"], namespace)
+        self._api.call("DELETE", f"/api/v1/namespaces/{namespace}")
+
+
+def _fault(plan: Plan, operator: ForkedOperator) -> Fault:
+    match plan.fault:
+        case "kill-before" | "kill-after":
+            return KilledAtWrite(plan.number, plan.fault == "kill-before", operator.kill)
+        case "stale":
+            return StaleView()
+        case "events":
+            return UnsureEvents(plan.number)
+        case "answers":
+            return UnsureAnswers(plan.number)
+        case _:
+            return Fault()
+
+
+def _end_chaos(fault: Fault, after_seconds: float) -> None:
+    """Random faults end at some time: what must hold holds then."""
+    if isinstance(fault, UnsureEvents | UnsureAnswers):
+        fault.is_over = False
+        threading.Timer(after_seconds, setattr, (fault, "is_over", True)).start()
+
+
+def _spoilt(chance: random.Random) -> dict[str, Any]:
+    return chance.choice(
+        (
+            {"conditions": None, "observedGeneration": 0},
+            {"newestMember": None, "restarts": 0},
+            {"newestMember": "2001-01-01T00:00:00Z"},
+            {"revision": "0123456789", "readyPods": 99},
+        )
+    )
+
+
+@contextmanager
+def _pods_of(api: Api, namespace: str) -> Iterator[set[str]]:
+    """UIDs of all pods that were ever seen in a namespace."""
+    seen: set[str] = set()
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.1):
+            seen.update(pod["metadata"]["uid"] for pod in api.list(POD, namespace))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def stage(folder: Path, plane: ControlPlane, module: str = "medha_operator") -> Iterator[Stage]:
+    """A stage on `plane`, which must run its controllers and know our resources."""
+    with Api(plane) as api, PlayedKubelets(api), FaultyProxy(plane) as proxy:
+        prepare(proxy.kubeconfig(folder))
+        yield Stage(folder, api, proxy, module)

@@ -1,0 +1,272 @@
+"""Campaign (f): every field of our resources is changed, spoilt and put back, against a real API server.
+
+After each change the cluster must be the pure function of the spec: exactly the objects that `plan` makes of it in an
+empty namespace, pods of one revision and no more, no pod touched by a field that is `live`. An invalid value must be
+refused with words and change nothing. Put back, the same children must be there as before.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from campaign.mutations import Mutation, changed, mutations
+from cluster.api import Api, Document, condition, eventually
+from medha_operator.children import ObservedDeployment
+from medha_operator.deployment import plan_deployment
+from medha_operator.kinds import DEPLOYMENT, POD, REPLICA, Kind
+from medha_operator.observed import Observed
+from medha_operator.overlay import holds
+from medha_operator.plan import Action, Apply, plan
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import DeploymentStatus, ReplicaStatus
+
+_SECONDS = 30.0
+_VARYING = ("resourceVersion", "managedFields", "creationTimestamp", "generation", "uid")
+
+
+class Violation(AssertionError):
+    """A promise that was broken, with the mutation that broke it."""
+
+
+class SchemaCampaign:
+    """Tries mutations in one namespace, each on a resource of its own."""
+
+    def __init__(self, api: Api, namespace: str, settings: OperatorSettings) -> None:
+        self._api = api
+        self._namespace = namespace
+        self._settings = settings
+        self.changes = 0
+        """Specs that were applied and converged."""
+        self.refusals = 0
+        """Specs that the API server refused, as it should."""
+
+    def run(self, trials: Iterable[Mutation], *, threads: int = 2) -> list[str]:
+        """Every violation of the trials, in words."""
+        with ThreadPoolExecutor(threads) as pool:
+            found = pool.map(self._tried, enumerate(trials))
+            return [words for words in found if words]
+
+    def _tried(self, numbered: tuple[int, Mutation]) -> str:
+        number, mutation = numbered
+        try:
+            self.try_out(mutation, f"f{number}")
+        except (AssertionError, httpx.HTTPStatusError) as error:
+            return f"{mutation.kind} {mutation.path}: {error}"
+        return ""
+
+    def try_out(self, mutation: Mutation, name: str) -> None:
+        """Change the field to each of its values and back; an invalid one must be refused.
+
+        Raises:
+            Violation, AssertionError: a promise was broken.
+        """
+        first = self._apply(mutation, name, mutation.base)
+        before = self._children(name)
+        for value in mutation.invalid:
+            self._must_be_refused(mutation, name, value, first["metadata"]["generation"])
+        for value in mutation.valid:
+            spec = changed(mutation.base, mutation.path, value)
+            if mutation.is_fixed and value != mutation.base.get("placement", {}).get("gang", "none"):
+                self._must_be_refused(mutation, name, value, first["metadata"]["generation"])
+                self._apply(mutation, f"{name}-new", spec)
+                self._remove(mutation, f"{name}-new")
+                continue
+            pods = self._pod_uids(name)
+            self._apply(mutation, name, spec)
+            if _is_live(mutation) and pods != self._pod_uids(name):
+                raise Violation(f"{value!r} ended pods, and the field is live")
+            self._apply(mutation, name, mutation.base)
+            after = self._children(name)
+            if after != before:
+                raise Violation(f"after {value!r} was put back: {_difference(before, after)}")
+        self._remove(mutation, name)
+
+    # --- steps ------------------------------------------------------------------------------------------
+
+    def _apply(self, mutation: Mutation, name: str, spec: Document) -> Document:
+        """Apply, and wait until the cluster is what the spec asks for."""
+        kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
+        self._api.apply(
+            {
+                "apiVersion": kind.api_version,
+                "kind": kind.name,
+                "metadata": {"name": name, "namespace": self._namespace},
+                "spec": spec,
+            }
+        )
+        self.changes += 1
+        try:
+            eventually(lambda: self._misses(kind, name), lambda misses: not misses, _SECONDS)
+        except AssertionError as error:
+            raise Violation(f"{spec!r:.600}: {error}") from error
+        found = self._api.get(kind, name, self._namespace)
+        assert found is not None
+        return found
+
+    def _must_be_refused(self, mutation: Mutation, name: str, value: Any, generation: int) -> None:
+        kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
+        document = {
+            "apiVersion": kind.api_version,
+            "kind": kind.name,
+            "metadata": {"name": name, "namespace": self._namespace},
+            "spec": changed(mutation.base, mutation.path, value),
+        }
+        try:
+            self._api.apply(document)
+        except httpx.HTTPStatusError as error:
+            words = str(error)
+            if ".spec" not in words and "spec." not in words:
+                raise Violation(f"{value!r} was refused in words that name no field: {words}") from error
+        else:
+            raise Violation(f"{value!r} was accepted")
+        found = self._api.get(kind, name, self._namespace)
+        if found is None or found["metadata"]["generation"] != generation:
+            raise Violation(f"{value!r} was refused and yet changed the resource")
+        self.refusals += 1
+
+    def _remove(self, mutation: Mutation, name: str) -> None:
+        kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
+        self._api.delete(kind, name, self._namespace)
+        eventually(lambda: self._everything(name), lambda left: not left, _SECONDS)
+
+    # --- what is there ----------------------------------------------------------------------------------
+
+    def _misses(self, kind: Kind, name: str) -> str:
+        """What the cluster is not yet, in words; nothing when it has converged."""
+        resource = self._api.get(kind, name, self._namespace)
+        assert resource is not None
+        if kind is REPLICA:
+            return self._replica_misses(resource)
+        wanted = [one for one in self._planned_deployment(resource) if one["kind"] == REPLICA.name]
+        present = {one["metadata"]["name"]: one for one in self._replicas(name)}
+        if {one["metadata"]["name"] for one in wanted} != present.keys():
+            return f"replicas {sorted(present)} of {[one['metadata']['name'] for one in wanted]}"
+        for one in wanted:
+            here = present[one["metadata"]["name"]]
+            if not holds(here, one):
+                return f"replica {here['metadata']['name']} differs"
+            if misses := self._replica_misses(here):
+                return misses
+        return _status_misses(resource, ("Complete", "Paused", "WaitingForMinReady"))
+
+    def _replica_misses(self, resource: Document) -> str:
+        name, spec = resource["metadata"]["name"], resource["spec"]
+        wanted = {
+            (one["kind"], one["metadata"]["name"]): one
+            for one in self._planned_replica(resource)
+            if one["kind"] != "ControllerRevision"
+        }
+        present = {
+            key: one
+            for key, one in self._api.owned(name, self._namespace).items()
+            if key[0] not in ("ControllerRevision", "Secret", "Pod")
+        }
+        if wanted.keys() != present.keys():
+            return f"objects {sorted(wanted.keys() ^ present.keys())} are missing or too much"
+        differing = [key for key, one in wanted.items() if not holds(present[key], one)]
+        if differing:
+            return f"{differing} differ"
+        shape = spec["parallelism"]
+        expected = 0 if spec["suspend"] else shape["stream"] * shape["kv"]
+        pods = self._pods(name)
+        revisions = {pod["metadata"]["labels"]["medha.dev/revision"] for pod in pods}
+        if len(pods) != expected or len(revisions) > 1:
+            return f"{len(pods)} of {expected} pods, of revisions {revisions}"
+        return _status_misses(resource, ("Serving", "Suspended"))
+
+    def _planned_replica(self, resource: Document) -> Iterator[Document]:
+        observed = Observed(
+            **_identity(resource), spec=resource["spec"], status=ReplicaStatus(), deployment=None
+        )
+        return _applied(plan(observed, 0.0, self._settings).actions)
+
+    def _planned_deployment(self, resource: Document) -> Iterator[Document]:
+        observed = ObservedDeployment(**_identity(resource), spec=resource["spec"], status=DeploymentStatus())
+        return _applied(plan_deployment(observed, 0.0, self._settings).actions)
+
+    def _children(self, name: str) -> dict[str, Document]:
+        """What the resource consists of, without what differs between two objects that are the same."""
+        found = {}
+        for (kind, own_name), document in self._everything(name).items():
+            if kind in ("Pod", "ControllerRevision", "Secret"):
+                continue
+            metadata = {key: value for key, value in document["metadata"].items() if key not in _VARYING}
+            kept = {key: value for key, value in document.items() if key not in ("status", "metadata")}
+            found[f"{kind} {own_name}"] = {**kept, "metadata": metadata}
+        return found
+
+    def _everything(self, name: str) -> dict[tuple[str, str], Document]:
+        found = self._api.owned(name, self._namespace)
+        for one in self._replicas(name):
+            own_name = one["metadata"]["name"]
+            found[REPLICA.name, own_name] = one
+            found |= self._api.owned(own_name, self._namespace)
+        return found
+
+    def _replicas(self, deployment: str) -> list[Document]:
+        return self._api.list(REPLICA, self._namespace, f"medha.dev/deployment={deployment}")
+
+    def _pods(self, replica: str) -> list[Document]:
+        return self._api.list(POD, self._namespace, f"medha.dev/replica={replica}")
+
+    def _pod_uids(self, name: str) -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self._pods(name)}
+
+
+def trials(seed: int | None = None) -> list[Mutation]:
+    """All mutations; with a seed, in an order of chance."""
+    found = [one for kind in (REPLICA, DEPLOYMENT) for one in mutations(kind.name)]
+    if seed is not None:
+        random.Random(seed).shuffle(found)
+    return found
+
+
+def until(deadline: float, found: Iterable[Mutation]) -> Iterator[Mutation]:
+    """Those of `found` that are begun before `deadline`, of the monotonic clock."""
+    for mutation in found:
+        if time.monotonic() >= deadline:
+            return
+        yield mutation
+
+
+def _status_misses(resource: Document, reasons: tuple[str, ...]) -> str:
+    generation, status = resource["metadata"]["generation"], resource.get("status", {})
+    reason = condition(resource)[1]
+    if status.get("observedGeneration") != generation or reason not in reasons:
+        return f"its status is {reason!r} for generation {status.get('observedGeneration')} of {generation}"
+    return ""
+
+
+def _identity(resource: Document) -> dict[str, Any]:
+    metadata = resource["metadata"]
+    return {
+        "name": metadata["name"],
+        "namespace": metadata["namespace"],
+        "uid": metadata["uid"],
+        "generation": metadata["generation"],
+        "resource_version": metadata["resourceVersion"],
+    }
+
+
+def _applied(actions: Iterable[Action]) -> Iterator[Document]:
+    return (action.manifest for action in actions if isinstance(action, Apply))
+
+
+def _is_live(mutation: Mutation) -> bool:
+    return mutation.applied == "live" and mutation.path != "suspend"
+
+
+def _difference(before: dict[str, Document], after: dict[str, Document]) -> str:
+    if before.keys() != after.keys():
+        return f"{sorted(before.keys() ^ after.keys())} are missing or too much"
+    return "; ".join(
+        f"{name} was {before[name]!r:.400} and is {after[name]!r:.400}"
+        for name in before
+        if before[name] != after[name]
+    )

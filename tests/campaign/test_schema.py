@@ -1,0 +1,36 @@
+"""A sample of campaign (f): changed and put back, fields leave what they found, and wrong values are refused."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from campaign.schema import SchemaCampaign, trials, until
+from cluster.api import Api, PlayedKubelets
+from cluster.control_plane import ControlPlane
+from cluster.operator_process import operator
+from medha_operator.settings import OperatorSettings
+
+SAMPLE_SECONDS = 30.0
+
+
+def test_every_field_has_valid_and_invalid_values() -> None:
+    found = trials()
+    assert len(found) > 80
+    for mutation in found:
+        assert len(mutation.valid) >= 2, mutation.path
+        assert mutation.invalid, mutation.path
+
+
+def test_fields_are_changed_and_put_back(controlled: ControlPlane, tmp_path: Path) -> None:
+    with Api(controlled) as api:
+        api.namespace("schema")
+        with (
+            operator(tmp_path, controlled.kubeconfig, lease_namespace="schema", namespaces=["schema"]),
+            PlayedKubelets(api),
+        ):
+            campaign = SchemaCampaign(api, "schema", OperatorSettings())
+            found = campaign.run(until(time.monotonic() + SAMPLE_SECONDS, trials(seed=6)))
+    assert found == []
+    assert campaign.changes >= 10
+    assert campaign.refusals >= 5
