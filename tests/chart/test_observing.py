@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -32,9 +33,10 @@ def rules(helm: Helm, **values: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def promtool() -> str:
-    """Prometheus' own checker, of the Debian package `prometheus`. Where there is none its tests are skipped."""
+    """Prometheus' own checker. Where there is none its tests are skipped, but in CI they fail."""
     found = shutil.which("promtool")
     if found is None:
+        assert not os.environ.get("CI"), "no promtool: install the package prometheus"
         pytest.skip("no promtool: install the package prometheus")
     return found
 
