@@ -57,9 +57,10 @@ class Program:
 
     def seen(self, document: Document) -> None:
         """Take an event that kopf has heard: a second pair of ears for our own resources."""
-        self.index.offer(document)
         metadata = document["metadata"]
-        self._queue.add(Key(document["kind"], metadata["namespace"], metadata["name"]))
+        if metadata["namespace"] in (self._settings.namespaces or (metadata["namespace"],)):
+            self.index.offer(document)
+            self._queue.add(Key(document["kind"], metadata["namespace"], metadata["name"]))
 
     async def run(self) -> None:
         """Act until cancelled.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,33 @@ class KilledAtWrite(Fault):
     async def after_write(self, call: Call) -> tuple[int, str] | None:
         if not self.is_before and call.number == self.number:
             self.kill()
+        return None
+
+
+@dataclass
+class HeldWrite(Fault):
+    """The first write of one kind of objects is held, and passed on later, whoever may write by then."""
+
+    plural: str
+    call: Call | None = None
+
+    def __post_init__(self) -> None:
+        self.is_held, self.has_passed = threading.Event(), threading.Event()
+        self._may_go = threading.Event()
+
+    def let_go(self) -> None:
+        self._may_go.set()
+
+    async def before_write(self, call: Call) -> tuple[int, str] | None:
+        if self.call is None and f"/{self.plural}" in call.path:
+            self.call = call
+            self.is_held.set()
+            await asyncio.shield(asyncio.to_thread(self._may_go.wait))
+        return None
+
+    async def after_write(self, call: Call) -> tuple[int, str] | None:
+        if call is self.call:
+            self.has_passed.set()
         return None
 
 

@@ -49,6 +49,9 @@ def wrong(api: Api, namespace: str, applied: Document | None) -> list[str]:
             found.append(f"replica {name} has another spec")
         found += _not_settled(replicas[name])
         found += _wrong_children(replicas[name], present)
+    for key, item in list(present.items()):
+        if key[0] == "ControllerRevision" and "medha.dev/replica" not in item["metadata"]["labels"]:
+            del present[key]  # templates of the deployment, to go back to
     found += [f"{kind} {name} is too much" for kind, name in present]
     return found
 

@@ -193,6 +193,12 @@ def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api:
     api.apply(replica("r", home, template=wrong))
     told = eventually(lambda: [event for event in api.list(EVENT, home) if event["reason"] == "Refused"])
     assert "Maybe" in told[0]["message"]
+    refused = eventually(
+        lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "Refused")
+    )
+    assert condition(refused, "Stalled") == ("True", "Refused")
+    api.apply(replica("r", home))
+    ready(api, "r", home)
 
 
 def test_a_deployment_makes_replicas_and_rolls_them(running: Operator, api: Api, home: str) -> None:

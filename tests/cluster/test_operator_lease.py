@@ -1,0 +1,91 @@
+"""How an operator ends, and what holds while there are several, or none."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from campaign.faults import HeldWrite
+from campaign.oracle import wrong
+from campaign.proxy import FaultyProxy
+from cluster.api import Api, PlayedKubelets, eventually
+from cluster.control_plane import ControlPlane
+from cluster.operator_process import operator
+from cluster.test_operator import ready, replica
+from medha_operator.kinds import LEASE, REPLICA
+
+
+@pytest.fixture(scope="module")
+def api(controlled: ControlPlane) -> Iterator[Api]:
+    with Api(controlled) as client:
+        yield client
+
+
+@pytest.fixture
+def home(api: Api, request: pytest.FixtureRequest) -> str:
+    """A namespace of the test's own."""
+    return api.namespace(f"t{abs(hash(request.node.name)) % 10**9}")
+
+
+def test_a_replica_that_is_deleted_while_no_operator_runs_leaves_nothing(
+    controlled: ControlPlane, api: Api, home: str, tmp_path: Path
+) -> None:
+    settings = {"namespaces": [home], "lease_namespace": home}
+    with PlayedKubelets(api), operator(tmp_path, controlled.kubeconfig, "op", **settings) as process:
+        api.apply(replica("r", home))
+        ready(api, "r", home)
+        assert process.stop() == 0
+    api.delete(REPLICA, "r", home)
+    # The garbage collector looks for new kinds, such as ours here, every 30 s.
+    eventually(lambda: api.owned("r", home), lambda seen: not seen, seconds=90)
+
+
+def test_a_second_operator_takes_over_at_once_when_the_first_ends_well(
+    controlled: ControlPlane, api: Api, home: str, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"namespaces": [home], "lease_namespace": home, "lease_seconds": 60.0}
+
+    def holder() -> str:
+        lease = api.get(LEASE, "medha-operator", home)
+        return "" if lease is None else str(lease["spec"]["holderIdentity"])
+
+    with operator(tmp_path, controlled.kubeconfig, "first", **settings) as first:
+        eventually(holder, lambda seen: seen == "default/first")
+        with operator(tmp_path, controlled.kubeconfig, "second", **settings) as second:
+            eventually(lambda: "kopf" in second.said())
+            assert first.stop() == 0
+            assert eventually(holder, lambda seen: seen == "default/second") == "default/second"
+
+
+def test_what_a_stopped_holder_still_had_to_write_does_not_survive(
+    controlled: ControlPlane, api: Api, home: str, tmp_path: Path
+) -> None:
+    """The first one is stopped with a write on its way, which comes late: when another acts for a changed spec."""
+    settings: dict[str, Any] = {"namespaces": [home], "lease_namespace": home, "lease_seconds": 3.0}
+    held = HeldWrite("configmaps")
+    with FaultyProxy(controlled) as proxy, PlayedKubelets(api):
+        proxy.begin(held)
+        with operator(tmp_path, proxy.kubeconfig(tmp_path), "first", **settings) as first:
+            api.apply(replica("r", home))
+            assert held.is_held.wait(30)
+            first.signal(signal.SIGSTOP)
+            api.apply(replica("r", home, scheduling={"policy": "edf"}, parallelism={"kv": 1}))
+            with operator(tmp_path, controlled.kubeconfig, "second", **settings):
+                after = ready(api, "r", home)
+                held.let_go()
+                assert held.has_passed.wait(10)
+                first.signal(signal.SIGCONT)
+                eventually(lambda: first.process.poll() is not None)  # it does not hold the lease any more
+                eventually(
+                    lambda: wrong(
+                        api, home, replica("r", home, scheduling={"policy": "edf"}, parallelism={"kv": 1})
+                    ),
+                    lambda seen: not seen,
+                )
+                assert ready(api, "r", home)["status"]["revision"] == after["status"]["revision"]
+        writes = [call for call in proxy.record.writes if not call.is_event]
+        assert writes[-1] is held.call  # nothing was sent after it
