@@ -99,10 +99,20 @@ def _crd_template(text: str) -> str:
     head, rest = text.split("\nmetadata:\n", 1)
     name, _, rest = re.split(r"\n  labels:\n|\nspec:\n", rest, maxsplit=2)
     ours = '    {{- include "medha.labels" (dict "root" . "component" "crds") | nindent 4 }}'
-    keep = "  {{- if .Values.crds.keep }}\n  annotations:\n    helm.sh/resource-policy: keep\n  {{- end }}"
+    annotations = (
+        "  {{- if or .Values.crds.keep .Values.crds.annotations }}\n"
+        "  annotations:\n"
+        "    {{- if .Values.crds.keep }}\n"
+        "    helm.sh/resource-policy: keep\n"
+        "    {{- end }}\n"
+        "    {{- with .Values.crds.annotations }}\n"
+        "    {{- toYaml . | nindent 4 }}\n"
+        "    {{- end }}\n"
+        "  {{- end }}"
+    )
     return (
         "{{- if .Values.crds.install }}\n"
-        f"{head}\nmetadata:\n{name}\n{keep}\n  labels:\n{ours}\nspec:\n{rest}"
+        f"{head}\nmetadata:\n{name}\n{annotations}\n  labels:\n{ours}\nspec:\n{rest}"
         "{{- end }}\n"
     )
 

@@ -136,6 +136,15 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     assert uids(accepting) == before
 
 
+def test_an_upgrade_that_stops_installing_definitions_leaves_them(
+    installer: Helm, accepting: ControlPlane
+) -> None:
+    install(installer)
+    before = uids(accepting)
+    install(installer, crds={"install": False})
+    assert uids(accepting) == before
+
+
 def test_definitions_that_another_release_left_are_taken_over_when_asked(
     installer: Helm, accepting: ControlPlane
 ) -> None:

@@ -138,6 +138,12 @@ def test_a_change_of_settings_replaces_the_pods_that_read_them_and_no_others(
     assert changed == {f"medha-{part}"}
 
 
+def test_a_new_version_of_the_chart_alone_replaces_no_pod(helm: Helm) -> None:
+    for name, pod in pods(helm.render()).items():
+        if name != "medha-test":
+            assert not {"helm.sh/chart", "app.kubernetes.io/version"} & pod["metadata"]["labels"].keys()
+
+
 def test_a_router_gets_the_time_to_drain(helm: Helm) -> None:
     spec = pods(helm.render(router={"drainSeconds": 300, "leaveSeconds": 10}))["medha-router"]["spec"]
     assert spec["terminationGracePeriodSeconds"] >= 300 + 10 + 10
@@ -194,6 +200,10 @@ def test_the_definitions_are_the_committed_ones_and_are_kept(helm: Helm) -> None
         assert expected[name]["metadata"]["labels"].items() <= crd["metadata"]["labels"].items()
     going = helm.render(crds={"keep": False})
     assert "annotations" not in find(going, "CustomResourceDefinition", "medhareplicas.medha.dev")["metadata"]
+    told = helm.render(crds={"keep": False, "annotations": {"a": "b"}})
+    assert find(told, "CustomResourceDefinition", "medhareplicas.medha.dev")["metadata"]["annotations"] == {
+        "a": "b"
+    }
     kinds = [each["kind"] for each in helm.render(crds={"install": False})]
     assert "CustomResourceDefinition" not in kinds
 

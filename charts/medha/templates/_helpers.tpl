@@ -27,16 +27,21 @@ app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 
-{{/* Labels of every object: {root, component}. */}}
-{{- define "medha.labels" -}}
+{{/* Labels of pods: {root, component}. None of them changes with the chart's version alone, which restarts nothing. */}}
+{{- define "medha.podLabels" -}}
 {{ include "medha.selector" . }}
 app.kubernetes.io/part-of: medha
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- with .root.Values.commonLabels }}
 {{ toYaml . }}
 {{- end }}
+{{- end -}}
+
+{{/* Labels of every object: {root, component}. */}}
+{{- define "medha.labels" -}}
+{{ include "medha.podLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
 {{- end -}}
 
 {{/* Name of an image: {root, image}. */}}
