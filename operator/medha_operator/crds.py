@@ -27,7 +27,7 @@ LONGEST_REPLICA_NAME = 46
 """With `-l255` it names StatefulSets, and those with a hash of ten digits label pods: 63 letters at most."""
 LONGEST_DEPLOYMENT_NAME = LONGEST_REPLICA_NAME - len("-9999")
 
-_APPLIED = {
+APPLIED = {
     "live": "A change reaches the running replica.",
     "restart": "A change replaces the replica's pods.",
 }
@@ -48,7 +48,7 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
     node = _resolved(node, definitions)
     result: Schema = {}
     description = " ".join(node.get("description", "").split())
-    applied = _APPLIED.get(node.get("x-apply", ""), "")
+    applied = APPLIED.get(node.get("x-apply", ""), "")
     if description or applied:
         result["description"] = f"{description} {applied}".strip()
     for key in _KEPT:

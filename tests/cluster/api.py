@@ -125,6 +125,8 @@ class PlayedKubelets:
         self._api = api
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._play, daemon=True)
+        self.held: set[str] = set()
+        """Namespaces whose pods are left as they are."""
 
     def __enter__(self) -> PlayedKubelets:
         self._thread.start()
@@ -140,6 +142,7 @@ class PlayedKubelets:
                 if (
                     "containerStatuses" not in pod.get("status", {})
                     and "deletionTimestamp" not in pod["metadata"]
+                    and pod["metadata"]["namespace"] not in self.held
                 ):
                     self._start(pod)
 

@@ -16,13 +16,18 @@ from cluster.control_plane import ControlPlane, free_port
 from medha_operator.rights import cluster_rules, lease_rules, namespaced_rules, router_rules
 from medha_operator.settings import OperatorSettings
 
+_TESTS = Path(__file__).resolve().parents[1]
+
 
 class Operator:
     """A `kopf run` process, its settings and its log."""
 
-    def __init__(self, folder: Path, kubeconfig: Path, name: str, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, kubeconfig: Path, name: str, *, module: str = "medha_operator", **settings: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
+        self._module = module
         self.log = folder / f"{name}.log"
         self.metrics_port = free_port("127.0.0.1")
         settings = {
@@ -37,6 +42,7 @@ class Operator:
             "MEDHA_OPERATOR_SETTINGS": str(file),
             "MEDHA_POD_NAME": name,
             "MEDHA_POD_NAMESPACE": "default",
+            "PYTHONPATH": str(_TESTS),
         }
         self.process = self._start()
 
@@ -45,7 +51,7 @@ class Operator:
             # `setpriv` ends it when we die, however we die.
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "kopf", "run"]  # noqa: RUF005
-                + ["--standalone", "--all-namespaces", "-m", "medha_operator"],
+                + ["--standalone", "--all-namespaces", "-m", self._module],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
