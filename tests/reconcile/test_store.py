@@ -1,0 +1,99 @@
+"""A store never goes back in time, whatever comes late, and tells of what matters alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from medha_operator.index import Index
+from medha_operator.kinds import Key
+from medha_operator.store import Store
+
+REPLICA = Key("MedhaReplica", "default", "r")
+
+
+def pod(
+    version: int, *, phase: str = "Pending", node: str | None = None, name: str = "r-l0-0"
+) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": name,
+            "namespace": "default",
+            "uid": "u",
+            "resourceVersion": str(version),
+            "creationTimestamp": "2030-01-01T00:00:00Z",
+            "labels": {"medha.dev/replica": "r", "medha.dev/lane": "0"},
+        },
+        "spec": {"nodeName": node} if node else {},
+        "status": {"phase": phase},
+    }
+
+
+@pytest.fixture
+def told() -> list[Key]:
+    return []
+
+
+@pytest.fixture
+def pods(told: list[Key]) -> Store:
+    return Index(told.append).stores["Pod"]
+
+
+def test_an_event_that_comes_late_changes_nothing(pods: Store, told: list[Key]) -> None:
+    pods.offer(pod(7, phase="Failed"))
+    pods.see("ADDED", pod(5))
+    (entry,) = pods.of(REPLICA)
+    assert (entry.version, entry.document.is_failed) == (7, True)
+    assert told == [REPLICA]
+
+
+def test_an_answer_does_not_bring_back_what_the_watch_has_told_to_be_gone(pods: Store) -> None:
+    pods.see("ADDED", pod(5))
+    pods.see("DELETED", pod(9))
+    pods.offer(pod(8))  # the answer to a write before the deletion, read after it
+    assert pods.of(REPLICA) == []
+
+
+def test_an_object_of_the_same_name_that_was_made_since_is_not_taken_for_the_deleted_one(pods: Store) -> None:
+    pods.offer(pod(12))
+    pods.see("DELETED", pod(9))
+    assert [entry.version for entry in pods.of(REPLICA)] == [12]
+
+
+def test_a_list_ends_what_is_not_in_it_and_keeps_what_was_written_after_it(pods: Store) -> None:
+    pods.see("ADDED", pod(5, name="old"))
+    pods.offer(pod(11, name="new"))
+    pods.replace([pod(6)], "10", None)
+    assert sorted(entry.document.name for entry in pods.of(REPLICA)) == ["new", "r-l0-0"]
+
+
+def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
+    pods.see("ADDED", pod(5))
+    pods.replace([], "10", "elsewhere")
+    assert len(pods.of(REPLICA)) == 1
+
+
+def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, told: list[Key]) -> None:
+    pods.see("ADDED", pod(5))
+    told.clear()
+    pods.see("MODIFIED", pod(6))  # say, an annotation
+    assert told == []
+    assert pods.of(REPLICA)[0].document.resource_version == "6"  # which a deletion must name
+    pods.see("MODIFIED", pod(7, phase="Failed"))
+    assert told == [REPLICA]
+
+
+def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(told: list[Key]) -> None:
+    index = Index(told.append)
+    index.stores["Pod"].see("ADDED", pod(5, node="a"))
+    told.clear()
+    node: dict[str, Any] = {"kind": "Node", "metadata": {"name": "a", "uid": "n", "resourceVersion": "6"}}
+    index.stores["Node"].see("ADDED", node | {"spec": {}})
+    index.stores["Node"].see("MODIFIED", node | {"metadata": node["metadata"] | {"resourceVersion": "7"}})
+    assert told == [REPLICA]  # of the first sight; a heartbeat is no change
+    node["metadata"] |= {"resourceVersion": "8"}
+    index.stores["Node"].see("MODIFIED", node | {"spec": {"unschedulable": True}})
+    assert told == [REPLICA, REPLICA]

@@ -1,0 +1,78 @@
+"""The queue: no key is worked on twice at a time, none is forgotten, and failures wait longer and longer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from medha_operator.kinds import Key
+from medha_operator.workqueue import FIRST_SECONDS, WorkQueue
+
+A, B = (Key("MedhaReplica", "default", name) for name in "ab")
+
+
+def in_a_loop(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
+    async def run() -> None:
+        queue = WorkQueue(asyncio.get_running_loop().time)
+        await test(queue)
+        queue.close()
+
+    asyncio.run(run())
+
+
+def test_a_key_that_is_asked_for_often_is_taken_once_and_in_order() -> None:
+    async def test(queue: WorkQueue) -> None:
+        for key in (A, B, A, A):
+            queue.add(key)
+        assert [(await queue.take())[0] for _ in range(2)] == [A, B]
+        assert len(queue) == 0
+
+    in_a_loop(test)
+
+
+def test_what_changes_during_a_look_is_looked_at_after_it() -> None:
+    async def test(queue: WorkQueue) -> None:
+        queue.add(A)
+        key, _ = await queue.take()
+        queue.add(A)
+        assert len(queue) == 0  # nobody else may work on it now
+        queue.done(key)
+        assert len(queue) == 1
+
+    in_a_loop(test)
+
+
+def test_a_change_during_a_look_that_fails_is_not_lost() -> None:
+    async def test(queue: WorkQueue) -> None:
+        queue.add(A)
+        key, _ = await queue.take()
+        queue.add(A)
+        queue.failed(key)
+        assert (await queue.take())[0] == A
+
+    in_a_loop(test)
+
+
+def test_failures_wait_twice_as_long_each_and_success_forgets_them() -> None:
+    async def test(queue: WorkQueue) -> None:
+        pauses = []
+        for _ in range(3):
+            queue.add(A)
+            pauses.append(queue.failed((await queue.take())[0]))
+        assert pauses == [FIRST_SECONDS, 2 * FIRST_SECONDS, 4 * FIRST_SECONDS]
+        queue.add(A)
+        queue.done((await queue.take())[0])
+        queue.add(A)
+        assert queue.failed((await queue.take())[0], at_least_seconds=9.0) == 9.0
+
+    in_a_loop(test)
+
+
+def test_of_two_later_looks_the_earlier_counts_and_a_worker_that_waits_hears_it() -> None:
+    async def test(queue: WorkQueue) -> None:
+        waiting = asyncio.create_task(queue.take())
+        queue.add_later(A, 3600.0)
+        queue.add_later(A, 0.0)
+        assert (await waiting)[0] == A
+
+    in_a_loop(test)
