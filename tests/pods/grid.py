@@ -153,6 +153,12 @@ class Replica:
         return self.pods[0, 0]
 
     @property
+    def epoch(self) -> int:
+        """The one that serves; -1 between two."""
+        controller = self.leader.ask("/ready")[1].get("parts", {}).get("controller", {})
+        return controller["epoch"] if controller.get("phase") == "serving" else -1
+
+    @property
     def url(self) -> str:
         return f"http://{self.router_address}:{ROUTER_PORT}"
 

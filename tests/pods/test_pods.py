@@ -51,6 +51,15 @@ def test_a_rank_that_is_killed_is_mended_inside_its_pod(replica: Replica, greedy
     assert {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)} == survivors
 
 
+def test_live_settings_reach_the_running_replica(replica: Replica, greedy: str) -> None:
+    ranks = [pod.rank().pid for pod in replica.pods.values()]
+    epoch = replica.epoch
+    replica.write(scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400, "policy": "edf"})
+    eventually("an epoch with the new policy begins", lambda: replica.epoch > epoch)
+    assert replica.complete(PROMPT, TOKENS) == greedy
+    assert [pod.rank().pid for pod in replica.pods.values()] == ranks
+
+
 def test_a_router_that_is_started_again_finds_its_replica(replica: Replica, greedy: str) -> None:
     replica.kill_router()
     replica.start_router()
@@ -63,14 +72,14 @@ def test_the_leaders_container_may_be_started_again_and_the_others_keep_their_we
 ) -> None:
     others = [pod for place, pod in replica.pods.items() if place != (0, 0)]
     ranks = [pod.rank().pid for pod in others]
-    epoch = replica.leader.ask("/ready")[1]["parts"]["controller"]["epoch"]
+    epoch = replica.epoch
     replica.leader.kill()
     eventually("the others notice", lambda: not any(pod.is_ready() for pod in others))
     replica.leader.start()
     replica.wait_ready()
     assert replica.complete(PROMPT, TOKENS) == greedy
     assert [pod.rank().pid for pod in others] == ranks
-    assert replica.leader.ask("/ready")[1]["parts"]["controller"]["epoch"] > epoch
+    assert replica.epoch > epoch
 
 
 def test_sigterm_lets_the_leader_finish_what_is_open(replica: Replica) -> None:

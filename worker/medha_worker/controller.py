@@ -62,6 +62,7 @@ from medha_links.sockets import Doorkeeper
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.inspection import Inspection
 from medha_worker.link import RouterLinks
+from medha_worker.live_settings import LiveFile
 from medha_worker.observe import Observer
 from medha_worker.outputs import OutputHasher
 from medha_worker.part_state import PartState, Phase
@@ -74,6 +75,7 @@ from medha_worker.watchdog import Watchdog
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
 STUCK_SECONDS = 20.0  # of a loop that does not turn
+LIVE_SECONDS = 60.0  # how long changed settings wait for the open requests to end, for they begin an epoch
 LOAD_SECONDS = 0.05  # a changed load is announced at most this often
 MOST_NAMED = 20  # ranks that are missing, in what the supervisor is told
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
@@ -123,8 +125,10 @@ class ControllerSettings(BaseModel):
 class Controller:
     """One replica's process: links to the router and to the ranks around a ReplicaController."""
 
-    def __init__(self, settings: ControllerSettings, bundle: Bundle) -> None:
+    def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
         self._settings = settings
+        self._live = LiveFile(settings_file, read_settings, _log)
+        self._changed_at: float | None = None  # of settings that the next epoch begins with
         self._bundle = bundle
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry)
@@ -182,6 +186,7 @@ class Controller:
             for event in self._events():
                 self._step(event)
             self._be_inspected()
+            self._take_changes()
             if self._stopping and drain_until is None:
                 drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
                 if self._core is not None:
@@ -192,6 +197,21 @@ class Controller:
                 watchdog.tell(self._state())
         self._announce(force=True)
         self._ranks.shut_down()
+
+    def _take_changes(self) -> None:
+        """Decide by changed settings from the next epoch on, which begins when nothing is open, or after a while."""
+        now = time.monotonic()
+        changed = self._live.changed(now)
+        if changed is not None:
+            before, spec = self._settings.spec, changed.spec
+            self._settings = self._settings.model_copy(update={"spec": spec})
+            self._ranks.gather_seconds = spec.lifecycle.ready_seconds
+            if (before.scheduling, before.service_classes) != (spec.scheduling, spec.service_classes):
+                self._changed_at = now
+        if self._changed_at is None or self._core is None or self._stopping:
+            return
+        if self._core.idle or now - self._changed_at > LIVE_SECONDS:
+            self._ranks.end_epoch("settings have changed")
 
     def _be_inspected(self) -> None:
         """Answer who asks over HTTP, and let ranks begin or end a trace."""
@@ -303,6 +323,7 @@ class Controller:
         config = derive(spec, slowest)
         profile = _profile(spec)
         is_first, self._config = self._config is None, config
+        self._changed_at = None
         self._vocab_size = slowest.vocab_size
         self._core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
         hasher = None
@@ -527,16 +548,24 @@ def _terms(service_class: ServiceClass) -> ServiceClassTerms:
     )
 
 
+def read_settings(path: Path) -> ControllerSettings:
+    """
+    Raises:
+        ValidationError: the file holds something else.
+    """
+    return ControllerSettings.model_validate_json(path.read_bytes())
+
+
 @click.command()
 @click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
 def main(settings_file: Path) -> None:
     """Drive one replica; the settings are a JSON file of `ControllerSettings`."""
-    settings = ControllerSettings.model_validate_json(settings_file.read_bytes())
+    settings = read_settings(settings_file)
     configure_logging(settings.log_level)
     end_with_parent()
     collect_garbage_rarely()
     try:
-        controller = Controller(settings, read_bundle(settings.model_directory))
+        controller = Controller(settings, read_bundle(settings.model_directory), settings_file)
     except MedhaError as error:
         _log.error("%s", error)
         sys.exit(1)

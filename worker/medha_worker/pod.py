@@ -15,15 +15,23 @@ from pathlib import Path
 
 import click
 
+from medha.api import MedhaReplica
 from medha.errors import MedhaError
 from medha_worker.epoch_file import read_epoch, write_epoch
-from medha_worker.part_state import PartState
+from medha_worker.live_settings import LiveFile
 from medha_worker.pod_health import HealthServer
 from medha_worker.pod_leader import LeaderName
-from medha_worker.pod_parts import HEALTH_PORT, Place, read_replica, replica_name, write_parts
+from medha_worker.pod_parts import (
+    HEALTH_PORT,
+    Place,
+    read_replica,
+    replica_name,
+    write_controller,
+    write_parts,
+)
 from medha_worker.pod_watch import PodWatch
 from medha_worker.process import configure_logging
-from medha_worker.supervision.lifecycle import Lifecycle
+from medha_worker.supervision.lifecycle import GiveUp, Lifecycle
 from medha_worker.supervision.supervisor import supervise
 
 MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
@@ -49,20 +57,32 @@ class PodLog:
     def close(self) -> None: ...
 
 
-class Followed(PodWatch):
-    """A pod's watch that looks the leader's name up while a part calls it."""
+class Supervised(PodWatch):
+    """A pod's watch that looks up the leader's name while a part calls it, and takes live settings as they change."""
 
-    name: LeaderName | None = None
+    def __init__(self, place: Place, replica_file: Path, replica: MedhaReplica, parts: list[str]) -> None:
+        lifecycle = replica.spec.lifecycle
+        super().__init__(
+            parts, time.monotonic(), lifecycle.ready_seconds, lifecycle.drain_seconds, place.leader
+        )
+        self._place = place
+        self._live = LiveFile(replica_file, read_replica, _log)
+        self._leader = None if place.is_leader else LeaderName(place.leader)
 
-    def told(self, part: str, state: PartState, now: float) -> None:
-        super().told(part, state, now)
-        if self.name is not None:
-            self.name.want(self.is_calling())
+    def look(self, now: float) -> GiveUp | None:
+        if self._leader is not None:
+            self._leader.want(self.is_calling())
+        replica = self._live.changed(now)
+        if replica is not None:
+            self._change(replica)
+        return super().look(now)
 
-    def ended(self, part: str, now: float) -> None:
-        super().ended(part, now)
-        if self.name is not None:
-            self.name.want(self.is_calling())
+    def _change(self, replica: MedhaReplica) -> None:
+        _log.info("live settings have changed")
+        lifecycle = replica.spec.lifecycle
+        self.ready_seconds, self.drain_seconds = lifecycle.ready_seconds, lifecycle.drain_seconds
+        if self._place.is_leader:
+            write_controller(self._place, replica, oldest_epoch(self._place.run_directory))
 
 
 def run(place: Place, replica_file: Path) -> Lifecycle:
@@ -72,22 +92,15 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
         ConfigInvalid: the pod cannot be what its environment says.
     """
     replica = read_replica(replica_file)
-    spec = replica.spec
-    place.require_in(spec)
+    place.require_in(replica.spec)
     place.run_directory.mkdir(parents=True, exist_ok=True)
     groups = write_parts(place, replica, oldest_epoch(place.run_directory))
-    parts = [part.name for group in groups for part in group]
-    watch = Followed(parts, time.monotonic(), spec.lifecycle.ready_seconds, place.leader)
-    if not place.is_leader:
-        watch.name = LeaderName(place.leader)
+    watch = Supervised(place, replica_file, replica, [part.name for group in groups for part in group])
     health = HealthServer(watch, place.listens_at, HEALTH_PORT)
+    who = "this pod" if place.is_leader else place.leader
     _log.info(
         "lane %d, stage %d of %s, at %s; the leader is %s",
-        place.lane,
-        place.stage,
-        replica_name(replica),
-        place.address,
-        "this pod" if place.is_leader else place.leader,
+        *(place.lane, place.stage, replica_name(replica), place.address, who),
     )
     try:
         return supervise(
@@ -95,7 +108,7 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
             is_ready=lambda: watch.has_started,
             display=PodLog(),
             ready_seconds=float("inf"),  # the watch knows it better
-            drain_seconds=spec.lifecycle.drain_seconds,
+            drain_seconds=watch.drain_seconds,
             awaits_word=not place.is_leader,
             watch=watch,
         )

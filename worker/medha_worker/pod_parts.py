@@ -128,14 +128,14 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
         ranks.append(Part(f"rank {rank}", argv, RANK_ENVIRONMENT, signal.SIGUSR1))
     if not place.is_leader:
         return (tuple(ranks),)
-    path = _write(place, CONTROLLER, _controller(place, replica, spec, model, oldest_epoch))
+    path = write_controller(place, replica, oldest_epoch)
     argv = (sys.executable, "-m", "medha_worker.controller", "--settings", path)
     return (Part(CONTROLLER, argv, end_signal=signal.SIGUSR1),), tuple(ranks)
 
 
-def _controller(
-    place: Place, replica: MedhaReplica, spec: MedhaReplicaSpec, model: str, oldest_epoch: int
-) -> dict[str, object]:
+def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> str:
+    """Write the controller's settings; it takes what has changed in a file that it runs with."""
+    spec = _for_this_pod(replica.spec)
     host = _bracketed(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
     if place.router and place.enrolment is not None:
@@ -148,10 +148,10 @@ def _controller(
         if not keys.directory.exists():
             keys = KeyFiles.create(keys.directory)
         router_key, enrolment = keys.router_public, keys.enrolment
-    return {
+    settings = {
         "replica": replica_name(replica),
         "spec": _document(spec.model_copy(update={"metrics": metrics})),
-        "model_directory": model,
+        "model_directory": str(_model_directory(place, spec)),
         "router_control": endpoints[0],
         "router_tokens": endpoints[1],
         "router_key_file": str(router_key),
@@ -164,6 +164,7 @@ def _controller(
         "epoch_file": str(place.run_directory / "epoch"),
         "oldest_epoch": oldest_epoch,
     }
+    return _write(place, CONTROLLER, settings)
 
 
 def replica_name(replica: MedhaReplica) -> str:
@@ -191,7 +192,9 @@ def _document(spec: MedhaReplicaSpec) -> dict[str, object]:
 
 def _write(place: Place, name: str, settings: dict[str, object]) -> str:
     path = place.run_directory / f"{name}.json"
-    path.write_text(json.dumps(settings), encoding="utf-8")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(settings), encoding="utf-8")
+    partial.rename(path)
     return str(path)
 
 

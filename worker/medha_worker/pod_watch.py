@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medha_worker.part_state import PartState
-from medha_worker.supervision.lifecycle import GiveUp
+from medha_worker.supervision.lifecycle import GiveUp, Interrupt
 
 ASKS_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 MOST_UNMET = 3
@@ -40,6 +40,7 @@ class PodWatch:
     parts: Sequence[str]
     started_at: float
     ready_seconds: float
+    drain_seconds: float
     leader: str
     """What a reason calls the pod that runs the controller."""
     states: dict[str, PartState] = field(default_factory=dict)
@@ -65,11 +66,13 @@ class PodWatch:
         self.states.pop(part, None)
         self._notice(now)
 
-    def stopping(self, reason: str) -> None:
-        self._stopping = self._stopping or reason
+    def interrupted(self) -> Interrupt:
+        self._stopping = self._stopping or "asked to stop"
+        busy = any(state.phase == "serving" for state in self.states.values())
+        return Interrupt(busy, self.drain_seconds)
 
-    def busy(self) -> bool:
-        return any(state.phase == "serving" for state in self.states.values())
+    def gives_up(self, reason: str) -> None:
+        self._stopping = self._stopping or reason
 
     def look(self, now: float) -> GiveUp | None:
         self._turned_at = now

@@ -90,7 +90,7 @@ class RankLinks:
         self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
-        self._gather_seconds = gather_seconds
+        self.gather_seconds = gather_seconds
         self._tell_lost = lost
         self._lock_step: LockStep | None = None  # of the epoch that serves
         self._vocab_size = 0
@@ -124,6 +124,10 @@ class RankLinks:
 
     def send_tokens(self, message: Message, payload: bytes) -> None:
         self._to_all(self._tokens, message, payload)
+
+    def end_epoch(self, reason: str) -> None:
+        """Let the next epoch begin; what is open is submitted to it again."""
+        self._lost(reason)
 
     def shut_down(self) -> None:
         for rank in range(self._muster.expected):
@@ -264,7 +268,7 @@ class RankLinks:
         if self._lock_step is not None or not self._has_served:
             self._gathering_since = self._told_at = now
             return
-        missing, limit = ", ".join(map(str, self._muster.missing)), self._gather_seconds
+        missing, limit = ", ".join(map(str, self._muster.missing)), self.gather_seconds
         if now - self._gathering_since > limit:
             raise PartFailed(f"rank {missing} did not come back in {limit:g} s (lifecycle.readySeconds)")
         if now - self._told_at > TELL_SECONDS:

@@ -68,9 +68,10 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Ctrl-C or SIGTERM; `busy` if requests may be open here."""
+    """Ctrl-C or SIGTERM; `busy` if requests may be open here. `drain_seconds`: if not those that it began with."""
 
     busy: bool = True
+    drain_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,9 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
     match event:
         case Ready() if state.phase is Phase.STARTING:
             return replace(state, phase=Phase.SERVING, deadline=math.inf), [Present()]
-        case Interrupt(busy):
+        case Interrupt(busy, drain_seconds):
+            if drain_seconds is not None:
+                state = replace(state, drain_seconds=drain_seconds)
             return _interrupted(state, now, busy=busy)
         case GiveUp(reason, exit_status) if state.phase in (Phase.STARTING, Phase.SERVING):
             return _fail(state, now, reason, exit_status)

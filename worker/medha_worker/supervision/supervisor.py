@@ -83,11 +83,11 @@ class Watch(Protocol):
     def look(self, now: float) -> GiveUp | None:
         """Called at least every second: whether the parts can go on."""
 
-    def busy(self) -> bool:
-        """Whether requests may be open, so that a stop has to wait for them."""
+    def interrupted(self) -> Interrupt:
+        """The parts will be asked to stop: whether requests may be open, and how long they get."""
 
-    def stopping(self, reason: str) -> None:
-        """The parts are asked to stop, or will be soon."""
+    def gives_up(self, reason: str) -> None:
+        """The parts will be ended, as `look` has said."""
 
 
 class Unwatched:
@@ -99,10 +99,10 @@ class Unwatched:
 
     def look(self, now: float) -> GiveUp | None: ...
 
-    def busy(self) -> bool:
-        return True
+    def interrupted(self) -> Interrupt:
+        return Interrupt()
 
-    def stopping(self, reason: str) -> None: ...
+    def gives_up(self, reason: str) -> None: ...
 
 
 class Display(Protocol):
@@ -179,10 +179,9 @@ def supervise(
                         running[name].reap()
                         watch.ended(name, time.monotonic())
                     case Interrupt():
-                        event = Interrupt(busy=watch.busy())
-                        watch.stopping("asked to stop")
+                        event = watch.interrupted()
                     case GiveUp(reason):
-                        watch.stopping(reason)
+                        watch.gives_up(reason)
                 state, commands = handle(state, event, time.monotonic())
                 for command in commands:
                     match command:

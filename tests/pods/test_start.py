@@ -1,0 +1,56 @@
+"""Pods that cannot start or do not meet the others end with a status and a termination message that say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .grid import Replica, eventually
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def alone(checkpoint: Path, tmp_path: Path) -> Iterator[Replica]:
+    """A replica of which each test starts one pod."""
+    found = Replica(tmp_path, checkpoint, stages=1, lanes=2)
+    yield found
+    found.stop()
+
+
+def test_a_pod_whose_leader_never_answers_asks_for_a_restart(alone: Replica) -> None:
+    pod = alone.pods[1, 0]
+    pod.start()
+    calls = f"rank 1 calls the leader, {alone.leader.address} (the controller at "
+
+    def is_calling() -> bool:
+        return any(reason.startswith(calls) for reason in pod.ask("/started")[1].get("reasons", ()))
+
+    eventually("the rank has its weights and calls", is_calling, 60)
+    eventually("its log says so", lambda: "waiting for the leader since" in pod.log)
+    assert pod.ask("/live")[0] == 200
+    alone.write(lifecycle={"readySeconds": 0.5})  # a live field
+    assert pod.wait() == 75
+    assert pod.message.startswith("RendezvousFailed: the ranks did not meet within 0.5 s")
+    assert calls in pod.message
+
+
+@pytest.mark.parametrize(
+    ("place", "variables", "options", "said"),
+    [
+        pytest.param((0, 0), {}, ["--model", "/nowhere"], "/nowhere", id="no model"),
+        pytest.param((1, 0), {"MEDHA_STAGE": "3"}, [], "MEDHA_STAGE=3", id="no such place"),
+        pytest.param((1, 0), {}, ["--replica", "/nowhere.json"], "/nowhere.json", id="no replica"),
+    ],
+)
+def test_a_pod_that_cannot_start_says_why(
+    alone: Replica, place: tuple[int, int], variables: dict[str, str], options: list[str], said: str
+) -> None:
+    pod = alone.pods[place]
+    pod.argv += options  # the last one counts
+    pod.variables |= variables
+    pod.start()
+    assert pod.wait() == 1
+    assert said in pod.message

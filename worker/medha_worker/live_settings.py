@@ -1,0 +1,48 @@
+"""Settings that may change while a replica runs: its file is looked at once a second."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+
+from medha.errors import ConfigInvalid
+
+LOOK_SECONDS = 1.0
+
+_Settings = TypeVar("_Settings")
+
+
+class LiveFile(Generic[_Settings]):
+    """A file that somebody replaces as a whole, as the kubelet does with those of a ConfigMap."""
+
+    def __init__(self, path: Path, read: Callable[[Path], _Settings], log: logging.Logger) -> None:
+        """`read` raises ConfigInvalid or ValidationError for what it cannot use; that is logged, and what was holds on."""
+        self._path, self._read, self._log = path, read, log
+        self._looked_at = float("-inf")
+        self._seen = self._version()
+
+    def changed(self, now: float) -> _Settings | None:
+        """The new content, once after each change."""
+        if now - self._looked_at < LOOK_SECONDS:
+            return None
+        self._looked_at = now
+        version = self._version()
+        if version in (None, self._seen):
+            return None
+        self._seen = version
+        try:
+            return self._read(self._path)
+        except (ConfigInvalid, ValidationError) as error:
+            self._log.error("settings stay as they were: %s", error)
+            return None
+
+    def _version(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
