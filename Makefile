@@ -77,6 +77,10 @@ MODE ?= full
 campaign: $(STAMP) ## simulate the papers' claims, resumable, 90 minutes on two cores; MODE=quick takes two
 	@$(BIN)/python benchmarks/campaign.py --mode $(MODE)
 
+.PHONY: faults
+faults: $(STAMP) ## kill the operator at every write, show it the past, and more, on a real API server; resumes; hours
+	@PYTHONPATH=tests $(BIN)/python -m campaign --json benchmarks/results/faults.json $(ARGS)
+
 .PHONY: format
 format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

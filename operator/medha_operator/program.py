@@ -18,7 +18,7 @@ from prometheus_client import start_http_server
 
 from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.index import Index
-from medha_operator.kinds import NODE, ROUTER, Key, Kind
+from medha_operator.kinds import DEPLOYMENT, NODE, REPLICA, ROUTER, Key, Kind
 from medha_operator.lease import Lease, Tenure, write_seconds
 from medha_operator.reconcile import REFUSALS, Reconciler
 from medha_operator.reflector import Reflector
@@ -91,6 +91,7 @@ class Program:
                     self._queue.add(Key(ROUTER.name, router.namespace, router.name))
                 for _ in range(self._settings.concurrent_replicas):
                     tasks.create_task(self._work(reconciler))
+                tasks.create_task(self._resync())
                 await lease.keep()
         finally:
             self._queue.close()
@@ -114,6 +115,15 @@ class Program:
             )
             for namespace in namespaces
         ]
+
+    async def _resync(self) -> None:
+        """Look at everything once in a while, though nothing was heard of it, with no memory of what was made."""
+        while True:
+            await asyncio.sleep(self._settings.resync_seconds)
+            self.index.secrets.clear()
+            for kind in (DEPLOYMENT, REPLICA):
+                for key, _ in self.index.resources(kind):
+                    self._queue.add(key)
 
     async def _work(self, reconciler: Reconciler) -> None:
         clock = asyncio.get_running_loop().time

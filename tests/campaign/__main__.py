@@ -39,17 +39,17 @@ def plans(on: Stage, seed: int, scenarios: list[str], *, seeds: int = 6) -> list
 
 
 def sample(every: list[Plan], seed: int, count: int) -> list[Plan]:
-    """Some of each fault, spread over scenarios and writes."""
+    """Some of each fault, spread over scenarios and writes; of all of them an order in which every beginning is a sample."""
     chance = random.Random(seed)
     by_fault: dict[str, list[Plan]] = {}
     for plan in every:
         by_fault.setdefault(plan.fault, []).append(plan)
-    chosen = []
-    for index in range(count):
-        group = list(by_fault.values())[index % len(by_fault)]
-        if group:
-            chosen.append(group.pop(chance.randrange(len(group))))
-    return chosen
+    chosen: list[Plan] = []
+    while len(chosen) < count:
+        for group in by_fault.values():
+            if group:
+                chosen.append(group.pop(chance.randrange(len(group))))
+    return chosen[:count]
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
             with stage(folder, plane, asked.module) as on:
                 every = plans(on, asked.seed, asked.scenario or list(SCENARIOS))
                 every = [plan for plan in every if plan.fault.startswith(asked.fault)]
-                chosen = sample(every, asked.seed, 24) if asked.quick else every
+                chosen = sample(every, asked.seed, len(every) if not asked.quick else 24)
                 for plan in chosen:
                     if plan.name in done or time.monotonic() - began > 60 * asked.minutes:
                         continue

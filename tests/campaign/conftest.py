@@ -1,5 +1,19 @@
-"""The control plane of the campaigns is that of the cluster's tests."""
+"""The stage of the campaign's sample: a control plane of its own, since everything on it is made to go wrong."""
 
-from cluster.conftest import controlled
+from __future__ import annotations
 
-__all__ = ["controlled"]
+from collections.abc import Iterator
+
+import pytest
+
+from campaign.runner import Stage, stage
+from cluster.conftest import controlled as controlled
+from cluster.control_plane import ControlPlane
+
+
+@pytest.fixture(scope="session")
+def on(controlled: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with pytest.MonkeyPatch.context() as kept:
+        kept.setenv("KUBECONFIG", "")  # so that it is as before afterwards
+        with stage(tmp_path_factory.mktemp("stage"), controlled) as made:
+            yield made

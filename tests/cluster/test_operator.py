@@ -188,6 +188,20 @@ def test_a_lost_pod_restarts_its_gang_once(running: Operator, api: Api, home: st
     assert ready(api, "r", home)["status"]["restarts"] == 1
 
 
+def test_a_replica_that_is_made_anew_at_once_takes_nothing_from_the_one_before(
+    running: Operator, api: Api, home: str
+) -> None:
+    api.apply(replica("r", home))
+    before = ready(api, "r", home)["metadata"]["uid"]
+    pods = pod_uids(api, "r", home)
+    api.delete(REPLICA, "r", home)
+    api.apply(replica("r", home))
+    eventually(lambda: pod_uids(api, "r", home), lambda seen: len(seen) == 4 and not seen & pods, seconds=90)
+    assert ready(api, "r", home)["metadata"]["uid"] != before
+    owners = {item["metadata"]["ownerReferences"][0]["uid"] for item in api.owned("r", home).values()}
+    assert before not in owners
+
+
 def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api: Api, home: str) -> None:
     wrong = {"spec": {"tolerations": [{"key": "a", "operator": "Maybe"}]}}
     api.apply(replica("r", home, template=wrong))

@@ -89,3 +89,19 @@ def test_what_a_stopped_holder_still_had_to_write_does_not_survive(
                 assert ready(api, "r", home)["status"]["revision"] == after["status"]["revision"]
         writes = [call for call in proxy.record.writes if not call.is_event]
         assert writes[-1] is held.call  # nothing was sent after it
+
+
+def test_a_new_replica_costs_a_call_for_each_child_and_two_more(plane: ControlPlane, tmp_path: Path) -> None:
+    """Without controllers there are no pods, whose every step is a status of its own."""
+    settings: dict[str, Any] = {"namespaces": ["default"], "lease_namespace": "default"}
+    with Api(plane) as api, FaultyProxy(plane) as proxy:
+        with operator(tmp_path, proxy.kubeconfig(tmp_path), "op", **settings):
+            api.apply(replica("cheap", "default"))
+            eventually(lambda: api.get(REPLICA, "cheap"), lambda seen: seen is not None and "status" in seen)
+            eventually(lambda: len(proxy.record.writes) >= len(proxy.record.created) + 2)
+        children = sum(proxy.record.created.values())
+        assert (
+            children == 8
+        )  # ControllerRevision, Secret, Service, NetworkPolicy, PDB, ConfigMap, two StatefulSets
+        assert len(proxy.record.writes) == children + 2  # an event, and the status
+        api.delete(REPLICA, "cheap")
