@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from chart.helm import Helm
+from chart.helm import NAMESPACE, Helm
+from chart.others import definitions
 from cluster.binaries import CannotBuild, build
 from cluster.control_plane import ControlPlane, control_plane
+
+OURS = ("medhareplicas.medha.dev", "medhadeployments.medha.dev")
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +40,26 @@ def bare_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlan
         if os.environ.get("CI"):
             raise
         pytest.skip(f"no Kubernetes API server: {error}")
+
+
+@pytest.fixture(scope="session")
+def accepting(bare_plane: ControlPlane) -> ControlPlane:
+    """The API server, knowing Prometheus' and the Gateway API's resources, with the namespaces of the table."""
+    for file in definitions():
+        bare_plane.kubectl("apply", "--server-side", "-f", str(file))
+    for name in ("team-a", "team-b", "elsewhere", NAMESPACE):
+        bare_plane.kubectl("create", "namespace", name)
+    bare_plane.kubectl("create", "serviceaccount", "default", "-n", NAMESPACE)  # no controller makes it
+    for mode in ("enforce", "warn"):
+        bare_plane.kubectl("label", "namespace", NAMESPACE, f"pod-security.kubernetes.io/{mode}=restricted")
+    return bare_plane
+
+
+@pytest.fixture
+def installer(helm: Helm, accepting: ControlPlane) -> Iterator[Helm]:
+    """Helm at that API server, which leaves no release and no definition of ours."""
+    there = replace(helm, kubeconfig=accepting.kubeconfig)
+    yield there
+    for line in json.loads(there("list", "--all-namespaces", "--output", "json")):
+        there("uninstall", line["name"], "--namespace", line["namespace"])
+    accepting.kubectl("delete", "crd", "--ignore-not-found", *OURS)

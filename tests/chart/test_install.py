@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chart.conftest import OURS
 from chart.helm import CHART, NAMESPACE, Helm, HelmFailed
-from chart.others import definitions
 from chart.tables import EVERYTHING, TABLE
 from cluster.control_plane import ControlPlane
 
-OURS = ("medhareplicas.medha.dev", "medhadeployments.medha.dev")
 REPLICA = json.dumps(
     {
         "apiVersion": "medha.dev/v1alpha1",
@@ -25,29 +22,6 @@ REPLICA = json.dumps(
         "spec": {"model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}}}},
     }
 )
-
-
-@pytest.fixture(scope="session")
-def accepting(bare_plane: ControlPlane) -> ControlPlane:
-    """The API server, knowing Prometheus' and the Gateway API's resources, with the namespaces of the table."""
-    for file in definitions():
-        bare_plane.kubectl("apply", "--server-side", "-f", str(file))
-    for name in ("team-a", "team-b", "elsewhere", NAMESPACE):
-        bare_plane.kubectl("create", "namespace", name)
-    bare_plane.kubectl("create", "serviceaccount", "default", "-n", NAMESPACE)  # no controller makes it
-    for mode in ("enforce", "warn"):
-        bare_plane.kubectl("label", "namespace", NAMESPACE, f"pod-security.kubernetes.io/{mode}=restricted")
-    return bare_plane
-
-
-@pytest.fixture
-def installer(helm: Helm, accepting: ControlPlane) -> Iterator[Helm]:
-    """Helm at that API server, which leaves no release and no definition of ours."""
-    there = replace(helm, kubeconfig=accepting.kubeconfig)
-    yield there
-    for line in json.loads(there("list", "--all-namespaces", "--output", "json")):
-        there("uninstall", line["name"], "--namespace", line["namespace"])
-    accepting.kubectl("delete", "crd", "--ignore-not-found", *OURS)
 
 
 def install(helm: Helm, *arguments: str, chart: Path = CHART, **values: Any) -> str:
