@@ -74,7 +74,7 @@ class Node:
 
     def join(self) -> None:
         """Start kubelet and kube-proxy."""
-        self._start_kubelet()
+        self.start_kubelet()
         proxy = self.folder / "kube-proxy.json"
         self._start(
             self._plane.programs["kube-proxy"], f"--config={proxy}", f"--hostname-override={self.name}"
@@ -112,19 +112,33 @@ class Node:
         assert self.sandbox is not None
         self.sandbox.cgroup.set_frozen(True)
 
-    def thaw(self) -> None:
-        """Let all of them go on as if no time had passed."""
+    def thaw(self, *, with_kubelet: bool = True) -> None:
+        """Let all of them go on as if no time had passed; without the kubelet, nobody ends what should not run."""
         assert self.sandbox is not None
+        if not with_kubelet:
+            self._servers["kubelet"].process.kill()  # before it does anything else
         self.sandbox.cgroup.set_frozen(False)
+        if not with_kubelet:
+            self.stop_kubelet()
 
     def stop_kubelet(self) -> None:
         """Kill the kubelet; containers run on."""
         self._servers.pop("kubelet").stop()
 
+    def start_kubelet(self) -> None:
+        """Start the kubelet where it does not run."""
+        self._start(
+            self._plane.programs["kubelet"],
+            f"--config={self.folder / 'kubelet.json'}",
+            f"--kubeconfig={self._kubeconfig(f'system:node:{self.name}', 'system:nodes')}",
+            f"--hostname-override={self.name}",
+            f"--node-ip={self.address}",
+        )
+
     def restart_kubelet(self) -> None:
         """Kill the kubelet and start it anew; containers run on."""
         self.stop_kubelet()
-        self._start_kubelet()
+        self.start_kubelet()
 
     def kill_container(self, container: str) -> None:
         """Kill the first process of a container, as the machine's owner could: nobody in its pod can."""
@@ -166,15 +180,6 @@ class Node:
     def _start(self, program: Path, *arguments: str) -> None:
         assert self.sandbox is not None
         self._servers[program.name] = Server(self.folder, program, arguments, self.sandbox.inside())
-
-    def _start_kubelet(self) -> None:
-        self._start(
-            self._plane.programs["kubelet"],
-            f"--config={self.folder / 'kubelet.json'}",
-            f"--kubeconfig={self._kubeconfig(f'system:node:{self.name}', 'system:nodes')}",
-            f"--hostname-override={self.name}",
-            f"--node-ip={self.address}",
-        )
 
     def _kubeconfig(self, user: str, group: str | None = None) -> Path:
         return self._plane.keys.kubeconfig(self._plane.inner_url, user, group)
