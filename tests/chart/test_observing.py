@@ -62,6 +62,19 @@ def test_a_dashboard_has_a_source_to_choose_and_panels_that_do_not_overlap(dashb
     assert len(identities) == len(set(identities))
 
 
+@pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
+def test_prometheus_can_read_a_dashboards_queries(promtool: str, tmp_path: Path, dashboard: Path) -> None:
+    chosen = {"$__rate_interval": "5m", "$__range": "6h"}
+    asked = [re.sub(r"\$__\w+", lambda found: chosen[found[0]], query) for query in queries(dashboard)]
+    group = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(asked)]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": group}]}), encoding="utf-8")
+    done = subprocess.run(
+        [promtool, "check", "rules", str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_chart_holds_the_same_dashboards() -> None:
     copies = CHART / "files" / "dashboards"
     assert {path.name for path in copies.iterdir()} == {path.name for path in DASHBOARDS}
@@ -84,6 +97,17 @@ def test_alerts_ask_for_series_and_labels_that_are_exported(helm: Helm) -> None:
     recorded = {rule["record"] for rule in every if "record" in rule}
     asked = {name for rule in every for name in re.findall(r"\b\w+:medha_\w+:\w+", rule["expr"])}
     assert asked <= recorded
+
+
+def test_an_alert_names_only_labels_that_it_keeps(helm: Helm) -> None:
+    every = [rule for group in rules(helm)["groups"] for rule in group["rules"]]
+    kept = {rule["record"]: rule["expr"] for rule in every if "record" in rule}
+    for rule in every:
+        if "alert" in rule:
+            query = " ".join([rule["expr"], *(kept[name] for name in kept if name in rule["expr"])])
+            grouped = {label for group in re.findall(r"by \(([^)]*)\)", query) for label in group.split(", ")}
+            used = set(re.findall(r"\$labels\.(\w+)", json.dumps(rule["annotations"])))
+            assert used <= grouped, rule["alert"]
 
 
 @pytest.mark.parametrize(
