@@ -224,9 +224,9 @@ class MetricsSpec(Model):
 
 
 class LifecycleSpec(Model):
-    drain_seconds: float = Field(default=30.0, ge=0, le=86400, json_schema_extra=live())
+    drain_seconds: float = Field(default=30.0, ge=0, le=86400, json_schema_extra=restart())
     """How long running requests may take to finish after a stop was asked for."""
-    ready_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=live())
+    ready_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=restart())
     """How long weights, groups and warm-up may take before the start counts as failed."""
     restart: RestartSpec = Field(default=RestartSpec(), json_schema_extra=live())
 

@@ -46,9 +46,7 @@ def sample(every: list[Plan], seed: int, count: int) -> list[Plan]:
         by_fault.setdefault(plan.fault, []).append(plan)
     chosen: list[Plan] = []
     while len(chosen) < count:
-        for group in by_fault.values():
-            if group:
-                chosen.append(group.pop(chance.randrange(len(group))))
+        chosen += [group.pop(chance.randrange(len(group))) for group in by_fault.values() if group]
     return chosen[:count]
 
 

@@ -133,6 +133,7 @@ class FaultyProxy:
             self._started.set()
             await self._ended.wait()
             await runner.cleanup()
+        await asyncio.sleep(0.25)  # TLS connections take a moment to close
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         is_write = request.method not in ("GET", "HEAD") and "/leases" not in request.path

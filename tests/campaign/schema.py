@@ -46,19 +46,18 @@ class SchemaCampaign:
         self.refusals = 0
         """Specs that the API server refused, as it should."""
 
-    def run(self, trials: Iterable[Mutation], *, threads: int = 2) -> list[str]:
-        """Every violation of the trials, in words."""
+    def run(self, chosen: Iterable[Mutation], *, threads: int = 2) -> Iterator[tuple[Mutation, str]]:
+        """Each mutation with the violation that it met, in words; they are tried in `threads` at a time."""
         with ThreadPoolExecutor(threads) as pool:
-            found = pool.map(self._tried, enumerate(trials))
-            return [words for words in found if words]
+            yield from pool.map(self._tried, enumerate(chosen))
 
-    def _tried(self, numbered: tuple[int, Mutation]) -> str:
+    def _tried(self, numbered: tuple[int, Mutation]) -> tuple[Mutation, str]:
         number, mutation = numbered
         try:
             self.try_out(mutation, f"f{number}")
-        except (AssertionError, httpx.HTTPStatusError) as error:
-            return f"{mutation.kind} {mutation.path}: {error}"
-        return ""
+        except (AssertionError, httpx.HTTPError) as error:
+            return mutation, str(error)
+        return mutation, ""
 
     def try_out(self, mutation: Mutation, name: str) -> None:
         """Change the field to each of its values and back; an invalid one must be refused.

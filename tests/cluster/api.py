@@ -43,9 +43,13 @@ class Api:
         if query.get("fieldManager") == "user":
             kind = "application/apply-patch+yaml"
         content = None if body is None else json.dumps(body)
-        answer = self._client.request(
-            method, path, content=content, params=query, headers={"Content-Type": kind}
-        )
+        headers = {"Content-Type": kind}
+        try:
+            answer = self._client.request(method, path, content=content, params=query, headers=headers)
+        except httpx.RemoteProtocolError:  # the server closed an idle connection in that moment
+            if method != "GET":
+                raise
+            answer = self._client.request(method, path, content=content, params=query, headers=headers)
         if answer.status_code >= 400:
             message = f"{method} {path}: {answer.status_code} {answer.text}"
             raise httpx.HTTPStatusError(message, request=answer.request, response=answer)

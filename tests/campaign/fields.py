@@ -1,0 +1,63 @@
+"""All of campaign (f): `PYTHONPATH=tests python -m campaign.fields [--json FILE]`; what stands in the file is not run again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from campaign.mutations import Mutation
+from campaign.schema import SchemaCampaign, trials
+from cluster.api import Api, PlayedKubelets
+from cluster.control_plane import control_plane
+from cluster.operator_process import operator
+from medha_operator.settings import OperatorSettings
+
+CRDS = Path(__file__).resolve().parents[2] / "crds"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="campaign.fields", description=__doc__)
+    parser.add_argument("--json", type=Path, help="where results are written, and read to go on")
+    parser.add_argument("--field", default="", help="only those whose path begins so")
+    asked = parser.parse_args()
+    done = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json and asked.json.exists() else {}
+    chosen = [one for one in trials() if one.path.startswith(asked.field) and _name(one) not in done]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="medha-fields-") as name:
+        folder = Path(name)
+        with control_plane(folder, scheduler=False) as plane, Api(plane) as api, PlayedKubelets(api):
+            plane.kubectl("apply", "--server-side", "-f", str(CRDS))
+            plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+            api.namespace("fields")
+            with operator(folder, plane.kubeconfig, lease_namespace="fields", namespaces=["fields"]):
+                campaign = SchemaCampaign(api, "fields", OperatorSettings())
+                for mutation, words in campaign.run(chosen):
+                    done[_name(mutation)] = {
+                        "valid": list(mutation.valid),
+                        "refused": [str(value)[:80] for value in mutation.invalid],
+                        "wrong": words[:2000],
+                    }
+                    sys.stdout.write(f"{_name(mutation)}: {words[:600] or 'well'}\n")
+                    sys.stdout.flush()
+                    if asked.json:
+                        asked.json.write_text(
+                            json.dumps(done, indent=1, sort_keys=True) + "\n", encoding="utf-8"
+                        )
+    failed = [name for name, one in done.items() if one["wrong"]]
+    sys.stdout.write(
+        f"{len(done)} fields, {campaign.changes} specs applied and {campaign.refusals} refused in "
+        f"{time.monotonic() - began:.0f} s; {len(failed)} failed: {failed}\n"
+    )
+    return 1 if failed else 0
+
+
+def _name(mutation: Mutation) -> str:
+    return f"{mutation.kind}.{mutation.path}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
