@@ -300,6 +300,22 @@ def steps_with_chunks(events: list[dict[str, Any]], lane: int) -> list[int]:
     return [event["args"]["step"] for event in found if event["args"].get("chunks")]
 
 
+def prepared_ahead(events: list[dict[str, Any]]) -> int:
+    """Steps that a rank planned while it ran another one."""
+    ranks, count = 4, 0
+    running: dict[int, list[tuple[float, float, int]]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "forward":
+            until = event["ts"] + event["dur"]
+            running.setdefault(event["tid"], []).append((event["ts"], until, event["args"]["step"]))
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "prepare":
+            at, number = event["ts"], event["args"]["step"]
+            own = running.get(event["tid"] - ranks, [])
+            count += any(since < at < until and step < number for since, until, step in own)
+    return count
+
+
 def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     load: Load, grid: Served, folder: Path
 ) -> None:
@@ -319,6 +335,7 @@ def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
             since, until = max(second[before][0], first[after][0]), min(second[before][1], first[after][1])
             overlaps += until > since
     assert overlaps >= 3, "chunk i was never in stage 1 while chunk i+1 was in stage 0"
+    assert prepared_ahead(events) >= 3, "no step was prepared while the one before it ran"
     arrows = {kind: {event["id"]: event["ts"] for event in events if event["ph"] == kind} for kind in "sf"}
     both = arrows["s"].keys() & arrows["f"].keys()
     assert len(both) > len(chunks[owner])

@@ -85,6 +85,17 @@ def test_a_step_has_its_forward_pass_and_who_recorded_it(recorder: StepRecorder,
     assert (part.rank, part.epoch, part.machine, part.clock_seconds) == (3, 2, machine(), clock.now)
 
 
+def test_what_was_planned_ahead_keeps_its_time_before_the_step(recorder: StepRecorder, clock: Clock) -> None:
+    recorder.begin(1)
+    recorder.prepared(99.0, 99.5)  # not recorded yet
+    recorder.record(60.0)
+    recorder.begin(2)
+    recorder.prepared(99.0, 99.5)
+    recorder.end(ran=True)
+    (part,) = parts(recorder, clock)
+    assert part.steps[0].spans == (("prepare", 99.0, 99.5),)
+
+
 def test_calls_are_timed_one_by_one_or_summed_up_and_pass_unchanged(
     recorder: StepRecorder, clock: Clock
 ) -> None:

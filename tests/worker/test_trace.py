@@ -89,7 +89,23 @@ def test_each_rank_has_a_track_in_the_process_of_its_lane(traced: Traced) -> Non
         (1, 2): "stage 1 (rank 1)",
         (2, 3): "stage 0 (rank 2)",
         (2, 4): "stage 1 (rank 3)",
+        (1, 5): "stage 0 prepares (rank 0)",
+        (1, 6): "stage 1 prepares (rank 1)",
+        (2, 7): "stage 0 prepares (rank 2)",
+        (2, 8): "stage 1 prepares (rank 3)",
     }
+
+
+def test_what_was_prepared_while_another_step_ran_stands_beside_it(traced: Traced) -> None:
+    before, step = traced.submit("book", 200, 100.0), 7
+    times = (
+        StepTimes(before.step_id, 100.1, 100.2, (("forward", 100.1, 100.2),)),
+        StepTimes(step, 100.2, 100.4, (("prepare", 100.12, 100.15), ("forward", 100.2, 100.4))),
+    )
+    traced.tracing.put(101.0, part(1, *times))
+    (prepared,) = slices(traced.events(), "prepare")
+    assert (prepared["ts"], prepared["dur"], prepared["tid"]) == (120_000, 30_000, 6)
+    assert prepared["args"]["step"] == step
 
 
 def test_a_step_on_two_stages_is_two_slices_with_its_chunk_and_an_arrow_between(traced: Traced) -> None:

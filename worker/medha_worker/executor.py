@@ -1,7 +1,8 @@
 """One rank's engine: applies a `Step` to the replicated state, runs its layers on the entries, draws tokens.
 
 No sockets, no asyncio, no clock of its own. The rank's process calls, for every step and in this order:
-`prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, then `execute`.
+`prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, `plan`, and `run`. All but `run` is
+bookkeeping, which needs nothing that the steps before compute: another thread may do it while they run.
 
 What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
 forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
@@ -18,7 +19,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medha.blocks import BlockLedger
+from medha.blocks import BlockCopy, BlockLedger
 from medha.context_parallel import OWNER
 from medha.errors import PartFailed, WireInvalid
 from medha.messages import Admit, Done, EntryFailed, Extent, FailureReason, Sample, Step, StepEntry, Tokens
@@ -100,14 +101,16 @@ class _Sequence:
     sampler: SequenceSampler | None
     fault: str | None  # why there is no sampler; every entry then fails with it
     table: npt.NDArray[np.int64]  # block table
-    computed: int  # tokens whose KV is in the pool
+    computed: int  # tokens whose KV is in the pool, once the steps that are planned have run
+    planned_outputs: int = 0  # tokens that they will have drawn
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
     unknown: int = 0  # of the last outputs, those that were drawn elsewhere and have not come yet
 
     @property
     def length(self) -> int:
-        return len(self.prompt) + self._output_count
+        """Tokens that there are, once the steps that are planned have run."""
+        return len(self.prompt) + self.planned_outputs
 
     def append(self, token: int) -> None:
         if self._output_count == len(self._outputs):
@@ -142,6 +145,27 @@ class _Part:
     sequence: _Sequence
     stop: int
     hidden: Tensor | None = None  # [hidden] of the last position, once it is computed
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Parts as one flat batch."""
+
+    positions: Tensor  # int64 [rows]
+    spans: list[SequenceSpan]
+    spread: SpreadPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """A step whose bookkeeping is done."""
+
+    step: Step
+    copies: tuple[BlockCopy, ...] = ()  # of KV, before anything is computed
+    parts: tuple[_Part, ...] = ()
+    foreign: tuple[SpreadEntry, ...] = ()
+    failures: tuple[EntryFailed, ...] = ()
+    batch: _Batch | None = None  # of all parts, if this rank runs any
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,31 +293,55 @@ class Executor:
             self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
 
     def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done | None:
-        """Apply grows and admits, run the entries, and draw; what is drawn elsewhere is not in the result.
+        """`plan` and `run`."""
+        return self.run(self.plan(step), on_forward_done)
 
-        `on_forward_done` is called between the forward pass and the drawing: the stage is free then. None, and no
-        such call, where the step is for other lanes.
+    def plan(self, step: Step) -> PlannedStep:
+        """Apply grows and admits, and work out what this rank computes of the step, and where.
 
         Raises:
             PartFailed: the state of this rank and the controller's have parted.
         """
-        started, self._waited_seconds = self._clock(), 0.0
-        self._apply(step)
+        copies = self._apply(step)
         lane = self._lane.lane
         if lane not in step.lanes:
-            return None
+            return PlannedStep(step, copies)
         failures: list[EntryFailed] = []
         entries = [entry for entry in step.entries if entry.lane == lane]
         chunks = _chunks(step)
         parts = [part for entry in entries if (part := self._part(entry, chunks, step, failures)) is not None]
         foreign = self._foreign(step, chunks)
+        batch = self._batch(parts, foreign) if parts or foreign else None
+        for part in parts:
+            part.sequence.computed = max(part.sequence.computed, part.stop)
+            part.sequence.planned_outputs += part.entry.samples
+        return PlannedStep(step, copies, tuple(parts), tuple(foreign), tuple(failures), batch)
+
+    def run(self, planned: PlannedStep, on_forward_done: Callable[[], None] = lambda: None) -> Done | None:
+        """Run the entries, and draw; what is drawn elsewhere is not in the result.
+
+        `on_forward_done` is called between the forward pass and the drawing: the stage is free then. None, and no
+        such call, where the step is for other lanes.
+        """
+        started, self._waited_seconds = self._clock(), 0.0
+        step, lane = planned.step, self._lane.lane
+        for copy in planned.copies:
+            self._kv_cache.copy_block(copy.source, copy.target)
+        if lane not in step.lanes:
+            return None
+        failures = list(planned.failures)
         with torch.inference_mode():
             if self._pipeline is None:
-                computed = _run_guarded(self._forward, parts, failures)
+
+                def forward(parts: Sequence[_Part]) -> list[_Part]:
+                    whole = planned.batch if len(parts) == len(planned.parts) else None
+                    return self._forward(parts, whole or self._batch(parts))
+
+                computed = _run_guarded(forward, planned.parts, failures)
                 on_forward_done()
                 drawn = _run_guarded(self._draw, [part for part in computed if part.entry.samples], failures)
             else:  # others run in lock-step with this rank, and nothing can be tried again
-                computed = self._forward(parts, foreign) if parts or foreign else []
+                computed = self._forward(planned.parts, planned.batch) if planned.batch is not None else []
                 on_forward_done()
                 if self._pipeline.is_last_stage:
                     failures += _lost(computed)
@@ -309,19 +357,22 @@ class Executor:
             epoch=self.epoch,
         )
 
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: Step) -> tuple[BlockCopy, ...]:
+        """Replay what the controller has decided; KV that is to be copied."""
+        copies: list[BlockCopy] = []
         for grow in step.grows:
             sequence = self._sequence(grow.id, step)
             if not self._lane.grow(grow):
                 raise self._parted(step, f"no KV is left to grow {grow.id} to {grow.reserved_tokens} tokens")
             sequence.table = self._table(grow.id)
         for admit in step.admits:
-            self._admit(admit, step)
+            copies += self._admit(admit, step)
         state_hash = step.state_hashes[self._lane.lane] if step.state_hashes else step.state_hash
         if state_hash is not None and state_hash != self.ledger.state_hash():
             raise self._parted(step, f"the ledgers differ ({self.ledger.held_blocks} blocks are held here)")
+        return tuple(copies)
 
-    def _admit(self, admit: Admit, step: Step) -> None:
+    def _admit(self, admit: Admit, step: Step) -> Sequence[BlockCopy]:
         if admit.id in self._sequences:
             raise self._parted(step, f"{admit.id} is admitted twice")
         prompt = self._prompts.get(admit.prompt)
@@ -336,8 +387,6 @@ class Executor:
         copies = self._lane.admit(admit)
         if copies is None:
             raise self._parted(step, f"no KV is left to admit {admit.id} with {admit.reserved_tokens} tokens")
-        for copy in copies:
-            self._kv_cache.copy_block(copy.source, copy.target)
         ids = prompt.ids[: admit.tokens]
         sampler = self._sampler(admit, ids)
         self._sequences[admit.id] = _Sequence(
@@ -347,6 +396,7 @@ class Executor:
             table=self._table(admit.id),
             computed=admit.shared_tokens if admit.fork_of is not None else admit.cached_tokens,
         )
+        return copies
 
     def _sampler(self, admit: Admit, ids: TokenIds) -> SequenceSampler | str:
         """The sequence's sampler, or why the sequence cannot be run."""
@@ -427,35 +477,30 @@ class Executor:
         shards = self._lane.shards(entry.id)
         return SpreadEntry(shards, entry.lane, entry.extents, stop, sequence.table, entry.strategy, entry.id)
 
-    def _forward(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry] = ()) -> list[_Part]:
-        """Run all parts as one flat batch; the same parts with their last position's hidden state."""
+    def _batch(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry] = ()) -> _Batch:
+        """Where the rows of the parts stand, and what they attend to."""
         spans: list[SequenceSpan] = []
-        ends = [0]
-        for part in parts:
-            ends.append(ends[-1] + part.entry.token_count)
         spread = self._spread(parts, foreign)
         if spread is None:
-            spans = [
-                SequenceSpan(row, part.entry.token_count, part.entry.extents[0].start, part.sequence.table)
-                for part, row in zip(parts, ends, strict=False)
-            ]
-        row = ends[-1]
+            row = 0
+            for part in parts:
+                count = part.entry.token_count
+                spans.append(SequenceSpan(row, count, part.entry.extents[0].start, part.sequence.table))
+                row += count
         at = np.concatenate([np.arange(0), *(positions(part.entry.extents) for part in parts)])
+        return _Batch(torch.from_numpy(at).to(self._device), spans, spread)
+
+    def _forward(self, parts: Sequence[_Part], batch: _Batch) -> list[_Part]:
+        """Run all parts as one flat batch; the same parts with their last position's hidden state."""
         asked = self._clock()
-        batch = self._input(parts, row).to(self._device)
+        rows = len(batch.positions)
+        inputs = self._input(parts, rows).to(self._device)
         self._waited_seconds = self._clock() - asked
-        hidden = self._model.forward(
-            batch,
-            torch.from_numpy(at).to(self._device),
-            spans,
-            self._kv_cache,
-            spread,
-        )
-        if self._pipeline is not None and not self._pipeline.is_last_stage and row > 0:
+        hidden = self._model.forward(inputs, batch.positions, batch.spans, self._kv_cache, batch.spread)
+        if self._pipeline is not None and not self._pipeline.is_last_stage and rows > 0:
             self._pipeline.send_hidden(hidden)
-        for part in parts:
-            part.sequence.computed = max(part.sequence.computed, part.stop)
-        return [replace(part, hidden=hidden[end - 1]) for part, end in zip(parts, ends[1:], strict=True)]
+        ends = accumulate(part.entry.token_count for part in parts)
+        return [replace(part, hidden=hidden[end - 1]) for part, end in zip(parts, ends, strict=True)]
 
     def _spread(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry]) -> SpreadPlan | None:
         """What other lanes have to do with this batch, if anything."""

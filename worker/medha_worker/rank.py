@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from medha.wire import tokens_from_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
+from medha_worker.ahead import Ahead
 from medha_worker.epoch_file import read_epoch, write_epoch
+from medha_worker.executor import PlannedStep
 from medha_worker.link import Link, rank_identity
 from medha_worker.loaded import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.lock_step import bound_seconds
@@ -75,7 +77,10 @@ class Rank:
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
-        self._next_step = 0
+        self._ahead = Ahead(self._control)
+        self._next_step = 0  # to be planned
+        self._begun: Step | None = None  # its ids are still to come
+        self._running_step = -1
         self._met: set[str] = set()  # links on which the controller has let us in
         self._unmet: tuple[int | None, str] = None, ""  # the last epoch that did not come about, and why
         self._told: object = None  # what the last words to the supervisor were made of
@@ -98,7 +103,7 @@ class Rank:
             self._say_hello()
             self._tell_supervisor()
             self._send_trace()
-            received = self._control.receive(timeout_seconds=POLL_SECONDS)
+            received = self._ahead.receive(POLL_SECONDS)
             match received and received.message:
                 case Meet() as meet:
                     with self._surviving(meet.epoch):
@@ -122,11 +127,12 @@ class Rank:
 
     def report(self, error: BaseException) -> None:
         """Tell the controller why this rank ends."""
-        self._control.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
+        self._ahead.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
         """Close the links; a last message gets a moment to leave."""
         self._leave()
+        self._ahead.close()
         self._control.close()
         self._tokens.close()
         self._context.term()
@@ -168,8 +174,8 @@ class Rank:
             return
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
-            for link in (self._control, self._tokens):
-                link.send(self._hello)
+            self._ahead.send(self._hello)
+            self._tokens.send(self._hello)
 
     def _look_at_links(self) -> None:
         """End an epoch in which messages of the controller, or for it, may be lost.
@@ -196,7 +202,7 @@ class Rank:
     def _send_trace(self) -> None:
         part = self._recorder.take(self._engine.executor.epoch) if self._engine is not None else None
         if part is not None:
-            self._control.send(part)
+            self._ahead.send(part)
 
     @contextmanager
     def _surviving(self, epoch: int) -> Iterator[None]:
@@ -213,7 +219,7 @@ class Rank:
     def _lose(self, epoch: int, reason: str) -> None:
         _log.warning("epoch %d is lost: %s", epoch, reason)
         self._leave()
-        self._control.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
+        self._ahead.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
 
     def _leave(self) -> None:
         if self._engine is not None and self._engine.grid is not None:
@@ -230,48 +236,68 @@ class Rank:
             self._engine = loaded.meet(meet, self._memory_ran_out)
         finally:
             signal.signal(signal.SIGTERM, handler)
-        self._next_step = 0
+        self._next_step, self._begun = 0, None
         self._hello = replace(self._hello, last_epoch=meet.epoch)
         write_epoch(self._settings.epoch_file, meet.epoch)
-        self._control.send(self._engine.ready)
+        self._ahead.send(self._engine.ready)
 
     def _memory_ran_out(self) -> None:
         """Tell the controller at once: the step ends for all, and NaN alone does not say why a request ends."""
         if self._engine is not None:
             epoch = self._engine.executor.epoch
-            self._control.send(MemoryRanOut(self._settings.rank, self._next_step - 1, epoch))
+            self._ahead.send(MemoryRanOut(self._settings.rank, self._running_step, epoch))
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid
-        if step.step_id != self._next_step:
-            raise PartFailed(
-                f"step {step.step_id} came where {self._next_step} was to come: messages were lost"
-            )
-        self._next_step += 1
         self._watchdog.allow(bound_seconds(step.predicted_seconds), f"step {step.step_id}")
+        prepared = self._ahead.take(step)
+        self._running_step = step.step_id
         self._recorder.begin(step.step_id)
-        executor.prepare(step)
-        self._take_tokens(engine, step)
+        planned: PlannedStep | Exception | None
+        if prepared is None:
+            planned = self._plan(engine, step, TOKENS_TIMEOUT_SECONDS)
+        else:
+            self._recorder.prepared(prepared.since, prepared.until)
+            planned = prepared.planned
+        if planned is None:
+            missing = ", ".join(executor.missing_prompts(step))
+            raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
+        if isinstance(planned, Exception):
+            raise planned
 
         def stage_is_free() -> None:
             self._recorder.forward_done()
             if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
                 lane = grid.here.kv if grid is not None else 0
-                self._control.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
+                self._ahead.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
 
-        done = executor.execute(step, stage_is_free)
+        # A rank that is alone is sent a step when it has ended the one before.
+        is_alone = grid is None
+        with nullcontext() if is_alone else self._ahead.busy(lambda following: self._plan(engine, following)):
+            done = executor.run(planned, stage_is_free)
         if done is not None and (grid is None or grid.rank == grid.drawing_rank):
-            self._control.send(done)
+            self._ahead.send(done)
         self._recorder.end(ran=done is not None)
 
-    def _take_tokens(self, engine: Engine, step: Step) -> None:
-        """Read token ids until the step lacks none."""
+    def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> PlannedStep | None:
+        """Do a step's bookkeeping, while another one may be running; None if its ids do not come in time.
+
+        Raises:
+            PartFailed: a message was lost, or the state of this rank and the controller's have parted.
+        """
         executor = engine.executor
+        if step is not self._begun:
+            if step.step_id != self._next_step:
+                raise PartFailed(
+                    f"step {step.step_id} came where {self._next_step} was to come: messages were lost"
+                )
+            self._next_step += 1
+            self._begun = step
+            executor.prepare(step)
         while executor.missing_prompts(step):
-            received = self._tokens.receive(timeout_seconds=TOKENS_TIMEOUT_SECONDS)
+            received = self._tokens.receive(timeout_seconds=wait_seconds)
             if received is None:
-                missing = ", ".join(executor.missing_prompts(step))
-                raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
+                return None
             match received.message, received.payload:
                 case Tokens() as tokens, memoryview() as frame if tokens.epoch == executor.epoch:
                     try:
@@ -280,6 +306,7 @@ class Rank:
                         executor.add_tokens(tokens, tokens_from_frame(frame))
                     except WireInvalid as error:
                         self._tokens.drop(error)
+        return executor.plan(step)
 
 
 @click.command()

@@ -19,6 +19,8 @@ MOST_STEPS = 2048
 """Steps that are kept until a part is sent; with more of them the later ones are left out, and counted."""
 SEND_SECONDS = 0.25
 _SEND_STEPS = 256
+PREPARED = "prepare"
+"""What the time is called that a step took on another thread, before it began."""
 
 _Watched = TypeVar("_Watched")
 
@@ -57,6 +59,11 @@ class StepRecorder:
         if now < self._until:
             self._step_id, self._started = step_id, now
             self._spans, self._waits = [], {}
+
+    def prepared(self, since: float, until: float) -> None:
+        """The step that has just begun was planned then, while the one before it ran."""
+        if self.runs:
+            self._spans.append((PREPARED, since, until))
 
     def forward_done(self) -> None:
         """The layers of this stage have run."""

@@ -37,6 +37,7 @@ from medha.messages import (
 )
 from medha.status import is_decode
 from medha.topology import Topology
+from medha_worker.recorder import PREPARED
 
 MOST_BYTES = 256 * 2**20
 """Where a trace ends, however long it was to be."""
@@ -254,6 +255,9 @@ class TraceFormat:
                 found += [_named("process_name", pid, 0, f"lane {here.kv}"), _sorted(pid, pid)]
             name = f"stage {here.stream}" + (f", tensor {here.tensor}" if topology.tensor > 1 else "")
             found.append(_named("thread_name", pid, rank + 1, f"{name} (rank {rank})"))
+            if topology.ranks > 1:
+                ahead = f"{name} prepares (rank {rank})"
+                found.append(_named("thread_name", pid, rank + 1 + topology.ranks, ahead))
         return found
 
     def events(self, at: float, happening: Happening) -> list[Event]:
@@ -337,7 +341,9 @@ class TraceFormat:
         found = [self._slice(name, times.started, times.ended, offset, where, args)]
         draws = here.stream == self._topology.stream - 1
         for what, since, until in _parts(times, draws=draws):
-            found.append(self._slice(what, since, until, offset, where, {"step": times.step_id}))
+            # Beside the step before it, not inside of it.
+            beside = where | {"tid": where["tid"] + self._topology.ranks} if what == PREPARED else where
+            found.append(self._slice(what, since, until, offset, beside, {"step": times.step_id}))
         if step is None or step.chunks or step.decodes:  # else nothing travels
             found += self._arrows(rank, epoch, times, offset, where)
         return found
