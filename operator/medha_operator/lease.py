@@ -140,7 +140,7 @@ class Lease:
         return False
 
     def _is_free(self, found: dict[str, Any]) -> bool:
-        spec, version = found["spec"], found["metadata"]["resourceVersion"]
+        spec, version = found.get("spec", {}), found["metadata"]["resourceVersion"]
         if spec.get("holderIdentity") in (
             None,
             "",
@@ -163,8 +163,9 @@ class Lease:
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions", 0)) + (not is_same and bool(holder)),
         }
-        metadata = {"name": self._name, "namespace": self._namespace}
-        if found is not None:
-            metadata["resourceVersion"] = found["metadata"]["resourceVersion"]
+        metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
+        if found is not None:  # the chart's, as a rule, whose labels stay
+            kept = ("resourceVersion", "labels", "annotations", "ownerReferences")
+            metadata |= {field: found["metadata"][field] for field in kept if field in found["metadata"]}
         document = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": metadata, "spec": spec}
         return await self._cluster.write_lease(document, is_new=found is None)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.images import ROOT, TARGETS, CannotBuild, build, name, pip_settings
+from cluster.conftest import skipping_what_cannot_run
+from cluster.images import ROOT, TARGETS, build, name, pip_settings
 
 _SITE = "opt/medha/lib/python3"
 
@@ -67,12 +68,8 @@ def _read(archive: Path) -> Image:
 
 @pytest.fixture(scope="module")
 def images() -> dict[str, Image]:
-    try:
+    with skipping_what_cannot_run():
         archives = build(TARGETS)
-    except CannotBuild as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"no images: {error}")
     return {target: _read(archive) for target, archive in archives.items()}
 
 

@@ -1,0 +1,250 @@
+"""Medha on a real node, as users meet it: the chart, the images, a replica's life, and what is left of it: nothing.
+
+The tests share one cluster and go on where the one before has ended, top to bottom.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from cluster import images, medha
+from cluster.api import condition, eventually
+from cluster.conftest import skipping_what_cannot_run
+from cluster.images import VERSION
+from cluster.medha import SYSTEM, Document
+from cluster.nodes import Cluster, one_node
+from cluster.tiny_image import write_changed
+
+pytestmark = pytest.mark.timeout(300)  # whoever comes first builds images and starts everything
+
+HOME = "serving"
+READY_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def archives() -> dict[str, Path]:
+    with skipping_what_cannot_run():
+        return images.build()
+
+
+@pytest.fixture(scope="module")
+def cluster(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A node with the images, torch and a checkpoint; the chart is installed, and a namespace is there for replicas."""
+    folder = tmp_path_factory.mktemp("one-node")
+    with skipping_what_cannot_run(), one_node(folder, list(archives.values())) as running:
+        medha.bring_torch(running)
+        medha.bring_checkpoint(running, folder)
+        medha.install(running)
+        running.kubectl("create", "namespace", HOME)
+        running.kubectl("config", "set-context", "--current", f"--namespace={HOME}")
+        yield running
+
+
+@pytest.fixture(scope="module")
+def at_first(cluster: Cluster) -> set[str]:
+    """Names of all objects of the namespace before anything of ours is in it."""
+    return everything(cluster)
+
+
+def everything(cluster: Cluster) -> set[str]:
+    """Every object of the namespace but events, and Endpoints, which EndpointSlices say again."""
+    kinds = cluster.kubectl("api-resources", "--verbs=list", "--namespaced", "-o", "name").split()
+    kinds = [kind for kind in kinds if not kind.startswith(("events", "endpoints"))] + ["endpointslices"]
+    return set(cluster.kubectl("get", ",".join(kinds), "-o", "name", "--ignore-not-found").split())
+
+
+def replica(cluster: Cluster, name: str = "tiny") -> Document:
+    return medha.get(cluster, "medhareplica", name)
+
+
+def wait_ready(cluster: Cluster) -> None:
+    cluster.kubectl("wait", "medhareplica/tiny", "--for=condition=Ready", f"--timeout={READY_SECONDS:.0f}s")
+
+
+def address(cluster: Cluster, service: str) -> str:
+    return cluster.kubectl("-n", SYSTEM, "get", "service", service, "-o", "jsonpath={.spec.clusterIP}")
+
+
+def epoch(cluster: Cluster) -> float:
+    """How often the ranks have met anew, as the replica's first pod says."""
+    pod = medha.get(cluster, "pod", "tiny-l0-0")
+    with (
+        cluster.forward(pod["status"]["podIP"], 9400) as port,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer,
+    ):
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("medha_epoch "))
+
+
+def operator_log(cluster: Cluster) -> list[str]:
+    return cluster.kubectl(
+        "-n", SYSTEM, "logs", "-l", "app.kubernetes.io/component=operator", "--tail=-1"
+    ).splitlines()
+
+
+def complaints(log: list[str]) -> list[str]:
+    """Lines of an operator's log that are not mere information.
+
+    For a second after a definition was made or changed, the API server answers 429, and kopf asks again.
+    """
+    allowed = ("[INFO", "[DEBUG", "storage is (re)initializing")
+    return [line for line in log if not any(word in line for word in allowed)]
+
+
+# --- a replica's life ---------------------------------------------------------------------------------------
+
+
+def test_the_example_becomes_ready_and_answers_openais_client_through_the_routers_service(
+    cluster: Cluster, at_first: set[str]
+) -> None:
+    medha.apply(cluster, medha.tiny())
+    wait_ready(cluster)
+    found = replica(cluster)
+    assert found["status"]["shape"] == "TP1 x SPP2 x KVP2"
+    assert found["status"]["readyPods"] == 4
+    assert sorted(medha.pod_uids(cluster)) == ["tiny-l0-0", "tiny-l0-1", "tiny-l1-0", "tiny-l1-1"]
+    with cluster.forward(address(cluster, "medha-router"), 8000) as port:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        answer = client.completions.create(model="tiny", prompt="word " * 1200, max_tokens=8, temperature=0)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens > 1024  # more than one lane takes
+        assert answer.usage.completion_tokens == 8
+        stream = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=8, stream=True
+        )
+        assert [chunk for chunk in stream if chunk.choices][-1].choices[0].finish_reason == "length"
+
+
+def test_nobody_but_its_user_the_operator_and_kubernetes_has_written_to_any_object(
+    cluster: Cluster, at_first: set[str]
+) -> None:
+    for name in everything(cluster) - at_first:
+        found = json.loads(cluster.kubectl("get", name, "-o", "json", "--show-managed-fields"))
+        metadata = found["metadata"]
+        managers = {entry["manager"] for entry in metadata["managedFields"]}
+        if found["kind"] == "MedhaReplica":
+            assert managers == {"kubectl-client-side-apply", "medha-operator"}
+        assert managers <= {
+            *("kubectl-client-side-apply", "medha-operator"),
+            *("kube-controller-manager", "kubelet", "kube-scheduler"),
+        }
+        assert "kopf" not in json.dumps(metadata.get("annotations", {}))
+        assert not metadata.get("finalizers")
+
+
+def test_a_rank_that_is_killed_is_started_once_again_in_its_pod(cluster: Cluster) -> None:
+    uids, ranks, before = medha.pod_uids(cluster), medha.rank_processes(cluster), epoch(cluster)
+    assert sorted(ranks) == sorted(uids)
+    ranks["tiny-l1-0"].kill()
+    eventually(lambda: condition(replica(cluster))[0], lambda ready: ready == "False", READY_SECONDS)
+    wait_ready(cluster)
+    after = medha.rank_processes(cluster)
+    assert epoch(cluster) == before + 1
+    assert {name for name in ranks if after[name].pid != ranks[name].pid} == {"tiny-l1-0"}
+    assert medha.pod_uids(cluster) == uids
+    pods = medha.get(cluster, "pods")["items"]
+    assert [pod["status"]["containerStatuses"][0]["restartCount"] for pod in pods] == [0] * 4
+    assert replica(cluster)["status"]["restarts"] == 0
+    with cluster.forward(address(cluster, "medha-router"), 8000) as port:
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/completions",
+            json={"model": "tiny", "prompt": "again", "max_tokens": 4},
+            timeout=60,
+        )
+        assert answer.status_code == 200
+
+
+# --- the operator's -----------------------------------------------------------------------------------------
+
+
+def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_renders_them_otherwise(
+    cluster: Cluster, archives: dict[str, Path], tmp_path: Path
+) -> None:
+    uids, log = medha.pod_uids(cluster), operator_log(cluster)
+    source = (medha.ROOT / "operator" / "medha_operator" / "render.py").read_text()
+    other = source.replace("_PROBE_SECONDS = 5\n", "_PROBE_SECONDS = 7\n")
+    assert other != source
+    package = "opt/medha/lib/python3.11/site-packages/medha_operator"
+    changed = {
+        f"{package}/render.py": other.encode(),
+        f"{package}/__pycache__/render.cpython-311.pyc": b"",  # as good as none
+    }
+    name = f"docker.io/library/medha-operator:{VERSION}-next"
+    cluster.nodes[0].import_image(write_changed(tmp_path / "next.tar", archives["operator"], name, changed))
+    chart = Path(shutil.copytree(medha.CHART, tmp_path / "medha"))
+    definition = chart / "templates" / "crds" / "medhareplicas.yaml"
+    column = "    - name: Revision\n      type: string\n      jsonPath: .status.revision\n"
+    marker = "    additionalPrinterColumns:\n"
+    definition.write_text(definition.read_text().replace(marker, marker + column))
+
+    medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next")
+    assert "REVISION" in cluster.kubectl("get", "medhareplicas").splitlines()[0]
+    medha.apply(cluster, medha.tiny("later", suspend=True))
+    fresh = eventually(
+        lambda: cluster.kubectl("get", "statefulset", "later-l0", "-o", "json", check=False),
+        lambda seen: seen.startswith("{"),
+        60,
+    )
+    assert '"periodSeconds": 7' in fresh  # so the new operator has looked at everything
+    kept = cluster.kubectl("get", "statefulset", "tiny-l0", "-o", "json")
+    assert '"periodSeconds": 5' in kept
+    assert medha.pod_uids(cluster) == uids
+    assert condition(replica(cluster)) == ("True", "Serving")
+    cluster.kubectl("delete", "medhareplica", "later")
+    assert complaints(log + operator_log(cluster)) == []
+
+
+def test_a_node_is_drained_of_a_replica_that_comes_back_on_it(cluster: Cluster) -> None:
+    uids = medha.pod_uids(cluster)
+    drained = cluster.kubectl(
+        *("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data", "--timeout=90s")
+    )
+    assert "node/node-1 drained" in drained
+    assert not set(medha.pod_uids(cluster).values()) & set(uids.values())
+    assert condition(replica(cluster))[0] == "False"
+    cluster.kubectl("uncordon", "node-1")
+    wait_ready(cluster)
+
+
+def test_a_replica_that_is_deleted_leaves_nothing(cluster: Cluster, at_first: set[str]) -> None:
+    cluster.kubectl("delete", "medhareplica", "tiny", "--timeout=10s")
+    eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
+    assert complaints(operator_log(cluster)) == []
+
+
+def test_a_replica_that_is_deleted_while_no_operator_runs_leaves_nothing(
+    cluster: Cluster, at_first: set[str]
+) -> None:
+    medha.apply(cluster, medha.tiny())
+    eventually(lambda: medha.rank_processes(cluster), lambda seen: len(seen) == 4, 60)
+    cluster.kubectl("-n", SYSTEM, "scale", "deployment/medha-operator", "--replicas=0")
+    operators = ("pod", "-l", "app.kubernetes.io/component=operator")
+    cluster.kubectl("-n", SYSTEM, "wait", *operators, "--for=delete", "--timeout=60s")
+    assert len(medha.pod_uids(cluster)) == 4
+    cluster.kubectl("delete", "medhareplica", "tiny", "--timeout=10s")
+    eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
+    cluster.kubectl("-n", SYSTEM, "scale", "deployment/medha-operator", "--replicas=1")
+
+
+def test_what_is_uninstalled_leaves_the_definitions_alone(cluster: Cluster) -> None:
+    cluster.helm("uninstall", "medha", "--namespace", SYSTEM, "--wait")
+    kinds = "deployments,pods,services,serviceaccounts,configmaps,secrets,roles,rolebindings,leases"
+    kept = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
+    eventually(
+        lambda: set(cluster.kubectl("-n", SYSTEM, "get", kinds, "-o", "name").split()) - kept,
+        lambda left: not left,
+        90,
+    )
+    assert cluster.kubectl("get", "crd", "-o", "name").split() == [
+        "customresourcedefinition.apiextensions.k8s.io/medhadeployments.medha.dev",
+        "customresourcedefinition.apiextensions.k8s.io/medhareplicas.medha.dev",
+    ]
