@@ -57,10 +57,9 @@ class Program:
 
     def seen(self, document: Document) -> None:
         """Take an event that kopf has heard: a second pair of ears for our own resources."""
-        metadata = document["metadata"]
-        if metadata["namespace"] in (self._settings.namespaces or (metadata["namespace"],)):
+        namespace = document["metadata"]["namespace"]
+        if namespace in (self._settings.namespaces or (namespace,)):
             self.index.offer(document)
-            self._queue.add(Key(document["kind"], metadata["namespace"], metadata["name"]))
 
     async def run(self) -> None:
         """Act until cancelled.
