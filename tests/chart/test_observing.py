@@ -99,6 +99,12 @@ def test_alerts_ask_for_series_and_labels_that_are_exported(helm: Helm) -> None:
     assert asked <= recorded
 
 
+def test_every_alert_is_told_of_in_the_guide(helm: Helm) -> None:
+    alerts = {rule["alert"] for group in rules(helm)["groups"] for rule in group["rules"] if "alert" in rule}
+    guide = (ROOT / "docs" / "observing.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(Medha[A-Z]\w+)`", guide)) == alerts
+
+
 def test_an_alert_names_only_labels_that_it_keeps(helm: Helm) -> None:
     every = [rule for group in rules(helm)["groups"] for rule in group["rules"]]
     kept = {rule["record"]: rule["expr"] for rule in every if "record" in rule}

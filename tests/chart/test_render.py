@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart.helm import CHART, NAMESPACE, ROOT, Helm, HelmFailed, Manifest, find, pods
+from chart.helm import CHART, NAMESPACE, RELEASE, ROOT, Helm, HelmFailed, Manifest, find, pods
 from chart.tables import EVERYTHING, TABLE
 from medha_operator.settings import OperatorSettings
 from medha_router.settings import RouterSettings
@@ -208,6 +208,15 @@ def test_the_definitions_are_the_committed_ones_and_are_kept(helm: Helm) -> None
     assert "CustomResourceDefinition" not in kinds
 
 
+def test_a_packaged_chart_renders_the_same(helm: Helm, tmp_path: Path) -> None:
+    helm("package", str(CHART), "--destination", str(tmp_path))
+    (archive,) = tmp_path.iterdir()
+    text = helm("template", RELEASE, str(archive), "--namespace", NAMESPACE, values=EVERYTHING)
+    assert [each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each] == helm.render(
+        **EVERYTHING
+    )
+
+
 def test_generated_files_are_up_to_date() -> None:
     for path, text in program(ROOT / "charts" / "generate.py").generated().items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run `make gen`"
@@ -245,6 +254,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"podSecurityContext": {"runAsNonRoot": False}},
         "podSecurityContext/runAsNonRoot",
     ),
+    "pods that may run as root": ({"podSecurityContext": {"runAsNonRoot": None}}, "missing property 'runAsNonRoot'"),
     "a digest that is none": ({"router": {"image": {"digest": "latest"}}}, "router/image/digest"),
     "a route to no Gateway": ({"router": {"httpRoute": {"enabled": True}}}, "name at least one Gateway"),
     "text for a number": ({"operator": {"concurrentReplicas": "many"}}, "operator/concurrentReplicas"),
