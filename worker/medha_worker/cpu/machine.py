@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import secrets
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -27,24 +32,90 @@ class Target:
 
 
 class Compiled:
-    """A module in machine code; its functions live as long as this object."""
+    """A module in machine code; its functions live as long as this object.
 
-    def __init__(self, module: ir.Module) -> None:
+    What was compiled before for this machine is read from `kernel_directory`: a rank that is started again, while
+    others wait for it, saves most of a second.
+    """
+
+    def __init__(self, module: ir.Module, directory: Path | None = None) -> None:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
+        cpu, features = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
         machine = llvm.Target.from_default_triple().create_target_machine(
-            cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+            cpu=cpu, features=features, opt=3, jit=True
         )
-        parsed = llvm.parse_assembly(str(module))
-        parsed.verify()
-        # Everything is in vectors already: LLVM shall keep it in registers and not unroll it further.
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        passes = llvm.create_pass_builder(machine, options)
-        passes.getModulePassManager().run(parsed, passes)
-        self._engine = llvm.create_mcjit_compiler(parsed, machine)
+        text = str(module)
+        described = "\n".join(
+            (".".join(map(str, llvm.llvm_version_info)), machine.triple, cpu, features, text)
+        )
+        kept = _Kept(directory or kernel_directory(), hashlib.sha256(described.encode()).hexdigest())
+        code = kept.read()
+        if code is None:
+            code = _compile(text, machine)
+            kept.write(code)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
 
     def address(self, function: str) -> int:
         """Of an exported function."""
         return int(self._engine.get_function_address(function))
+
+
+def _compile(text: str, machine: llvm.TargetMachine) -> bytes:
+    """An object file of a module in LLVM's assembly."""
+    parsed = llvm.parse_assembly(text)
+    parsed.verify()
+    # Everything is in vectors already: LLVM shall keep it in registers and not unroll it further.
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    passes = llvm.create_pass_builder(machine, options)
+    passes.getModulePassManager().run(parsed, passes)
+    return bytes(machine.emit_object(parsed))
+
+
+def kernel_directory() -> Path | None:
+    """Where compiled kernels are kept between processes; None if this user has no such place."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home
+        return None
+    return caches / "medha" / "kernels"
+
+
+class _Kept:
+    """One file of machine code. It is run, so it is read only where nobody else can have written it."""
+
+    def __init__(self, directory: Path | None, name: str) -> None:
+        self._directory = directory
+        self._name = name
+
+    def read(self) -> bytes | None:
+        if self._directory is None or not self._is_ours(self._directory):
+            return None
+        try:
+            content = (self._directory / self._name).read_bytes()
+        except OSError:
+            return None
+        digest, code = content[:32], content[32:]
+        return code if hashlib.sha256(code).digest() == digest else None  # else half of it was written
+
+    def write(self, code: bytes) -> None:
+        """Keep it for the next process, if there is a place."""
+        if self._directory is None:
+            return
+        with suppress(OSError):
+            self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._is_ours(self._directory):
+                partial = self._directory / f"{self._name}.{secrets.token_hex(4)}"
+                partial.write_bytes(hashlib.sha256(code).digest() + code)
+                partial.rename(self._directory / self._name)
+
+    @staticmethod
+    def _is_ours(directory: Path) -> bool:
+        try:
+            found = directory.stat()
+        except OSError:
+            return False
+        return found.st_uid == os.getuid() and not found.st_mode & 0o022
