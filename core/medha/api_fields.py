@@ -34,13 +34,15 @@ def _number_as_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+_RESOURCE_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$"
 ResourceQuantity = Annotated[
     str,
     BeforeValidator(_number_as_text),
     Field(
-        pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$",
+        pattern=_RESOURCE_PATTERN,
         max_length=24,
-        json_schema_extra={"x-kubernetes-int-or-string": True},
+        # Pydantic leaves the pattern out of the schema of what a validator has before it.
+        json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": _RESOURCE_PATTERN},
     ),
 ]
 """An amount of a pod's resource as Kubernetes writes it: `500m` cores, `32Gi`, or a bare number."""

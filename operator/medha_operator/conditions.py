@@ -61,12 +61,13 @@ def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Ju
 
 
 def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
-    """Conditions of a resource whose spec cannot be served at all."""
+    """Conditions of a resource whose spec cannot be served at all, or not before something else is there."""
+    is_stalled = reason in TERMINAL
     return (
         Judgement("Ready", False, reason, message),
         Judgement("Accepted", False, reason, message),
-        Judgement("Reconciling", False, reason),
-        Judgement("Stalled", True, reason, message),
+        Judgement("Reconciling", not is_stalled, reason, "" if is_stalled else message),
+        Judgement("Stalled", is_stalled, reason, message if is_stalled else ""),
     )
 
 

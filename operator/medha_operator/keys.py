@@ -16,6 +16,8 @@ from medha_operator.render import MANAGER, Manifest, Owner, labels
 from medha_operator.settings import RouterSite
 from medha_operator.store import Document
 
+ROUTER_NOT_FOUND = "RouterNotFound"
+"""Reason of a replica whose router has no keys yet, or is none of this installation's."""
 _COME_SECONDS = 2.0
 """Between looks for a router that is not there yet."""
 
@@ -35,7 +37,7 @@ async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key)
     found = await cluster.get(SECRET, source.namespace, source.name)
     if found is None:
         raise ApiError(
-            404, "NotFound", f"the router's Secret {source.namespace}/{source.name} is not there yet"
+            404, ROUTER_NOT_FOUND, f"the router's Secret {source.namespace}/{source.name} is not there yet"
         )
     data = {entry: b64decode(content) for entry, content in found["data"].items()}
     await cluster.create(

@@ -15,7 +15,7 @@ from medha_operator.cluster import ApiError, Cluster
 from medha_operator.conditions import refuse, stamped
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
-from medha_operator.keys import copy_enrolment, make_router_keys, replica_keys
+from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
 from medha_operator.kinds import DEPLOYMENT, REPLICA, ROUTER, SECRET, Key
 from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.render import Manifest, Owner
@@ -82,7 +82,9 @@ class Reconciler:
             writes = await self._carry_out(key, resource, planned.actions, versions)
         except ApiError as error:
             if error.status in REFUSALS:
-                await self._refused(key, resource, str(error))
+                await self._refused(key, resource, "Refused", f"the API server refused: {error}")
+            elif error.reason == ROUTER_NOT_FOUND:
+                await self._refused(key, resource, ROUTER_NOT_FOUND, str(error))
             raise
         return Look(writes, planned.again_seconds)
 
@@ -169,19 +171,19 @@ class Reconciler:
             self._applied[key] = (manifest, store.facts(key.namespace, key.name))
         return False
 
-    async def _refused(self, key: Key, resource: Document, message: str) -> None:
-        """What the API server refuses stands in the status until it does not: the look ends before its own status."""
+    async def _refused(self, key: Key, resource: Document, reason: str, message: str) -> None:
+        """What the API server refuses, or what is missing, stands in the status until it does not: the look ends before its own status."""
         before: ReplicaStatus | DeploymentStatus
         if key.kind == DEPLOYMENT.name:
             before = read_status(resource, DeploymentStatus)
         else:
             before = read_status(resource, ReplicaStatus)
         generation = resource["metadata"]["generation"]
-        refusal = refuse("Refused", f"the API server refused: {message}")
+        refusal = refuse(reason, message)
         conditions = stamped(refusal, before.conditions, generation, self._now())
         status = before.model_copy(update={"observed_generation": generation, "conditions": conditions})
         if status != before:
-            told = Tell("Refused", refusal[0].message, is_warning=True)
+            told = Tell(reason, refusal[0].message, is_warning=True)
             try:
                 await self._carry_out(key, resource, [SetStatus(status), told], {})
             except ApiError as error:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from campaign.mutations import Mutation
-from campaign.schema import SchemaCampaign, trials
+from campaign.schema import SchemaCampaign, make_ground, trials
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import control_plane
 from cluster.operator_process import operator
@@ -32,7 +32,7 @@ def main() -> int:
         with control_plane(folder, scheduler=False) as plane, Api(plane) as api, PlayedKubelets(api):
             plane.kubectl("apply", "--server-side", "-f", str(CRDS))
             plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
-            api.namespace("fields")
+            make_ground(api, "fields")
             with operator(folder, plane.kubeconfig, lease_namespace="fields", namespaces=["fields"]):
                 campaign = SchemaCampaign(api, "fields", OperatorSettings())
                 for mutation, words in campaign.run(chosen):

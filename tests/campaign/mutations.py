@@ -59,10 +59,17 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "resources.accelerator": (["nvidia.com/gpu", "amd.com/gpu"], ["gpu", "NVIDIA/gpu!"]),
     "resources.requests": ([{"cpu": "500m"}, {"cpu": 1, "memory": "1Gi"}], [{"cpu": "much"}, {"cpu": []}]),
     "resources.limits": ([{"cpu": "2"}, {"cpu": 2, "memory": "2Gi"}], [{"memory": "2GB"}]),
-    "placement.gang": (["kueue", "none"], ["slurm"]),
+    "placement": (
+        [{"gang": "kueue", "queue": "q"}, {"gang": "none"}],
+        [{"gang": "slurm"}, {"gang": "kueue"}],
+    ),
     "placement.queue": (["q1", "q2"], ["", "a b"]),
     "placement.laneTopology.key": (["rack", "topology.kubernetes.io/zone"], [""]),
-    "template.spec": ([{"priorityClassName": "high"}, {"nodeSelector": {"a": "b"}}], ["x", []]),
+    "template.spec": (
+        [{"nodeSelector": {"a": "b"}}, {"tolerations": [{"key": "gpu", "operator": "Exists"}]}],
+        ["x", []],
+    ),
+    "serviceClasses[].tpotFloorSeconds": ([0.02, 0.05], [0, 61, "many"]),
     "lifecycle.restart.backoffSeconds": ([1.0, 60], [0, 86401]),
     "lifecycle.restart.backoffLimitSeconds": ([60, 3600], [0, 29]),
     "lifecycle.readySeconds": ([60, 1200], [0]),
@@ -72,7 +79,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "revisionHistoryLimit": ([0, 1], [-1]),
     "serviceClasses": (
         [[{"name": "chat"}], [{"name": "default"}, {"name": "batch", "ttftFactor": 10}]],
-        [[], [{"name": "a"}, {"name": "a"}]],
+        [[{"name": "a"}, {"name": "a"}], "chat"],
     ),
     "imagePullSecrets": ([[{"name": "a"}], [{"name": "a"}, {"name": "b"}]], [[{"nam": "a"}]]),
 }
@@ -86,12 +93,13 @@ _BESIDE: dict[str, Fields] = {
     "model.source.hostPath": {"model": {"source": {"hostPath": {"path": "/m"}}}},
     "model.source.image": {"model": {"source": {"image": {"reference": "r/m:1"}}}},
     "model.architecture": {"model": {"architecture": {"layers": 8, "queryHeads": 8}}},
-    "placement.gang": {"placement": {"queue": "q"}},
     "placement.queue": {"placement": {"gang": "kueue", "queue": "q"}},
     "placement.laneTopology": {"placement": {"laneTopology": {"key": "rack"}}},
     "routerRef": {"routerRef": {"name": "router"}},
 }
-_FIXED = {"placement.gang"}
+_WHOLE = {"placement.gang": "placement"}
+"""Fields that mean something only with others, and what is changed in their place."""
+_FIXED = {"placement"}
 
 
 def mutations(kind: str) -> Iterator[Mutation]:
@@ -103,7 +111,8 @@ def mutations(kind: str) -> Iterator[Mutation]:
         schema = copy.deepcopy(schema)
         del schema["properties"]["template"]["properties"]["spec"]
     base = _REPLICA if kind == "MedhaReplica" else _DEPLOYMENT
-    for path, applied, node in _leaves(schema):
+    for leaf, applied, node in _leaves(schema):
+        path = _WHOLE.get(leaf, leaf)
         valid, invalid = _values(path, node)
         yield Mutation(kind, path, applied, _with(base, path), tuple(valid), tuple(invalid), path in _FIXED)
 

@@ -82,7 +82,7 @@ def a_deleted_replica_leaves_nothing(ground: Ground) -> None:
         ground.apply(**SPEC)
         ground.ready()
         ground.api.delete(REPLICA, "r", ground.namespace)
-        eventually(lambda: ground.children() | ground.pods().keys(), lambda left: not left, _SECONDS)
+        eventually(lambda: ground.children() | ground.pods().keys(), lambda left: not left, 2 * _SECONDS)
 
 
 def what_others_delete_comes_back(ground: Ground) -> None:

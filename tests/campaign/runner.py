@@ -76,6 +76,8 @@ class Stage:
         """Run `plan` and judge it."""
         reference, usual = self.reference(plan.scenario)
         outcome, record = self._run(plan)
+        if plan.fault != "pods" and outcome.pods > reference.pods:
+            outcome.wrong.append(f"{outcome.pods} pods were made instead of {reference.pods}")
         if plan.fault.startswith("kill"):  # with one life more, nothing more may happen than in one life
             for what, most, seen in (
                 ("created", usual.created, record.created),
@@ -86,8 +88,6 @@ class Stage:
                         outcome.wrong.append(
                             f"{key[0]} {key[1]} was {what} {count} times instead of {most[key]}"
                         )
-            if outcome.pods > reference.pods:
-                outcome.wrong.append(f"{outcome.pods} pods were made instead of {reference.pods}")
         return outcome
 
     def _run(self, plan: Plan) -> tuple[Outcome, Record]:

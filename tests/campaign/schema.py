@@ -7,6 +7,7 @@ refused with words and change nothing. Put back, the same children must be there
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Iterable, Iterator
@@ -19,13 +20,14 @@ from campaign.mutations import Mutation, changed, mutations
 from cluster.api import Api, Document, condition, eventually
 from medha_operator.children import ObservedDeployment
 from medha_operator.deployment import plan_deployment
-from medha_operator.kinds import DEPLOYMENT, POD, REPLICA, Kind
+from medha_operator.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
 from medha_operator.observed import Observed
 from medha_operator.overlay import holds
 from medha_operator.plan import Action, Apply, plan
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 
+NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)
 _SECONDS = 30.0
 _VARYING = ("resourceVersion", "managedFields", "creationTimestamp", "generation", "uid")
 
@@ -71,7 +73,7 @@ class SchemaCampaign:
             self._must_be_refused(mutation, name, value, first["metadata"]["generation"])
         for value in mutation.valid:
             spec = changed(mutation.base, mutation.path, value)
-            if mutation.is_fixed and value != mutation.base.get("placement", {}).get("gang", "none"):
+            if mutation.is_fixed and value["gang"] != "none":
                 self._must_be_refused(mutation, name, value, first["metadata"]["generation"])
                 self._apply(mutation, f"{name}-new", spec)
                 self._remove(mutation, f"{name}-new")
@@ -132,7 +134,8 @@ class SchemaCampaign:
     def _remove(self, mutation: Mutation, name: str) -> None:
         kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
         self._api.delete(kind, name, self._namespace)
-        eventually(lambda: self._everything(name), lambda left: not left, _SECONDS)
+        # The garbage collector looks for new kinds twice a minute.
+        eventually(lambda: self._everything(name), lambda left: not left, 3 * _SECONDS)
 
     # --- what is there ----------------------------------------------------------------------------------
 
@@ -198,7 +201,12 @@ class SchemaCampaign:
             metadata = {key: value for key, value in document["metadata"].items() if key not in _VARYING}
             kept = {key: value for key, value in document.items() if key not in ("status", "metadata")}
             found[f"{kind} {own_name}"] = {**kept, "metadata": metadata}
-        return found
+        text = json.dumps(found, sort_keys=True)
+        for one in self._replicas(name):  # which a deployment may have made anew
+            uid = one["metadata"]["uid"]
+            text = text.replace(uid, "UID").replace(f"keys-{uid[:8]}", "keys-UID")
+        same: dict[str, Document] = json.loads(text)
+        return same
 
     def _everything(self, name: str) -> dict[tuple[str, str], Document]:
         found = self._api.owned(name, self._namespace)
@@ -216,6 +224,17 @@ class SchemaCampaign:
 
     def _pod_uids(self, name: str) -> set[str]:
         return {pod["metadata"]["uid"] for pod in self._pods(name)}
+
+
+def make_ground(api: Api, namespace: str) -> None:
+    """The namespace of a campaign, and what its values name elsewhere: routers' Secrets."""
+    api.namespace(namespace)
+    for router in ("first", "second"):
+        if api.get(NAMESPACE, router) is None:
+            api.namespace(router)
+        body = {"metadata": {"name": "router-enrolment"}, "data": {"token": "dA==", "router.pub": "cA=="}}
+        if api.get(SECRET, "router-enrolment", router) is None:
+            api.call("POST", SECRET.path(router), body)
 
 
 def trials(seed: int | None = None) -> list[Mutation]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from campaign.schema import SchemaCampaign, trials, until
+from campaign.schema import SchemaCampaign, make_ground, trials, until
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
@@ -24,7 +24,7 @@ def test_every_field_has_valid_and_invalid_values() -> None:
 
 def test_fields_are_changed_and_put_back(controlled: ControlPlane, tmp_path: Path) -> None:
     with Api(controlled) as api:
-        api.namespace("schema")
+        make_ground(api, "schema")
         with (
             operator(tmp_path, controlled.kubeconfig, lease_namespace="schema", namespaces=["schema"]),
             PlayedKubelets(api),

@@ -1,0 +1,111 @@
+"""A reflector lists once, watches on from there, and lists again only when it must."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from medha_operator.cluster import ApiError, Cluster
+from medha_operator.index import Index
+from medha_operator.kinds import KINDS, NODE, Key, Kind
+from medha_operator.reflector import Reflector
+
+Event = tuple[str, dict[str, Any]]
+
+
+def service(version: int, name: str = "r") -> dict[str, Any]:
+    labels = {"medha.dev/replica": "r"}
+    metadata = {"name": name, "namespace": "default", "uid": name, "labels": labels}
+    return {"kind": "Service", "metadata": metadata | {"resourceVersion": str(version)}}
+
+
+class Played:
+    """An API server that answers lists and watches from a script, and then blocks for ever."""
+
+    def __init__(self, lists: list[Any], watches: list[list[Event] | ApiError]) -> None:
+        self.lists, self.watches = lists, watches
+        self.asked: list[str] = []
+        self.has_ended = asyncio.Event()
+
+    async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+        self.asked.append("list")
+        answer = self.lists.pop(0)
+        if isinstance(answer, ApiError):
+            raise answer
+        return answer, str(max((int(item["metadata"]["resourceVersion"]) for item in answer), default=1))
+
+    async def watch(
+        self, _: object, __: object, ___: object, version: str, ____: float
+    ) -> AsyncIterator[Event]:
+        self.asked.append(f"watch {version}")
+        if not self.watches:
+            self.has_ended.set()
+            await asyncio.Event().wait()
+        answer = self.watches.pop(0)
+        if isinstance(answer, ApiError):
+            raise answer
+        for event in answer:
+            yield event
+
+
+def reflect(played: Played, kind: Kind = KINDS["Service"], *, is_optional: bool = False) -> Index:
+    """Run until the script is over; no pause takes time."""
+    index = Index(lambda _: None)
+
+    async def run() -> None:
+        reflector = Reflector(
+            cast(Cluster, played),
+            kind,
+            index.stores[kind.name],
+            namespace=None,
+            selector="",
+            relist_seconds=1000.0,
+            is_optional=is_optional,
+        )
+        task = asyncio.create_task(reflector.run())
+        await (reflector.is_synced.wait() if is_optional else played.has_ended.wait())
+        task.cancel()
+
+    really = asyncio.sleep
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("medha_operator.reflector.asyncio.sleep", lambda _: really(0))
+        asyncio.run(run())
+    return index
+
+
+def names(index: Index) -> list[str]:
+    entries = index.stores["Service"].of(Key("MedhaReplica", "default", "r"))
+    return sorted(entry.document["metadata"]["name"] for entry in entries)
+
+
+def test_a_watch_that_ends_goes_on_where_it_ended() -> None:
+    bookmark = ("BOOKMARK", {"metadata": {"resourceVersion": "9"}})
+    played = Played(
+        [[service(5)]], [[("ADDED", service(7, "b"))], [bookmark], ApiError(0, "NoAnswer", "broken")]
+    )
+    index = reflect(played)
+    assert played.asked == ["list", "watch 5", "watch 7", "watch 9", "watch 9"]
+    assert names(index) == ["b", "r"]
+
+
+def test_a_version_that_is_too_old_is_answered_by_a_new_list() -> None:
+    gone = ApiError(410, "Expired", "too old resource version")
+    played = Played([[service(5)], [service(30, "new")]], [gone])
+    index = reflect(played)
+    assert played.asked == ["list", "watch 5", "list", "watch 30"]
+    assert names(index) == ["new"]
+
+
+def test_a_list_that_fails_is_asked_for_again() -> None:
+    failures = [ApiError(500, "InternalError", "etcd"), ApiError(429, "TooManyRequests", "later")]
+    played = Played([*failures, [service(5)]], [])
+    assert names(reflect(played)) == ["r"]
+
+
+def test_nodes_that_may_not_be_read_count_as_none() -> None:
+    played = Played([ApiError(403, "Forbidden", "nodes") for _ in range(10)], [])
+    index = reflect(played, NODE, is_optional=True)
+    assert len(index.stores["Node"]) == 0
