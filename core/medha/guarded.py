@@ -24,6 +24,7 @@ _EPSILON_SECONDS = 1e-6
 _SINGLE_ROUNDS = 8
 _RETURNS = 4
 _BATCH = 64
+_FEW = 32  # rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +68,32 @@ class Guarded:
     def first(self, columns: Columns, plan: Plan, now: float) -> int | None:
         """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due."""
         rows = len(plan.by_due)
-        if not rows:
+        if not rows or (rows <= _FEW and self._meets_all(columns, plan, now)):
             return None
         if rows > self._space.rows:
             self._space = _Space(2 * rows)
         view = self._feasible(_View(columns, plan, now, self.settings, self._space))
         place = self._cheap(view)
         return None if place is None else int(plan.by_due[place])
+
+    def _meets_all(self, columns: Columns, plan: Plan, now: float) -> bool:
+        """Whether nobody is given up and every due can be met.
+
+        As `_feasible` finds it, to the last digit, but in a fourth of the time for the few rows that most decisions see.
+        """
+        if self.settings.lanes > 1:
+            return False
+        due, deadline = plan.due.tolist(), columns.deadline.tolist()
+        remaining: list[float] = columns.remaining_seconds.tolist()
+        done = 0.0
+        for row in plan.by_due.tolist():
+            done += remaining[row]
+            if (
+                due[row] > deadline[row]
+                or due[row] - now - done + self.settings.grace_seconds < -_EPSILON_SECONDS
+            ):
+                return False
+        return True
 
     def _feasible(self, view: _View) -> _View:
         """Give up until every due can be met, then take back whom there is room for."""
