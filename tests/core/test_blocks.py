@@ -33,7 +33,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert results == [wanted <= sum(runs)] * 2
         if not results[0]:
             return
-        table = list(self.ledgers[0].table(name))
+        table = self.ledgers[0].table(name).tolist()
         assert len(table) == wanted
         if wanted and max(runs) >= wanted:
             assert table == list(range(table[0], table[0] + wanted)), "one run was large enough"
@@ -51,7 +51,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert results == [wanted <= len(free)] * 2
         if not results[0]:
             return
-        table = list(self.ledgers[0].table(name))
+        table = self.ledgers[0].table(name).tolist()
         assert table[: len(before)] == before, "what is written stays where it is"
         assert len(table) == len(before) + wanted
         if continues:
@@ -71,7 +71,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (results[0] is not None) == (wanted <= len(self._free()))
         if results[0] is None:
             return
-        table = list(self.ledgers[0].table(name))
+        table = self.ledgers[0].table(name).tolist()
         assert table[:whole] == self.tables[parent][:whole]
         assert len(table) == whole + wanted
         copies = [BlockCopy(self.tables[parent][whole], table[whole])] if partial else []

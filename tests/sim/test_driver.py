@@ -14,13 +14,13 @@ from medha.api import SchedulingSpec, ServiceClass
 from medha.config import ReplicaConfig
 from medha.errors import ConfigInvalid
 from medha.hardware import H100, LLAMA3_8B
-from medha.messages import Step, StepProfile
+from medha.messages import ControllerCommand, ControllerEvent, Step, StepProfile
 from medha.predictor import Predictor
 from medha.profile import Profile
 from medha.routing import RouterCore
 from medha.topology import Topology
 from medha_sim.driver import Arrival, FollowUp, Latencies, SimulatedReplica, Simulation, Workload
-from medha_sim.executor import Launched, Perturbed, PredictorCost
+from medha_sim.executor import Perturbed, PredictorCost
 from medha_sim.records import RunLog
 from medha_sim.scenario import Deployment, medha_replica
 from medha_sim.workloads import conversations
@@ -139,14 +139,18 @@ def test_a_long_prompt_on_two_lanes_couples_them_and_shorts_between_keep_their_t
     workload = Workload([long, *shorts])
     simulation = deployment.simulation(workload)
     lanes: list[tuple[int, ...]] = []
-    executor = simulation._replicas["replica-0"]._executor
-    launch = executor.launch
+    replica = simulation._replicas["replica-0"]
+    controller = replica._controller
 
-    def noted(step: Step, now: float) -> Launched:
-        lanes.append(step.lanes)
-        return launch(step, now)
+    class Noted:
+        load = controller.load
 
-    executor.launch = noted  # type: ignore[method-assign]
+        def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
+            commands = controller.handle(event, now)
+            lanes.extend(command.lanes for command in commands if isinstance(command, Step))
+            return commands
+
+    replica._controller = Noted()
     log = simulation.run(1000)
     assert finished_with_all_tokens(log)
     assert (0, 1) in lanes
