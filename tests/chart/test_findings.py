@@ -12,17 +12,7 @@ from chart.helm import Helm, Manifest
 from chart.linters import answered, checkov, kube_score
 from chart.tables import EVERYTHING
 from cluster.binaries import CannotBuild, build, cache_folder
-from medha.api import MedhaReplicaSpec
-from medha_operator.render import (
-    Owner,
-    config_map,
-    disruption_budget,
-    lane,
-    network_policy,
-    pod_templates,
-    service,
-)
-from medha_operator.revision import begin
+from medha_cli.render import rendered
 from medha_operator.settings import OperatorSettings
 
 REPLICA: dict[str, Any] = {
@@ -30,6 +20,7 @@ REPLICA: dict[str, Any] = {
         "name": "m",
         "source": {"huggingFace": {"repository": "a/b", "tokenSecret": {"name": "hf"}}},
     },
+    "routerRef": {"name": "medha-router", "namespace": "medha-system"},
     "parallelism": {"tensor": 8, "stream": 2, "kv": 2},
     "resources": {
         "requests": {"cpu": "16", "memory": "200Gi", "ephemeral-storage": "400Gi"},
@@ -40,18 +31,14 @@ REPLICA: dict[str, Any] = {
 
 
 def replica() -> list[Manifest]:
-    owner = Owner("llama", "serving", "7f0c7c0e-0000-4000-8000-000000000000")
-    spec = MedhaReplicaSpec.model_validate(REPLICA)
-    revision = begin(spec, []).name
-    templates = pod_templates(owner, spec, revision, OperatorSettings())
-    stages = spec.parallelism.stream
-    return [
-        service(owner),
-        disruption_budget(owner),
-        network_policy(owner),
-        config_map(owner, spec, revision),
-        *(lane(owner, index, stages, stages, template) for index, template in enumerate(templates)),
-    ]
+    """What `medha render` prints for it."""
+    document = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": {"name": "llama"},
+        "spec": REPLICA,
+    }
+    return list(rendered(document, "serving", "7f0c7c0e-0000-4000-8000-000000000000", OperatorSettings()))
 
 
 @pytest.fixture(scope="session")

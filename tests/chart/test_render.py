@@ -254,7 +254,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"podSecurityContext": {"runAsNonRoot": False}},
         "podSecurityContext/runAsNonRoot",
     ),
-    "pods that may run as root": ({"podSecurityContext": {"runAsNonRoot": None}}, "missing property 'runAsNonRoot'"),
+    "pods that may run as root": (
+        {"podSecurityContext": {"runAsNonRoot": None}},
+        "missing property 'runAsNonRoot'",
+    ),
     "a digest that is none": ({"router": {"image": {"digest": "latest"}}}, "router/image/digest"),
     "a route to no Gateway": ({"router": {"httpRoute": {"enabled": True}}}, "name at least one Gateway"),
     "text for a number": ({"operator": {"concurrentReplicas": "many"}}, "operator/concurrentReplicas"),
