@@ -53,7 +53,7 @@ types: $(STAMP)
 	@.ci/row types $(BIN)/mypy
 imports: $(STAMP)
 	@.ci/row imports $(BIN)/lint-imports
-tests: $(STAMP) binaries
+tests: $(STAMP) binaries images
 	@.ci/row tests $(BIN)/python -m pytest
 
 .PHONY: test-long
@@ -66,6 +66,12 @@ binaries: $(STAMP) # of the clusters that tests start: minutes where nothing is 
 .PHONY: binaries-early
 binaries-early: # the same with no environment yet
 	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py
+
+.PHONY: images images-early
+images: $(STAMP) ## build the container images without a registry (Debian's buildah); prints the archives
+	@.ci/row images $(BIN)/python tests/cluster/images.py
+images-early: # the same with no environment yet
+	@nice -n 10 "$(PYTHON)" tests/cluster/images.py >/dev/null
 
 SHAPE ?= one-node
 .PHONY: cluster

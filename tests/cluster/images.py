@@ -41,6 +41,8 @@ _BASE = (  # options of mmdebstrap: as little as Python needs, and no trace of w
 )
 _PROGRAMS = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "unshare": "util-linux"}
 _KEPT_ARCHIVES = 3
+_KEPT_LAYERS = 400
+"""Beyond, the store begins anew; a build after a change of code leaves about thirty, of a few megabytes."""
 
 
 class CannotBuild(Exception):
@@ -98,6 +100,8 @@ class _Builder:
         self._log.write_text("", encoding="utf-8")
         self._store = ["--root", str(folder / "store"), "--runroot", str(scratch / "run")]
         self._buildah("rm", "--all")  # what a build that was killed has left
+        if len(self._buildah("images", "--all", "--quiet").split()) > _KEPT_LAYERS:
+            self._buildah("rmi", "--all", "--force")
 
     def build(self, target: str, archive: Path, *, torch: str) -> None:
         base = self._base()
