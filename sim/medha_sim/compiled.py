@@ -18,8 +18,8 @@ from medha.errors import PartFailed
 
 MODULES = (
     *(f"medha/{name}.py" for name in (
-        "admission", "alike", "attention", "blocks", "candidates", "engine", "filling", "guarded", "intake", "lanes", "packer",
-        "policy", "pools", "predictor", "prefill", "prefix", "request", "roster", "shards", "slo", "urgency",
+        "admission", "alike", "attention", "blocks", "candidates", "engine", "filling", "guarded", "intake", "lane_replica",
+        "lanes", "packer", "policy", "pools", "predictor", "prefill", "prefix", "request", "roster", "shards", "slo", "urgency",
     )),
     *(f"medha_sim/{name}.py" for name in ("driver", "executor", "records")),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from medha.api import SchedulingSpec, ServiceClass
 from medha.blocks import BlockLedger
 from medha.config import ReplicaConfig
 from medha.engine import ReplicaController
+from medha.lane_replica import LaneReplica
 from medha.messages import (
     Admit,
     Cancel,
@@ -34,7 +35,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.pools import LaneReplica
 from medha.prefix import HASH_CHARACTERS, PrefixHasher
 from medha.topology import Topology
 

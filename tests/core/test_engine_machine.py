@@ -20,6 +20,7 @@ from medha.blocks import BlockLedger
 from medha.config import ReplicaConfig
 from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
 from medha.engine import ReplicaController
+from medha.lane_replica import LaneReplica
 from medha.messages import (
     Admit,
     Cancel,
@@ -37,7 +38,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.pools import LaneReplica
 from medha.topology import Topology
 
 PROFILE = StepProfile(0.001, 0.0001, 1e-8, 0.0001)

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from medha.blocks import BlockLedger
+from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Grow, Sampling
-from medha.pools import KvPools, LaneReplica, Placed
+from medha.pools import KvPools, Placed
 from medha.prefix import HASH_CHARACTERS, PrefixHasher, hash_at
 
 Content = tuple[int, ...]

@@ -30,8 +30,8 @@ from torch import Tensor
 from medha.blocks import BlockCopy, BlockLedger
 from medha.context_parallel import OWNER
 from medha.errors import PartFailed, WireInvalid
+from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Done, EntryFailed, Extent, FailureReason, Sample, Step, StepEntry, Tokens
-from medha.pools import LaneReplica
 from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache

@@ -1,0 +1,80 @@
+"""A rank's part of KV: the ledger of its lane, which replays what `medha.pools` decided.
+
+A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane. It needs no
+token ids, no hashes and no rule of eviction, so it cannot come to other conclusions than the controller; `state_hash` of
+the ledgers shows whether it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from medha.blocks import BlockCopy, BlockLedger
+from medha.messages import Admit, BlockRun, Grow, Publish
+from medha.shards import Segment, ShardMap
+
+
+class LaneReplica:
+    """A rank's ledger of its lane, which replays what `KvPools` decided.
+
+    Each call applies one part of a `Step`, in the order that it names: publishes, releases, grows, admits.
+    """
+
+    def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
+        self.ledger = ledger
+        self.lane = lane
+        self._shards: dict[str, ShardMap] = {}
+
+    def shards(self, sequence: str) -> ShardMap:
+        return self._shards[sequence]
+
+    def publish(self, publishes: Iterable[Publish]) -> None:
+        for publish in publishes:
+            if publish.lane == self.lane:
+                self.ledger.remember(publish.id, publish.start, publish.count)
+
+    def release(self, sequence: str) -> None:
+        """Sequences that hold nothing on this lane are ignored."""
+        if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
+            self.ledger.release(sequence)
+
+    def grow(self, grow: Grow) -> bool:
+        """False if no KV is left, which means that the ledgers have parted."""
+        self._evict(grow.evicts)
+        shards = self._shards[grow.id]
+        if grow.segments:
+            kept = [segment for segment in shards.segments if segment.start < grow.segments[0].start]
+            shards = ShardMap((*kept, *grow.segments), shards.version + 1)
+        elif grow.reserved_tokens > shards.tokens:
+            shards = ShardMap((Segment(shards.owner, 0, grow.reserved_tokens),), shards.version + 1)
+        self._shards[grow.id] = shards
+        tokens = shards.tokens_on(self.lane)
+        if grow.id in self.ledger:
+            return self.ledger.grow(grow.id, tokens)
+        return tokens == 0 or self.ledger.reserve(grow.id, tokens)
+
+    def admit(self, admit: Admit) -> list[BlockCopy] | None:
+        """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
+        self._evict(admit.evicts)
+        shards = ShardMap(admit.segments or (Segment(0, 0, admit.reserved_tokens),))
+        self._shards[admit.id] = shards
+        tokens = shards.tokens_on(self.lane)
+        if tokens == 0:
+            return []
+        if admit.fork_of is not None:
+            shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
+            return fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
+        cached = [(run.first, run.count) for run in admit.cached if run.lane == self.lane]
+        return [] if self.ledger.reserve(admit.id, tokens, cached) else None
+
+    def _evict(self, runs: Iterable[BlockRun]) -> None:
+        self.ledger.evict((run.first, run.count) for run in runs if run.lane == self.lane)
+
+
+def fork_on(
+    ledger: BlockLedger, parent: str, child: str, shared_tokens: int, tokens: int
+) -> list[BlockCopy] | None:
+    """Fork on one lane, where the parent may hold nothing that is shared."""
+    if shared_tokens == 0:
+        return [] if ledger.reserve(child, tokens) else None
+    return ledger.fork(parent, child, shared_tokens, tokens)
