@@ -59,10 +59,18 @@ EVERYTHING: dict[str, Any] = {
     },
 }
 
+WITHIN_NAMESPACES: dict[str, Any] = {
+    "crds": {"install": False},
+    "rbac": {"nodes": False, "aggregate": False},
+    "operator": {"namespaces": ["team-a"]},
+}
+"""What somebody may install who has no rights in the cluster as a whole."""
+
 TABLE: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": EVERYTHING,
     "two namespaces": {"operator": {"namespaces": ["team-a", "team-b"]}},
+    "within namespaces": WITHIN_NAMESPACES,
     "operator alone": {"router": {"enabled": False}},
     "router alone": {"operator": {"enabled": False}, "crds": {"install": False}},
     "nothing but definitions": {"operator": {"enabled": False}, "router": {"enabled": False}},

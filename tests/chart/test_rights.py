@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from chart.helm import NAMESPACE, Helm, Manifest
-from chart.tables import EVERYTHING, TABLE
+from chart.tables import EVERYTHING, TABLE, WITHIN_NAMESPACES
 from medha_operator.rights import cluster_rules, gang_rules, lease_rules, namespaced_rules, router_rules
 from medha_operator.settings import OperatorSettings, RouterSite
 
@@ -94,6 +94,15 @@ def test_no_right_is_a_wildcard_and_none_reads_secrets_at_large(helm: Helm, name
         if resource == "secrets":
             assert verb == "create" or (verb == "get" and only != "*" and namespace != EVERYWHERE)
         assert resource not in ("pods/exec", "serviceaccounts", "roles", "clusterroles", "rolebindings")
+
+
+def test_it_can_be_installed_without_any_right_in_the_cluster_as_a_whole(helm: Helm) -> None:
+    manifests = helm.render(**WITHIN_NAMESPACES)
+    assert all("namespace" in manifest["metadata"] for manifest in manifests)
+    places = {namespace for namespace, *_ in granted(manifests)}
+    assert places == {"team-a", NAMESPACE}
+    lacking = granted(helm.render(operator={"namespaces": ["team-a"]})) - granted(manifests)
+    assert lacking == flat(EVERYWHERE, cluster_rules())
 
 
 def test_without_roles_of_ours_nothing_is_granted(helm: Helm) -> None:
