@@ -47,6 +47,7 @@ def accepting(bare_plane: ControlPlane) -> ControlPlane:
     """The API server, knowing Prometheus' and the Gateway API's resources, with the namespaces of the table."""
     for file in definitions():
         bare_plane.kubectl("apply", "--server-side", "-f", str(file))
+    bare_plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
     for name in ("team-a", "team-b", "elsewhere", NAMESPACE):
         bare_plane.kubectl("create", "namespace", name)
     bare_plane.kubectl("create", "serviceaccount", "default", "-n", NAMESPACE)  # no controller makes it
