@@ -162,7 +162,7 @@ class Cluster:
         try:
             return await self._write("POST", _collection(manifest), manifest)
         except ApiError as error:
-            if error.status == 409:
+            if error.reason == "AlreadyExists":  # unlike a conflict over a quota, which is a 409, too
                 return None
             raise
 

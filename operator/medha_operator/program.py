@@ -84,7 +84,10 @@ class Program:
                     tasks.create_task(reflector.run())
                 for reflector in reflectors:
                     await reflector.is_synced.wait()
+                _log.info("has a view of everything and waits for the lease")
                 await lease.acquire()
+                # A watch may lag behind what the holder before us has seen and done; a list after it cannot.
+                await asyncio.gather(*(reflector.catch_up() for reflector in reflectors))
                 telemetry.leads()
                 for router in self._settings.routers:
                     self._queue.add(Key(ROUTER.name, router.namespace, router.name))

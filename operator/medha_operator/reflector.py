@@ -48,8 +48,7 @@ class Reflector:
         failures = 0
         while True:
             try:
-                documents, version = await self._cluster.list(self._kind, self._namespace, self._selector)
-                self._store.replace(documents, version, self._namespace)
+                version = await self.refresh()
                 self.is_synced.set()
                 failures = 0
                 await self._follow(version)
@@ -65,6 +64,29 @@ class Reflector:
                     _log.warning("%s: %s; listed again in %g s", self._kind.plural, error, pause)
                     failures += 1
                     await asyncio.sleep(pause)
+
+    async def refresh(self) -> str:
+        """List now, whatever the watch is at; returns the version of the list.
+
+        Raises:
+            ApiError: the list was refused or not answered.
+        """
+        documents, version = await self._cluster.list(self._kind, self._namespace, self._selector)
+        self._store.replace(documents, version, self._namespace)
+        return version
+
+    async def catch_up(self) -> None:
+        """See everything that has happened until now; an optional kind may stay unknown."""
+        while True:
+            try:
+                await self.refresh()
+            except ApiError as error:
+                if self._is_optional and error.status in (403, 404):
+                    return
+                _log.warning("%s: %s", self._kind.plural, error)
+                await asyncio.sleep(_BACKOFF_SECONDS[0])
+            else:
+                return
 
     async def _follow(self, version: str) -> None:
         """Watch until the next list is due; a watch that ends before goes on where it ended."""

@@ -41,6 +41,7 @@ class Store:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._groups: dict[Key, dict[tuple[str, str], Entry]] = {}
         self._version = 0  # up to which the list and the watch have told everything
+        self._listed: dict[str | None, int] = {}  # versions of the last lists, by namespace; None is all
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -61,7 +62,8 @@ class Store:
     def replace(self, documents: Iterable[Document], version: str, namespace: str | None) -> None:
         """Take a whole list: what is not in it is gone, unless it was written after the list was made."""
         listed = {_name(document): document for document in documents}
-        self._version = max(self._version, int(version)) if namespace is not None else int(version)
+        self._version = max(self._version, int(version))
+        self._listed[namespace] = int(version)
         for name, entry in list(self._entries.items()):
             is_listed = name in listed or (namespace is not None and name[0] != namespace)
             if not is_listed and entry.version <= int(version):
@@ -70,12 +72,14 @@ class Store:
             self._put(name, self._read(document))
 
     def see(self, event: str, document: Document) -> None:
-        """Take an event of the watch."""
+        """Take an event of the watch. One that the last list knew comes too late."""
         version = int(document["metadata"]["resourceVersion"])
         self._version = max(self._version, version)
         if event == "BOOKMARK":
             return
         name = _name(document)
+        if version <= max(self._listed.get(name[0], 0), self._listed.get(None, 0)):
+            return
         if event != "DELETED":
             self._put(name, self._read(document))
         elif name in self._entries and self._entries[name].version <= version:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from campaign.faults import HeldWrite
+from campaign.faults import HeldEvents, HeldWrite
 from campaign.oracle import wrong
 from campaign.proxy import FaultyProxy
-from cluster.api import Api, PlayedKubelets, eventually
+from cluster.api import Api, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
 from cluster.test_operator import ready, replica
-from medha_operator.kinds import LEASE, REPLICA
+from medha_operator.kinds import LEASE, POD, REPLICA
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,31 @@ def test_what_a_stopped_holder_still_had_to_write_does_not_survive(
                 assert ready(api, "r", home)["status"]["revision"] == after["status"]["revision"]
         writes = [call for call in proxy.record.writes if not call.is_event]
         assert writes[-1] is held.call  # nothing was sent after it
+
+
+def test_who_takes_over_acts_on_what_the_one_before_has_seen(
+    controlled: ControlPlane, api: Api, home: str, tmp_path: Path
+) -> None:
+    """The second one's watch has not told it that the replica was suspended: it must not start its pods again."""
+    settings: dict[str, Any] = {"namespaces": [home], "lease_namespace": home, "lease_seconds": 3.0}
+    with FaultyProxy(controlled) as proxy, PlayedKubelets(api):
+        proxy.begin(HeldEvents())
+        with operator(tmp_path, controlled.kubeconfig, "first", **settings) as first:
+            api.apply(replica("r", home))
+            ready(api, "r", home)
+            with operator(tmp_path, proxy.kubeconfig(tmp_path), "second", **settings) as second:
+                eventually(lambda: "waits for the lease" in second.said())
+                api.apply(replica("r", home, suspend=True))
+                eventually(
+                    lambda: api.get(REPLICA, "r", home),
+                    lambda seen: condition(seen) == ("False", "Suspended"),
+                )
+                eventually(lambda: api.list(POD, home), lambda seen: not seen)
+                first.kill()
+                eventually(lambda: "holds the lease" in second.said())
+                time.sleep(1.0)  # in which it would do harm
+                assert api.list(POD, home) == []
+                assert [call.path for call in proxy.record.writes if "/statefulsets/" in call.path] == []
 
 
 def test_a_new_replica_costs_a_call_for_each_child_and_two_more(plane: ControlPlane, tmp_path: Path) -> None:

@@ -70,6 +70,12 @@ def test_a_list_ends_what_is_not_in_it_and_keeps_what_was_written_after_it(pods:
     assert sorted(entry.document.name for entry in pods.of(REPLICA)) == ["new", "r-l0-0"]
 
 
+def test_events_that_come_after_a_list_that_knew_them_change_nothing(pods: Store) -> None:
+    pods.replace([], "10", None)  # the pod was made and deleted before
+    pods.see("ADDED", pod(5))
+    assert pods.of(REPLICA) == []
+
+
 def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
     pods.see("ADDED", pod(5))
     pods.replace([], "10", "elsewhere")

@@ -1,0 +1,40 @@
+"""What answers of the API server mean."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from medha_operator.cluster import ApiError, Cluster
+
+SECRET = {"kind": "Secret", "metadata": {"name": "r-keys", "namespace": "default"}}
+
+
+class _Configuration:
+    host = "http://nowhere"
+
+
+def creating(reason: str, status: int) -> Any:
+    """What comes of creating a Secret when the API server refuses it so."""
+
+    class Refusing(Cluster):
+        async def _call(self, *_: Any, **__: Any) -> dict[str, Any]:
+            raise ApiError(status, reason, "as the test asks")
+
+    async def create() -> Any:
+        cluster = Refusing(cast(Any, None), cast(Any, _Configuration()), lambda _: True, lambda _: None, 4.0)
+        return await cluster.create(SECRET)
+
+    return asyncio.run(create())
+
+
+def test_an_object_that_is_there_need_not_be_made() -> None:
+    assert creating("AlreadyExists", 409) is None
+
+
+def test_a_conflict_over_something_else_does_not_mean_that_the_object_is_there() -> None:
+    """A quota's own update may conflict: the campaign found a Secret that was taken for made (resize/answers/5)."""
+    with pytest.raises(ApiError, match="Conflict"):
+        creating("Conflict", 409)
