@@ -14,6 +14,8 @@ from chart.helm import CHART, NAMESPACE, Helm, HelmFailed
 from chart.tables import EVERYTHING, TABLE
 from cluster.control_plane import ControlPlane
 
+pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions
+
 REPLICA = json.dumps(
     {
         "apiVersion": "medha.dev/v1alpha1",

@@ -18,7 +18,10 @@ from chart.tables import WITHIN_NAMESPACES
 from cluster.api import eventually
 from cluster.control_plane import ControlPlane, free_port
 
+pytestmark = pytest.mark.timeout(300)  # it starts an API server, where none of its neighbours has before
+
 NAME = "medha-operator"
+PATIENCE_SECONDS = 90.0
 
 
 def replica(name: str, namespace: str) -> str:
@@ -89,8 +92,14 @@ def test_it_makes_replicas_and_routers_keys_with_the_charts_rights(
     with operator_of(helm.render(**values), accepting, tmp_path) as log:
         for namespace in ("team-a", "team-b"):
             accepting.kubectl("apply", "-f", "-", stdin=replica(name, namespace))
-        eventually(lambda: names("statefulset", "team-a"), lambda found: f"{name}-l0" in found)
-        eventually(lambda: names("secret", NAMESPACE), lambda found: "medha-router-keys" in found)
+        eventually(
+            lambda: names("statefulset", "team-a"), lambda found: f"{name}-l0" in found, PATIENCE_SECONDS
+        )
+        eventually(
+            lambda: names("secret", NAMESPACE),
+            lambda found: "medha-router-enrolment" in found,
+            PATIENCE_SECONDS,
+        )
         enrolment = accepting.kubectl(
             "get", "secret", "medha-router-enrolment", "-n", NAMESPACE, "-o", "json"
         )
@@ -99,7 +108,7 @@ def test_it_makes_replicas_and_routers_keys_with_the_charts_rights(
         assert owner["uid"] == json.loads(deployment)["metadata"]["uid"]
         elsewhere = names("statefulset", "team-b")
         if name == "everywhere":
-            elsewhere = eventually(lambda: names("statefulset", "team-b"), bool)
+            elsewhere = eventually(lambda: names("statefulset", "team-b"), bool, PATIENCE_SECONDS)
         assert (f"{name}-l0" in elsewhere) is (name == "everywhere")
     said = log.read_text(encoding="utf-8", errors="replace")
     refused = [line for line in said.splitlines() if "forbidden" in line.lower()]
