@@ -54,6 +54,7 @@ CONNECTIONS = 32
 STAGES, LANES = 4, 2
 PODS = STAGES * LANES
 NODES, GPUS = 150, 64
+LEASE_SECONDS = 15.0
 LEAST_RATIO = 0.6
 MOST_FURTHER_CALLS = 2
 """Beyond one call for each object of a replica."""
@@ -163,12 +164,13 @@ class Watched:
     """An operator's process and its metrics."""
 
     def __init__(self, running: Operator) -> None:
-        self._port = running.metrics_port
+        self._running = running
         self._process = psutil.Process(running.process.pid)
 
     def metrics(self) -> dict[str, float]:
         """Sums over labels; a histogram's buckets apart, as `name_bucket <=`."""
-        url = f"http://127.0.0.1:{self._port}/metrics"
+        assert self._running.process.poll() is None, self._running.said()[-2000:]
+        url = f"http://127.0.0.1:{self._running.metrics_port}/metrics"
         try:
             with urllib.request.urlopen(url, timeout=30) as answer:
                 text = answer.read().decode()
@@ -251,7 +253,7 @@ def one_turn(plane: ControlPlane, api: Api, folder: Path, count: int, turn: int)
     send(plane, [creation(document) for document in replicas(mine, count)])
     objects, further = planned(api.list(REPLICA, mine)[0])
     expected = count * (len(objects) + len(further))
-    with operator(folder, plane.kubeconfig, f"op-{count}-{turn}", lease_seconds=15.0) as running:
+    with operator(folder, plane.kubeconfig, f"op-{count}-{turn}", lease_seconds=LEASE_SECONDS) as running:
         watched = Watched(running)
         wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.01)
         began, cpu = time.monotonic(), watched.cpu_seconds()
@@ -323,7 +325,11 @@ def ready_by_kubectl(folder: Path, count: int) -> float:
 
 
 def ready_by_operator(folder: Path, count: int) -> Row:
-    with plane_with_nodes(folder) as plane, Api(plane) as api, operator(folder, plane.kubeconfig) as running:
+    with (
+        plane_with_nodes(folder) as plane,
+        Api(plane) as api,
+        operator(folder, plane.kubeconfig, lease_seconds=LEASE_SECONDS) as running,
+    ):
         watched = Watched(running)
         wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
         cpu, resident = watched.cpu_seconds(), watched.resident_bytes()
