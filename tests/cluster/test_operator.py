@@ -28,6 +28,8 @@ from medha_operator.render import (
 from medha_operator.revision import begin
 from medha_operator.settings import OperatorSettings
 
+pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
+
 GRID: Document = {
     "model": {"name": "m", "source": {"path": "checkpoint"}},
     "parallelism": {"tensor": 1, "stream": 2, "kv": 2},
@@ -283,3 +285,17 @@ def test_metrics_tell_of_looks_resources_and_readiness(running: Operator, api: A
     assert "medha_operator_leading 1.0" in text
     condition = 'condition="Ready",kind="MedhaReplica",reason="Serving",status="True"'
     assert f"medha_operator_resources{{{condition}}}" in text
+
+
+def test_a_status_leaves_labels_and_annotations_to_those_who_own_them(
+    api: Api, running: Operator, home: str
+) -> None:
+    document = replica("r", home)
+    labelled = {"labels": {"team": "search"}, "annotations": {"example.com/note": "a"}}
+    api.apply(document | {"metadata": document["metadata"] | labelled})
+    found = ready(api, "r", home)
+    assert found["metadata"]["labels"] == {"team": "search"}
+    api.apply(document)
+    found = ready(api, "r", home)
+    assert not found["metadata"].get("labels")
+    assert not found["metadata"].get("annotations")

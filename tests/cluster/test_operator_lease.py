@@ -19,6 +19,8 @@ from cluster.operator_process import operator
 from cluster.test_operator import ready, replica
 from medha_operator.kinds import LEASE, POD, REPLICA
 
+pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
+
 
 @pytest.fixture(scope="module")
 def api(controlled: ControlPlane) -> Iterator[Api]:
