@@ -113,7 +113,7 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         is_deleting="deletionTimestamp" in metadata,
         ready_since=_since(ready) if is_told and _is(ready, "True") else None,
         unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
-        waits_to_drain=drains and granted != gang,
+        waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
         trouble=(ready["reason"], ready.get("message", "")) if ready and is_told else ("Starting", ""),
         is_stalled=is_told and _is(conditions.get("Stalled"), "True"),

@@ -166,8 +166,8 @@ class Cluster:
                 return None
             raise
 
-    async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> None:
-        """Delete the object if it is still the one with this UID and resourceVersion; gone is well, too."""
+    async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> bool:
+        """Delete the object if it is still the one with this UID and resourceVersion; whether there was one."""
         options: Document = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -179,18 +179,20 @@ class Cluster:
         try:
             await self._write("DELETE", KINDS[key.kind].path(key.namespace, key.name), options)
         except ApiError as error:
-            if error.status != 404:
-                raise
+            if error.status == 404:
+                return False
+            raise
+        return True
 
-    async def write_status(self, key: Key, version: str, status: Document) -> Document:
-        """Replace the status of one of our resources, if it is still at `version`."""
+    async def write_status(self, key: Key, metadata: Document, status: Document) -> Document:
+        """Replace the status of one of our resources, if it is still as its `metadata` says.
+
+        All of the metadata is sent back: the API server takes labels and annotations that a status leaves out from
+        those who own them, so that they could never again be removed by leaving them out of a manifest.
+        """
         kind = KINDS[key.kind]
-        document = {
-            "apiVersion": kind.api_version,
-            "kind": kind.name,
-            "metadata": {"name": key.name, "namespace": key.namespace, "resourceVersion": version},
-            "status": status,
-        }
+        kept = {name: value for name, value in metadata.items() if name != "managedFields"}
+        document = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": kept, "status": status}
         return await self._write("PUT", kind.path(key.namespace, key.name, "status"), document)
 
     async def tell(

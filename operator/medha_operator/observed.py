@@ -103,10 +103,10 @@ def pod_of(document: Object) -> Pod:
         is_deleting="deletionTimestamp" in metadata,
         is_failed=status.get("phase") in ("Failed", "Succeeded"),
         is_scheduled=_is_true(conditions.get("PodScheduled")),
-        is_started=bool(containers) and all(entry.get("started") for entry in containers),
+        is_started=bool(containers) and all(_has_started(entry) for entry in containers),
         is_ready=_is_true(conditions.get("Ready")),
         asks_restart=any(
-            _exit_code(entry) == ASKS_RESTART and not entry.get("started") for entry in containers
+            _exit_code(entry) == ASKS_RESTART and not _has_started(entry) for entry in containers
         ),
         trouble=_trouble(conditions.get("PodScheduled"), first, containers),
         is_fetching=any("running" in entry.get("state", {}) for entry in first),
@@ -127,6 +127,10 @@ def node_of(document: Object) -> Node:
         cordoned=bool(spec.get("unschedulable"))
         or any(taint["key"] in _EMPTIED_BY for taint in spec.get("taints", ())),
     )
+
+
+def _has_started(container: Object) -> bool:
+    return bool(container.get("started") or container.get("ready"))  # a container that is ready has started
 
 
 def _is_true(condition: Object | None) -> bool:

@@ -137,8 +137,7 @@ class Reconciler:
                     await self._cluster.delete(target, uid, version, is_forced=action.is_forced)
                 case SetStatus(status):
                     written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-                    version = metadata["resourceVersion"]
-                    self._index.offer(await self._cluster.write_status(key, version, written))
+                    self._index.offer(await self._cluster.write_status(key, metadata, written))
                     self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
                 case Tell():
                     await self._tell(key, resource, action)
