@@ -6,7 +6,6 @@ It is there until Ctrl-C; then nothing of it is.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import tempfile
@@ -46,6 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-cluster-")))
+        print(f"cluster: starting {wanted.shape} ...", file=sys.stderr)
         try:
             running = stack.enter_context(SHAPES[wanted.shape](folder, wanted.image))
             plane = running.plane if isinstance(running, Cluster) else running
@@ -54,10 +54,13 @@ def main(arguments: Sequence[str]) -> int:
         except (CannotBuild, CannotRun, NotStarted) as error:
             print(f"cluster: {error}", file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            return 130
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, end)
         print(f"export KUBECONFIG={plane.kubeconfig}")
-        print(f"export PATH={plane.programs['kubectl'].parent}:$PATH  # kubectl {os.linesep}", end="")
+        folders = {str(plane.programs[name].parent) for name in ("kubectl", "helm") if name in plane.programs}
+        print(f"export PATH={':'.join(sorted(folders))}:$PATH")
         print("# Ctrl-C here ends everything.", flush=True)
         asked_to_end.wait()
     return 0
