@@ -8,8 +8,8 @@ query heads that share it are rows) against a run of that sequence's keys. It go
    memory), and the weights times V are added to the rows' sums.
 
 Softmax does not change when a constant is taken from a row's scores, so no running maximum is kept: the constant
-is 0 where the first tile's scores are small, else their maximum. Should a later score be so far above it that the
-sum overflows, the task starts again with the true maximum. Exponentials are powers of two: queries are scaled by
+is 0 where the first tile's scores are small, else somewhat above their maximum. Should a later score be so far above it
+that the sum overflows, the task starts again with the true maximum. Exponentials are powers of two: queries are scaled by
 log2 e.
 """
 
@@ -32,7 +32,10 @@ _MOST_DIRECT_HEAD_DIM = 256
 _KEYS_AHEAD = 2 * TILE_KEYS
 _CACHE_LINE_FLOATS = 16
 
-# While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
+# While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant. Else the constant is
+# so far above it: a lower weight than 2^-104 becomes that, which is then 2^-47 of the maximum's, and a later score may be
+# 2^156 times as large. With less room, lanes whose part of a text begins with nothing that a row looks for start again
+# often.
 _SMALL = 57.0
 _LARGE = 1e30
 
@@ -369,10 +372,9 @@ class _Emitter:
             largest = code.one(part["constants"], loop.index)
             above = code.fcmp_ordered(">", largest, ir.Constant(FLOAT, -_SMALL))
             small = code.and_(above, code.fcmp_ordered("<", largest, ir.Constant(FLOAT, _SMALL)))
-            is_zero = code.and_(small, code.not_(measure_all))
-            code.put_one(
-                code.select(is_zero, ir.Constant(FLOAT, 0.0), largest), part["constants"], loop.index
-            )
+            above_largest = code.fadd(largest, ir.Constant(FLOAT, _SMALL))
+            chosen = code.select(small, ir.Constant(FLOAT, 0.0), above_largest)
+            code.put_one(code.select(measure_all, largest, chosen), part["constants"], loop.index)
 
         # All keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
         with code.counting(key_start, key_stop, TILE_KEYS) as tile:
