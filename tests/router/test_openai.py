@@ -310,7 +310,7 @@ def test_an_error_after_the_stream_began_is_one_event_and_then_done(
         response.read()
     *_, last = events(response)
     assert last["error"]["message"] == "no room"
-    assert last["error"]["code"] == "internal_error"
+    assert last["error"]["code"] == "out_of_memory"
 
 
 def test_a_stream_goes_on_where_it_was_when_the_replica_meets_a_new_epoch(

@@ -122,6 +122,7 @@ class Stage:
         self.endpoints, self.keys = endpoints, keys
         self.open_router()
         self.settings = folder / "settings.json"
+        self.log: str | None = None
         if start:
             self.start()
         rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
@@ -208,8 +209,11 @@ class Stage:
         raise AssertionError(f"no {kind.__name__}; the controller says: {self.kill()}")
 
     def kill(self) -> str:
+        """End the controller; what it has said, which is read once."""
         self.process.kill()
-        return self.process.communicate()[1]
+        if self.log is None:
+            self.log = self.process.communicate()[1]
+        return self.log
 
     def close(self) -> None:
         self.kill()

@@ -80,5 +80,5 @@ def test_the_directory_is_among_the_users_caches(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernel_directory() == tmp_path / "medha" / "kernels"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    assert kernel_directory() == Path("/home/somebody/.cache/medha/kernels")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert kernel_directory() == tmp_path / ".cache" / "medha" / "kernels"
