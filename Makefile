@@ -78,13 +78,16 @@ SHAPE ?= one-node
 cluster: $(STAMP) ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes
 	@PYTHONPATH=tests exec $(BIN)/python -m cluster --shape $(SHAPE) $(if $(KWOK),--kwok $(KWOK))
 
-MODE ?= full
 .PHONY: campaign
-campaign: $(STAMP) ## simulate the papers' claims, resumable, 90 minutes on two cores; MODE=quick takes two
+campaign: simulations faults ## both campaigns: the papers' claims simulated, and the operator under faults; each resumes where it was
+
+MODE ?= full
+.PHONY: simulations
+simulations: $(STAMP) ## simulate the papers' claims and write docs/reproduction.md, 90 minutes on two cores; MODE=quick takes two
 	@$(BIN)/python benchmarks/campaign.py --mode $(MODE)
 
 .PHONY: faults
-faults: $(STAMP) ## kill the operator at every write, show it the past, and more, on a real API server; resumes; hours
+faults: $(STAMP) ## kill the operator at every write, show it the past, and more, on a real API server; ARGS=--quick takes minutes
 	@PYTHONPATH=tests $(BIN)/python -m campaign --json benchmarks/results/faults.json $(ARGS)
 
 .PHONY: format

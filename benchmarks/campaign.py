@@ -1,4 +1,4 @@
-"""`make campaign`: simulate what the papers claim and what `guarded` promises, and write docs/reproduction.md.
+"""`make simulations`: simulate what the papers claim and what `guarded` promises, and write docs/reproduction.md.
 
 After each run `benchmarks/results/campaign-<mode>-<sources>.json` is written; runs that it holds are not simulated again,
 so a campaign that was stopped, by Ctrl-C too, goes on where it was. `<sources>` is a digest of the code that a simulation

@@ -93,13 +93,13 @@ def page(campaign: dict[str, Any]) -> str:
         warning = (
             f"\n\n**This is a {mode} run**: windows of {scale.window_seconds:g} s, {scale.paper_seeds} seed"
             f"{'s' * (scale.paper_seeds > 1)}, {'a' if scale.band else 'no'} capacity band. It shows that everything "
-            "works; its simulated figures are noise beside those of `make campaign`."
+            "works; its simulated figures are noise beside those of `make simulations`."
         )
     elif shown["done"] < shown["planned"]:
         warning = "\n\nThe campaign ended before all runs were done; figures are of the seeds that were."
     parts = [
         _HEAD.format(
-            command="make campaign" if mode == "full" else f"make campaign MODE={mode}",
+            command="make simulations" if mode == "full" else f"make simulations MODE={mode}",
             file=campaign["file"],
             mode=mode,
             commit=campaign["commit"],
