@@ -21,6 +21,7 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 async def forward(listening: socket.socket, host: str, port: int) -> None:
     """Serve until the process is ended."""
+    carrying: set[asyncio.Task[None]] = set()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -34,7 +35,14 @@ async def forward(listening: socket.socket, host: str, port: int) -> None:
             far_writer.close()
             writer.close()
 
-    server = await asyncio.start_server(carry, sock=listening)
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(carry(reader, writer))
+        # Once the near side has said its last, the loop knows the task by weak references alone: it would be
+        # collected as garbage while the far side still thinks about its answer.
+        carrying.add(task)
+        task.add_done_callback(carrying.discard)
+
+    server = await asyncio.start_server(accept, sock=listening)
     await server.serve_forever()
 
 
