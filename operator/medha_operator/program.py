@@ -93,7 +93,7 @@ class Program:
                     self._queue.add(Key(ROUTER.name, router.namespace, router.name))
                 for _ in range(self._settings.concurrent_replicas):
                     tasks.create_task(self._work(reconciler))
-                tasks.create_task(self._resync())
+                tasks.create_task(self._resync(reconciler))
                 await lease.keep()
         finally:
             self._queue.close()
@@ -118,11 +118,11 @@ class Program:
             for namespace in namespaces
         ]
 
-    async def _resync(self) -> None:
+    async def _resync(self, reconciler: Reconciler) -> None:
         """Look at everything once in a while, though nothing was heard of it, with no memory of what was made."""
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
-            self.index.secrets.clear()
+            reconciler.forget()
             for kind in (DEPLOYMENT, REPLICA):
                 for key, _ in self.index.resources(kind):
                     self._queue.add(key)

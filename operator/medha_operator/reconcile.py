@@ -16,7 +16,7 @@ from medha_operator.conditions import refuse, stamped
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
-from medha_operator.kinds import DEPLOYMENT, REPLICA, ROUTER, SECRET, Key
+from medha_operator.kinds import DEPLOYMENT, KINDS, REPLICA, ROUTER, SECRET, Key
 from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.render import Manifest, Owner
 from medha_operator.settings import OperatorSettings
@@ -62,6 +62,7 @@ class Reconciler:
         self._holder = holder
         self._now = now
         self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
+        self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
 
     async def look(self, key: Key) -> Look:
         """Look at `key` once.
@@ -87,6 +88,12 @@ class Reconciler:
                 await self._refused(key, resource, ROUTER_NOT_FOUND, str(error))
             raise
         return Look(writes, planned.again_seconds)
+
+    def forget(self) -> None:
+        """Take nothing for done any more because it was done once."""
+        self._applied.clear()
+        self._answers.clear()
+        self._index.secrets.clear()
 
     def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
         """What to do, and the resourceVersion of each object that it is based on."""
@@ -115,33 +122,54 @@ class Reconciler:
         versions: Versions,
     ) -> int:
         """Carry out `actions`; how many of them changed something."""
-        metadata, writes = resource["metadata"], 0
+        writes = 0
         for action in actions:
-            writes += not isinstance(action, Apply | Tell)
-            match action:
-                case CreateKeys(name):
-                    owner = Owner(key.name, key.namespace, metadata["uid"])
-                    await self._cluster.create(replica_keys(owner, name))
-                    self._index.secrets.setdefault(metadata["uid"], set()).add(name)
-                case CopyEnrolment(name, router, namespace):
-                    owner = Owner(key.name, key.namespace, metadata["uid"])
-                    await copy_enrolment(
-                        self._cluster, owner, name, Key(SECRET.name, namespace, f"{router}-enrolment")
-                    )
-                    self._index.secrets.setdefault(metadata["uid"], set()).add(name)
-                case Apply(manifest):
-                    writes += await self._apply(manifest, versions)
-                case Delete(kind, name, uid, version):
-                    _log.info("%s: deletes %s %s: %s", key, kind, name, action.reason)
-                    target = Key(kind, key.namespace, name)
-                    await self._cluster.delete(target, uid, version, is_forced=action.is_forced)
-                case SetStatus(status):
-                    written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-                    self._index.offer(await self._cluster.write_status(key, metadata, written))
-                    self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
-                case Tell():
-                    await self._tell(key, resource, action)
+            try:
+                writes += await self._do(key, resource, action, versions)
+            except ApiError as error:
+                if error.status in (404, 409):  # our view is old: the watch tells late, so ask
+                    await self._correct(_target(key, action))
+                raise
         return writes
+
+    async def _do(self, key: Key, resource: Document, action: Action, versions: Versions) -> bool:
+        """Carry out one action; whether it changed something."""
+        metadata = resource["metadata"]
+        match action:
+            case CreateKeys(name):
+                owner = Owner(key.name, key.namespace, metadata["uid"])
+                await self._cluster.create(replica_keys(owner, name))
+                self._index.secrets.setdefault(metadata["uid"], set()).add(name)
+            case CopyEnrolment(name, router, namespace):
+                owner = Owner(key.name, key.namespace, metadata["uid"])
+                await copy_enrolment(
+                    self._cluster, owner, name, Key(SECRET.name, namespace, f"{router}-enrolment")
+                )
+                self._index.secrets.setdefault(metadata["uid"], set()).add(name)
+            case Apply(manifest):
+                return await self._apply(manifest, versions)
+            case Delete(kind, name, uid, version):
+                _log.info("%s: deletes %s %s: %s", key, kind, name, action.reason)
+                target = Key(kind, key.namespace, name)
+                if not await self._cluster.delete(target, uid, version, is_forced=action.is_forced):
+                    await self._correct(target)
+                    return False
+            case SetStatus(status):
+                written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+                self._index.offer(await self._cluster.write_status(key, metadata, written))
+                self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
+            case Tell():
+                await self._tell(key, resource, action)
+                return False
+        return True
+
+    async def _correct(self, target: Key) -> None:
+        """Take into the store what the API server has of an object now."""
+        store = self._index.stores.get(target.kind)
+        if store is not None:
+            seen = store.entry(target.namespace, target.name)
+            found = await self._cluster.get(KINDS[target.kind], target.namespace, target.name)
+            store.correct(target.namespace, target.name, seen, found)
 
     async def _apply(self, manifest: Manifest, versions: Versions) -> bool:
         """Apply, unless that was done before and nothing has changed since; whether it changed anything.
@@ -150,25 +178,19 @@ class Reconciler:
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
         key, store = Key(kind, metadata["namespace"], metadata["name"]), self._index.stores.get(kind)
-        if (
-            store is not None
-            and key in self._applied
-            and self._applied[key]
-            == (
-                manifest,
-                store.facts(key.namespace, key.name),
-            )
-        ):
+        there = None if store is None else store.facts(key.namespace, key.name)
+        if there is not None and self._applied.get(key) == (manifest, there):
             return False
         version = versions.get((kind, key.name))
         written = await self._cluster.apply(manifest, version)
         self._index.offer(written)
-        if written["metadata"]["resourceVersion"] != version:
-            self._applied.pop(key, None)
-            return True
-        if store is not None:
+        answer = written["metadata"]["resourceVersion"]
+        is_changed = answer not in (version, self._answers.get(key))
+        self._answers[key] = answer
+        self._applied.pop(key, None)
+        if store is not None and not is_changed:
             self._applied[key] = (manifest, store.facts(key.namespace, key.name))
-        return False
+        return is_changed
 
     async def _refused(self, key: Key, resource: Document, reason: str, message: str) -> None:
         """What the API server refuses, or what is missing, stands in the status until it does not: the look ends before its own status."""
@@ -199,3 +221,14 @@ class Reconciler:
             )
         except ApiError as error:
             _log.warning("%s: the event %s was not written: %s", key, told.reason, error)
+
+
+def _target(key: Key, action: Action) -> Key:
+    """The object that an action writes."""
+    match action:
+        case Apply(manifest):
+            return Key(manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"])
+        case Delete(kind, name):
+            return Key(kind, key.namespace, name)
+        case _:
+            return key

@@ -52,7 +52,7 @@ class Store:
 
     def facts(self, namespace: str, name: str) -> Any:
         """What matters of one object; None where there is none."""
-        entry = self._entries.get((namespace, name))
+        entry = self.entry(namespace, name)
         return None if entry is None else entry.facts
 
     def groups(self) -> list[Key]:
@@ -89,6 +89,22 @@ class Store:
         """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much."""
         if int(document["metadata"]["resourceVersion"]) > self._version:
             self._put(_name(document), self._read(document))
+
+    def entry(self, namespace: str, name: str) -> Entry | None:
+        """One object as last seen; None where there is none."""
+        return self._entries.get((namespace, name))
+
+    def correct(self, namespace: str, name: str, seen: Entry | None, document: Document | None) -> None:
+        """Take what the API server has of one object, None where there is none.
+
+        `seen` is what was known when it was asked for: where the watch has told of another one since, that stays.
+        """
+        if self.entry(namespace, name) is not seen:
+            return
+        if document is not None:
+            self._put((namespace, name), self._read(document))
+        elif seen is not None:
+            self._remove((namespace, name))
 
     def _put(self, name: tuple[str, str], entry: Entry) -> None:
         before = self._entries.get(name)

@@ -50,6 +50,9 @@ class Api:
             if method != "GET":
                 raise
             answer = self._client.request(method, path, content=content, params=query, headers=headers)
+        if answer.status_code == 429 and method == "GET":  # a definition's storage begins
+            time.sleep(1.0)
+            return self.call(method, path, body, **query)
         if answer.status_code >= 400:
             message = f"{method} {path}: {answer.status_code} {answer.text}"
             raise httpx.HTTPStatusError(message, request=answer.request, response=answer)

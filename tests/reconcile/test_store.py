@@ -82,6 +82,31 @@ def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
     assert len(pods.of(REPLICA)) == 1
 
 
+def test_what_the_api_server_says_of_an_object_corrects_what_the_watch_has_not_told(
+    pods: Store, told: list[Key]
+) -> None:
+    pods.see("ADDED", pod(5))
+    pods.see("ADDED", pod(9, name="other"))
+    told.clear()
+    pods.correct("default", "r-l0-0", pods.entry("default", "r-l0-0"), pod(7, phase="Failed"))
+    assert pods.facts("default", "r-l0-0").is_failed
+    pods.correct("default", "r-l0-0", pods.entry("default", "r-l0-0"), None)
+    assert pods.entry("default", "r-l0-0") is None
+    assert told == [REPLICA, REPLICA]
+
+
+def test_a_correction_that_comes_after_the_watch_changes_nothing(pods: Store) -> None:
+    pods.see("ADDED", pod(5))
+    seen = pods.entry("default", "r-l0-0")
+    pods.see("DELETED", pod(9))
+    pods.correct("default", "r-l0-0", seen, pod(8))  # asked for before, answered after
+    assert pods.of(REPLICA) == []
+    pods.see("ADDED", pod(12))
+    pods.correct("default", "r-l0-0", None, None)
+    pods.correct("default", "r-l0-0", seen, None)
+    assert [entry.version for entry in pods.of(REPLICA)] == [12]
+
+
 def test_a_change_that_matters_to_no_plan_asks_for_no_look(pods: Store, told: list[Key]) -> None:
     pods.see("ADDED", pod(5))
     told.clear()
