@@ -97,10 +97,11 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
     labels = metadata.get("labels", {})
     controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
     conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
-    is_told = _speaks_of_present_pods(document)
     ready, placed = conditions.get("Ready"), conditions.get("Scheduled")
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
+    is_going = drains and gang is None  # its pods are told to end, or have never all started
+    is_told = not is_going and _speaks_of_present_pods(document)
     return Child(
         index=index,
         document=document,

@@ -27,6 +27,7 @@ from medha_operator.gang import KINDS
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
+    OPEN_SINCE,
     Manifest,
     Owner,
     config_map,
@@ -49,6 +50,8 @@ from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
+EVICTION_SECONDS = 15.0
+"""How long evictors may take for a cordoned node: `kubectl drain` asks every 5 s, the cluster autoscaler every 10 s."""
 _GROUPS = tuple(kind for _, kind, _ in KINDS.values())
 
 
@@ -127,8 +130,9 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         return Plan(_status(observed, _refused(observed, "GangUnavailable", told, now)))
     owner = Owner(observed.name, observed.namespace, observed.uid)
     revision, actions = _revision(owner, spec, observed, settings)
-    actions += _objects(owner, spec, revision, observed)
-    replaced, status, again = _gang(observed, spec, revision.name, now)
+    open_since = _open_since(observed, now)
+    actions += _objects(owner, spec, revision, observed, open_since)
+    replaced, status, again = _gang(observed, spec, revision.name, open_since, now)
     status = _described(status, observed, spec, revision, owner, now)
     again = _soonest(again, _unsettled_seconds(status, spec, now))
     return Plan((*actions, *_status(observed, status), *replaced, *_history(observed, revision)), again)
@@ -152,13 +156,15 @@ def _revision(
     ]
 
 
-def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
+def _objects(
+    owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed, open_since: str | None
+) -> list[Action]:
     """Whatever is missing or differs, in the order in which it is needed; then what is too much."""
     stages = spec.parallelism.stream
     wanted = [
         service(owner),
         network_policy(owner),
-        disruption_budget(owner),
+        disruption_budget(owner, open_since),
         config_map(owner, spec, revision.name),
         *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
         *(
@@ -211,13 +217,16 @@ def _delete(kind: str, found: Any, reason: str) -> Delete:
 
 
 def _gang(
-    observed: Observed, spec: MedhaReplicaSpec, revision: str, now: float
+    observed: Observed, spec: MedhaReplicaSpec, revision: str, open_since: str | None, now: float
 ) -> tuple[list[Action], ReplicaStatus, float | None]:
     """Pods that must go, the gang's record after it, and when to look again.
 
     A gang is recorded once all of its members have started. It is broken when a member's object is gone, a younger pod
     has taken a member's place, a member has ended for good or asks for a restart. Then the others go too, once: at once
     the first time, later after a back-off. Members that have never all started are left alone.
+
+    From a cordoned node, evictors may take the pods for `EVICTION_SECONDS`, and only then we do: they ask again by a
+    pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
     """
     status, restart = observed.status, spec.lifecycle.restart
     actions, again = _from_lost_nodes(observed, restart, now)
@@ -232,7 +241,10 @@ def _gang(
         return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
     expected = spec.parallelism.stream * spec.parallelism.kv
     cordoned = on_cordoned_node(observed)
-    if cordoned is not None and may_drain(observed):
+    if cordoned is not None and open_since is not None:
+        left = seconds(open_since) + EVICTION_SECONDS - now
+        if left > 0:
+            return actions, status, _soonest(again, left)
         told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
         ending = _end(alive, "its node is being emptied")
         return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
@@ -250,6 +262,9 @@ def _gang(
     members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
     if not members:  # all are gone: those that come are the next gang
         return actions, status.model_copy(update=_NO_GANG), again
+    if _has_left_node(observed):
+        told = Tell("NodeCordoned", f"{broken} as a node is being emptied: the replica moves")
+        return [*actions, told, *_end(members, broken)], status.model_copy(update=_NO_GANG), again
     if status.restarted_member != status.newest_member:
         wait = _backoff_seconds(status, restart) - _since_restart(status, now)
         if wait > 0:
@@ -266,6 +281,28 @@ def _gang(
 
 
 _NO_GANG = {"newest_member": None}
+
+
+def _open_since(observed: Observed, now: float) -> str | None:
+    """Since when the budget lets the replica leave a cordoned node; None while there is none, or it must stay."""
+    if on_cordoned_node(observed) is None or not may_drain(observed):
+        return None
+    budget = observed.objects.get(("PodDisruptionBudget", observed.name), {})
+    since = str(budget.get("metadata", {}).get("annotations", {}).get(OPEN_SINCE, ""))
+    try:
+        return since if seconds(since) <= now else timestamp(now)
+    except ValueError:  # not open yet, or somebody has spoilt it
+        return timestamp(now)
+
+
+def _has_left_node(observed: Observed) -> bool:
+    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there."""
+    if not may_drain(observed):
+        return False
+    cordoned = {name for name, node in observed.nodes.items() if node.cordoned}
+    return observed.deployment is not None or any(
+        pod.is_deleting and pod.node in cordoned for pod in observed.pods
+    )
 
 
 def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:

@@ -22,6 +22,8 @@ from medha_operator.settings import OperatorSettings
 Manifest = dict[str, Any]
 
 MANAGER = "medha-operator"
+OPEN_SINCE = "medha.dev/open-since"
+"""Annotation of a PodDisruptionBudget: since when it lets evictors take the replica from a cordoned node."""
 CONTROL_PORT = 5600
 TOKENS_PORT = 5601
 METRICS_PORT = 9400
@@ -107,11 +109,17 @@ def service(owner: Owner) -> Manifest:
     }
 
 
-def disruption_budget(owner: Owner) -> Manifest:
-    """Allows no eviction: losing one pod stops the whole replica, so the operator drains it first."""
-    return _object(owner, "policy/v1", "PodDisruptionBudget", owner.name) | {
+def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
+    """Allows no eviction: losing one pod stops the whole replica, so the operator drains it first.
+
+    `open_since` is a time as Kubernetes writes it, from which on the replica may leave its node: every pod may go.
+    """
+    manifest = _object(owner, "policy/v1", "PodDisruptionBudget", owner.name)
+    if open_since is not None:
+        manifest["metadata"]["annotations"] = {OPEN_SINCE: open_since}
+    return manifest | {
         "spec": {
-            "maxUnavailable": 0,
+            "maxUnavailable": 0 if open_since is None else "100%",
             "selector": {"matchLabels": {"medha.dev/replica": owner.name}},
         }
     }

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_operator.children import MAY_DRAIN
+from medha_operator.children import MAY_DRAIN, child_of
 from medha_operator.plan import Apply, Delete, Plan
 from reconcile.deployment_world import DeploymentWorld, template
 
@@ -280,6 +280,18 @@ def test_a_replica_on_a_cordoned_node_leaves_once_another_one_is_there(world: De
     assert world.cordoned == set()
     assert sorted(world.replicas) == ["d-0", "d-1", "d-2"]
     assert "annotations" not in world.replicas["d-1"]["metadata"]
+
+
+def test_a_replica_whose_pods_are_told_to_end_is_not_ready_though_they_were_when_its_status_was_written(
+    world: DeploymentWorld,
+) -> None:
+    document = world.replicas["d-1"]
+    assert child_of(document, 1, "u").ready_since is not None
+    for entry in document["status"]["conditions"]:
+        entry["status"] = "True" if entry["type"] == "Draining" else entry["status"]
+    assert child_of(document, 1, "u").ready_since is not None  # it serves until it may leave
+    document["status"]["newestMember"] = None
+    assert child_of(document, 1, "u").ready_since is None
 
 
 def test_without_room_it_leaves_only_if_one_may_be_missing() -> None:

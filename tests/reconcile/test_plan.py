@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_operator.observed import Node
-from medha_operator.plan import Delete, Plan
+from medha_operator.plan import EVICTION_SECONDS, Delete, Plan
+from medha_operator.render import OPEN_SINCE
 from reconcile.world import World
 
 GRID: dict[str, Any] = {"parallelism": {"tensor": 2, "stream": 2, "kv": 2}}
@@ -28,6 +29,10 @@ def uids(world: World) -> set[str]:
 
 def deleted_pods(planned: Plan) -> set[str]:
     return {action.name for action in planned.actions if isinstance(action, Delete) and action.kind == "Pod"}
+
+
+def allowed_away(world: World) -> Any:
+    return world.objects["PodDisruptionBudget", "r"]["spec"]["maxUnavailable"]
 
 
 @pytest.fixture
@@ -287,6 +292,59 @@ def test_a_cordoned_node_is_emptied_but_a_deployment_surges_first(world: World) 
     world.deployment = "owner"
     assert deleted_pods(world.plan()) == set()
     world.deployment = None
+    assert world.plan().again_seconds == EVICTION_SECONDS
+    world.do(world.plan().actions)
+    assert allowed_away(world) == "100%"
+    assert deleted_pods(world.plan()) == set()  # evictors come first
+    world.now += EVICTION_SECONDS
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+def test_evictors_take_the_pods_of_a_cordoned_node_and_the_rest_follows_as_a_move(world: World) -> None:
+    for name in ("r-l0-1", "r-l1-0"):
+        world.pods[name] = replace(world.pods[name], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    world.do(world.plan().actions)
+    for name in ("r-l0-1", "r-l1-0"):  # each is asked for by its name until it is another one
+        world.now += 2
+        assert allowed_away(world) == "100%"
+        assert deleted_pods(world.plan()) == set()
+        world.pods[name] = replace(world.pods[name], is_deleting=True)
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-1"}
+    assert world.settle() == 0
+    assert allowed_away(world) == 0
+    assert not uids(world) & before
+    assert world.status.restarts == 0
+    assert world.created_pods == 8
+
+
+def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) -> None:
+    for name in ("r-l0-1", "r-l1-0"):
+        world.pods[name] = replace(world.pods[name], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment, world.may_drain = "owner", world.status.newest_member
+    world.do(world.plan().actions)
+    world.now += 2
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_deleting=True)
+    world.controllers()
+    world.kubelets()
+    assert deleted_pods(world.plan()) == set()
+    del world.pods["r-l1-0"]  # it ends before anybody looks
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-1"}
+    world.settle()
+    assert world.status.restarts == 0
+
+
+@pytest.mark.parametrize("spoilt", ["", "yesterday", "2999-01-01T00:00:00Z"])
+def test_a_budget_whose_time_is_spoilt_gets_a_new_one(world: World, spoilt: str) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.do(world.plan().actions)
+    world.objects["PodDisruptionBudget", "r"]["metadata"]["annotations"] = {OPEN_SINCE: spoilt}
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
     assert deleted_pods(world.plan()) == set(world.pods)
 
 
@@ -300,20 +358,25 @@ def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_when_it_is_told_s
     assert condition(world, "Ready") == ("True", "Serving")
     world.may_drain = "2029-01-01T00:00:00Z"  # of an earlier gang
     assert deleted_pods(world.plan()) == set()
+    assert allowed_away(world) == 0
     world.may_drain = world.status.newest_member
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
     assert deleted_pods(world.plan()) == set(world.pods)
     assert world.settle() == 0
     assert condition(world, "Draining") == ("False", "NotDraining")
     assert world.status.restarts == 0
 
 
-def test_a_replica_that_never_started_leaves_a_cordoned_node_at_once() -> None:
+def test_a_replica_that_never_started_leaves_a_cordoned_node_without_leave() -> None:
     world = World(**GRID)
     world.do(world.plan().actions)
     world.controllers()
     world.pods = {name: replace(pod, node="a", is_scheduled=True) for name, pod in world.pods.items()}
     world.nodes["a"] = Node(cordoned=True)
     world.deployment = "owner"
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
     assert deleted_pods(world.plan()) == set(world.pods)
 
 
