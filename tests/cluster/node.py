@@ -15,9 +15,11 @@ from cluster.namespaces import Cgroup, Sandbox
 PODS = "10.244.0.0/16"
 PAUSE_IMAGE = "medha.test/pause:1"
 _SOCKET = "/run/containerd/containerd.sock"
+# Images and containers lie in the node's own /var/lib, in memory: they end with its namespaces, and unpacking them does
+# not hold up etcd, which waits for the disk at every write.
 _CONTAINERD = """\
 version = 2
-root = "{folder}/containerd"
+root = "/var/lib/containerd"
 state = "/run/containerd"
 oom_score = 0
 [grpc]

@@ -120,8 +120,7 @@ def _nodes(folder: Path, count: int, images: Sequence[Path], options: dict[str, 
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     pause = write_image(folder / "pause.tar", PAUSE_IMAGE, {"/pause": programs["pause"]}, ["/pause"])
-    leftovers = [folder / f"node-{index}" / "containerd" for index in range(1, count + 1)]
-    with cluster_cgroup([*leftovers, folder / "etcd"]) as cgroup:
+    with cluster_cgroup([folder / "etcd"]) as cgroup:
         sandbox = Sandbox(cgroup, [str(programs["pause"])])
         try:
             sandbox.ip("link", "add", "cluster", "type", "bridge")
