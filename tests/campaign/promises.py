@@ -18,6 +18,8 @@ from medha_operator.kinds import CHILDREN, DEPLOYMENT, KINDS, POD, REPLICA
 
 _SERVICE = KINDS["Service"]
 _SECONDS = 20.0
+_COLLECTED_SECONDS = 120.0
+"""The garbage collector looks for new kinds every 30 s, and tries what has failed again later and later."""
 SPEC: Document = {
     "model": {"name": "m", "source": {"path": "checkpoint"}},
     "parallelism": {"stream": 2, "kv": 2},
@@ -69,20 +71,29 @@ class Ground:
 
     def children(self) -> set[str]:
         """Names of what was made, without the history of revisions."""
-        made = {
-            f"{kind.name} {one['metadata']['name']}"
+        return {name for name in self._made() if not name.startswith("ControllerRevision")}
+
+    def orphans(self) -> set[str]:
+        """Names of what was made and has no owner, so that nobody will ever collect it."""
+        return {name for name, one in self._made().items() if not one["metadata"].get("ownerReferences")}
+
+    def _made(self) -> dict[str, Document]:
+        return {
+            f"{kind.name} {one['metadata']['name']}": one
             for kind in CHILDREN
             for one in self.api.list(kind, self.namespace, "app.kubernetes.io/managed-by=medha-operator")
         }
-        return {name for name in made if not name.startswith("ControllerRevision")}
 
 
 def a_deleted_replica_leaves_nothing(ground: Ground) -> None:
     with ground.operator():
         ground.apply(**SPEC)
         ground.ready()
+        assert ground.orphans() == set()
         ground.api.delete(REPLICA, "r", ground.namespace)
-        eventually(lambda: ground.children() | ground.pods().keys(), lambda left: not left, 2 * _SECONDS)
+        eventually(
+            lambda: ground.children() | ground.pods().keys(), lambda left: not left, _COLLECTED_SECONDS
+        )
 
 
 def what_others_delete_comes_back(ground: Ground) -> None:

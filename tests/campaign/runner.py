@@ -22,7 +22,7 @@ from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
 from medha_operator.kinds import DEPLOYMENT, KINDS, POD, REPLICA
 
-_SETTLE_SECONDS = 40.0
+_SETTLE_SECONDS = 90.0  # the garbage collector looks for new kinds every 30 s
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from campaign.proxy import FaultyProxy
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
 
+pytestmark = pytest.mark.timeout(240)
+
 Grounds = Callable[[str, str], Ground]
 
 
