@@ -206,6 +206,7 @@ class ReplicaController:
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
         if not (len(self._candidates) or self._lanes.decode(lanes) or self._has_news):
+            self._filler.rested(lanes)
             return []
         grows, exhausted = self._grow(lanes)
         admits = self._admit_late(now)

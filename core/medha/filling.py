@@ -104,8 +104,14 @@ class Filler:
                 with_decodes=targets is not None,
                 goes_on=goes_on,
             )
+        else:
+            self.rested(lanes)
         self._lanes.couple()
         return Filling(packed, entries, decodes, prefills)
+
+    def rested(self, lanes: tuple[int, ...]) -> None:
+        """`lanes` can take a step, and there is none to fill."""
+        self._pace.rested(lanes)
 
     def _dispatch(self, prefills: list[tuple[Request, int]], entries: list[StepEntry]) -> tuple[float, bool]:
         """Chunks go into a step: what they would keep a stage busy alone, and whether one of the prefills goes on."""

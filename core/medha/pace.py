@@ -9,7 +9,8 @@ Two things that no prediction of one step knows:
   the controller's decision. A token needs as many steps as there are stages, so that this time is part of its TPOT.
 
 Both are measured from one launch to the next on the same lanes while a prefill goes on: then the second one comes as
-soon as it can, and no idle time is mistaken for work.
+soon as it can, and no idle time is mistaken for work. Where it does not come - its prefill was cancelled, or other lanes
+have joined and the step behind it is one of them together - nothing is learned.
 """
 
 from __future__ import annotations
@@ -67,8 +68,15 @@ class Pace:
         last = self._last.pop(lanes, None)
         if last is not None:
             self._observe(last, now - last.at)
+        if self._last:  # of other lanes, or of some of these before they moved together or apart
+            for other in [key for key in self._last if not set(key).isdisjoint(lanes)]:
+                del self._last[other]
         if goes_on:
             self._last[lanes] = _Launch(now, alone_seconds, predicted_seconds, with_decodes)
+
+    def rested(self, lanes: tuple[int, ...]) -> None:
+        """`lanes` could have launched a step, and had nothing to compute: what follows is no longer the next step."""
+        self._last.pop(lanes, None)
 
     def _observe(self, step: _Launch, took_seconds: float) -> None:
         kept = exp(-took_seconds / _MEMORY_SECONDS)

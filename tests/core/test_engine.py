@@ -721,6 +721,42 @@ def test_lanes_join_a_long_request_as_its_kv_reaches_them_and_the_others_go_on_a
     assert lanes[-1] == (0, 1, 2)
 
 
+def run_steps(controller: ReplicaController, steps: list[Any], now: float) -> float:
+    """Let `steps`, and all that follow, take what they are predicted to; returns when the last one was done."""
+    while steps:
+        step = steps.pop(0)
+        now += step.predicted_seconds
+        samples = tuple(Sample(entry.id, 7, "stop") for entry in step.entries if entry.samples)
+        done = Done(step.step_id, samples, compute_seconds=step.predicted_seconds, lanes=step.lanes)
+        steps += [command for command in controller.handle(done, now) if isinstance(command, Step)]
+    return now
+
+
+def test_a_prefill_over_several_lanes_leaves_no_word_of_slowness_behind(
+    config_of: Any, submit_of: Any
+) -> None:
+    """It begins on lane 0; lane 1 joins, and the next step of lane 0 alone comes when the whole prompt is done."""
+    controller = ReplicaController(lanes_of(config_of, 2), StepProfile(0.0, 2.0, 0.0, 0.0))
+    now = run_steps(controller, controller.handle(submit_of("long", 180, 1), 0.0), 0.0)
+    assert now > 300
+    now = run_steps(controller, controller.handle(submit_of("next", 4, 1), now), now)
+    assert controller._filler._pace.of_prefills == 1.0
+
+
+def test_a_prefill_that_is_cancelled_does_not_make_the_idle_time_behind_it_a_step(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=2000, block_size_tokens=16, max_chunk_tokens=100)
+    replica.submit(submit_of("long", 10_000, 1))
+    replica.advance()
+    replica.cancel("long")
+    replica.run()
+    replica.now += 600.0
+    replica.submit(submit_of("next", 100, 1))
+    assert replica.controller._filler._pace.of_prefills == pytest.approx(1.0, abs=0.01)
+    replica.run().check_empty()
+
+
 def test_a_controller_of_a_later_epoch_says_so_in_its_steps(
     config_of: Any, submit_of: Any, profile: StepProfile
 ) -> None:

@@ -90,3 +90,30 @@ def test_lanes_are_timed_each_by_itself() -> None:
         pace.launched((1,), at + 0.025, 0.05, 0.04, with_decodes=True, goes_on=True)
     assert pace.between_seconds == pytest.approx(0.0, abs=1e-9)
     assert pace.of_prefills == pytest.approx(0.8, rel=0.1)
+
+
+def test_the_time_that_lanes_moved_together_is_no_step_of_one_of_them() -> None:
+    pace = Pace()
+    pace.launched((0,), 0.0, 0.5, 0.5, with_decodes=True, goes_on=True)
+    for index in range(1, 601):
+        pace.launched((0, 1), index * 0.5, 0.5, 0.5, with_decodes=True, goes_on=index < 600)
+    for index in range(601, 603):
+        pace.launched((0,), index * 0.5, 0.5, 0.5, with_decodes=True, goes_on=True)
+    assert pace.of_prefills == 1.0
+    assert pace.between_seconds == 0.0
+
+
+def test_the_time_that_lanes_moved_apart_is_no_step_of_them_together() -> None:
+    pace = Pace()
+    pace.launched((0, 1), 0.0, 0.5, 0.5, with_decodes=True, goes_on=True)
+    pace.launched((1,), 0.5, 0.5, 0.5, with_decodes=True, goes_on=False)
+    pace.launched((0, 1), 300.0, 0.5, 0.5, with_decodes=True, goes_on=False)
+    assert pace.of_prefills == 1.0
+
+
+def test_the_lanes_of_others_are_timed_on_beside_a_step() -> None:
+    pace = Pace()
+    pace.launched((0,), 0.0, 0.1, 0.1, with_decodes=True, goes_on=True)
+    pace.launched((1,), 0.1, 0.1, 0.1, with_decodes=True, goes_on=True)
+    pace.launched((0,), 60.0, 0.1, 0.1, with_decodes=True, goes_on=False)
+    assert pace.of_prefills < 0.5
