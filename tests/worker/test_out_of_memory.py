@@ -11,13 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from medha.api import MedhaReplicaSpec
 from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
-from medha.messages import Admit, Done, Extent, Sampling, Step, StepEntry, Tokens
+from medha.errors import OutOfMemory
+from medha.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
 from medha.shards import Segment, place
 from medha.topology import Topology
 from medha_worker.executor import Executor
+from medha_worker.loaded import Engine, Loaded, RankSettings
+from medha_worker.recorder import StepRecorder
 
-from .ranks import Ranks
+from .ranks import Ranks, free_endpoint
 from .test_model_transformer import save_reference
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -129,6 +133,60 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
         for done, alone in zip(found, expected, strict=True):
             drawn = [(one.id, one.token) for one in done.samples if one.id != "large"]
             assert drawn == [(one.id, one.token) for one in alone.samples]
+
+
+# --- at the start ---------------------------------------------------------------------------------------
+
+
+def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engine | Exception]:
+    """What comes of each rank's first meeting, where the largest chunk has `LARGE` tokens."""
+    topology, endpoint = ranks.topology, free_endpoint()
+    spec = MedhaReplicaSpec.model_validate(
+        {
+            "model": {"name": "m", "source": {"path": str(directory)}, "maxModelLen": 64},
+            "parallelism": {"tensor": topology.tensor, "stream": topology.stream, "kv": topology.kv},
+            "scheduling": {"maxChunkTokens": LARGE, "minChunkTokens": 8, "maxRunning": 2},
+            "kvCache": {"size": "1Mi"},
+        }
+    )
+
+    def meet(rank: int) -> Engine | Exception:
+        model = ranks._models[rank].with_kernels(ranks._models[rank].kernels)
+        if rank == tight_rank:
+            tight: Any = Tight(model.kernels.attention, LARGE)
+            model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
+        settings = RankSettings(
+            rank=rank, spec=spec, model_directory=directory, control="", tokens="", key_file=directory,
+            controller_key_file=directory,
+        )  # fmt: skip
+        try:
+            loaded = Loaded(settings, model.config, model, StepRecorder(rank), 0.0)
+            return loaded.meet(Meet(epoch=0, rendezvous=endpoint))
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            return error
+
+    came_of: list[Engine | Exception] = ranks.on_all(meet)
+    return came_of
+
+
+def test_ranks_on_which_the_largest_chunk_does_not_fit_do_not_start_and_name_the_mend(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """Or each large request would end later, of a replica that is called ready."""
+    for engine in start(ranks, tmp_path, tight_rank=None):
+        assert isinstance(engine, Engine)
+        assert engine.grid is not None
+        engine.grid.close()
+    topology = ranks.topology
+    for tight_rank in range(topology.ranks):
+        came_of = start(ranks, tmp_path, tight_rank=tight_rank)
+        tight = topology.coordinates(tight_rank)
+        for rank, found in enumerate(came_of):
+            assert isinstance(found, Exception)
+            here = topology.coordinates(rank)
+            if (here.kv, here.stream) == (tight.kv, tight.stream):  # of one pod: they warm up together
+                assert isinstance(found, OutOfMemory)
+                assert "lower scheduling.maxChunkTokens" in str(found)
 
 
 # --- lanes that share the request ---------------------------------------------------------------------

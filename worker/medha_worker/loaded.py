@@ -136,24 +136,21 @@ class Loaded:
             )
         try:
             # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
-            model = self._model
-            if grid is not None:
-                group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
-                model = self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
+            self._warm_up_together(grid)
+            model = self._model if grid is None else self._in_grid(grid, ran_out)
             return self._begin(model, meet.epoch, grid)
         except BaseException:
             if grid is not None:
                 grid.close()
             raise
 
+    def _in_grid(self, grid: Grid, ran_out: Callable[[], None]) -> Transformer:
+        group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
+        return self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
+
     def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
         settings, config = self._settings, self._config
-        # In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
-        warm_ranks = torch.tensor([int(self._warm is not None)])
-        if grid is not None:
-            grid.tensor_group.all_reduce(warm_ranks)
-        if self._warm is None or int(warm_ranks) < settings.topology.tensor:
-            self._warm = self._warm_up(model)
+        assert self._warm is not None
         kv_cache = self._pool(self._warm, grid)
         ready = RankReady(
             rank=settings.rank,
@@ -194,7 +191,22 @@ class Loaded:
             return 0.0
         return grid.lane_bytes_per_second(time.perf_counter)
 
-    def _warm_up(self, model: Transformer) -> WarmUp:
+    def _warm_up_together(self, grid: Grid | None) -> None:
+        """In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
+
+        Raises:
+            OutOfMemory: the largest chunk or batch does not fit on one of them.
+        """
+        if grid is None:
+            self._warm = self._warm or self._warm_up(self._model, lambda: False)
+            return
+        all_warm = _total(grid, int(self._warm is not None)) == self._settings.topology.tensor
+        if not all_warm:
+            short: list[None] = []
+            model = self._in_grid(grid, lambda: short.append(None))
+            self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0)
+
+    def _warm_up(self, model: Transformer, ran_out: Callable[[], bool]) -> WarmUp:
         scheduling = self._settings.spec.scheduling
         warm = warm_up(
             model,
@@ -202,6 +214,7 @@ class Loaded:
             max_running=scheduling.max_running,
             max_model_len=self._config.max_model_len,
             clock=time.perf_counter,
+            ran_out=ran_out,
         )
         _log.info("warmed up: %s", warm.profile)
         return warm
@@ -261,6 +274,13 @@ def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
         progress=_log_progress(time.monotonic),
     )
     return Loaded(settings, config, model, recorder, time.monotonic() - started)
+
+
+def _total(grid: Grid, count: int) -> int:
+    """The sum of a count over the tensor ranks of this pod."""
+    total = torch.tensor([count])
+    grid.tensor_group.all_reduce(total)
+    return int(total)
 
 
 _NO_POOL = 2**62

@@ -36,27 +36,33 @@ def warm_up(
     max_running: int,
     max_model_len: int,
     clock: Callable[[], float],
+    ran_out: Callable[[], bool] = lambda: False,
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
     The activations' size is how much the process's resident memory grew at its peak, the kernels' own buffers
-    included; the scratch KV of the warm-up was resident before.
+    included; the scratch KV of the warm-up was resident before. `ran_out` says whether rows have taken part as NaN until
+    now, here or on another tensor rank: in a grid nothing else tells that memory does not suffice.
+
+    Raises:
+        OutOfMemory: the largest chunk or batch does not fit.
     """
     shapes = _shapes(max_chunk_tokens, max_running, max_model_len)
     timer = StepTimer(model, max(map(blocks_of, shapes)) * BLOCK_TOKENS, clock)
     _forget_peak()
     before = _resident_bytes()
     chunk = min(max_chunk_tokens, max_model_len)
+    too_large = f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights"
+    mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
     try:
         timer.measure((Work(0, chunk),))
         timer.measure((Work(0, 1),) * max_running, _COSTLY)
     except (RuntimeError, MemoryError) as error:
         if failure_reason(error) != "out_of_memory":
             raise
-        raise OutOfMemory(
-            f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights "
-            f"({error}); lower scheduling.maxChunkTokens or scheduling.maxRunning"
-        ) from error
+        raise OutOfMemory(f"{too_large} ({error}); {mend}") from error
+    if ran_out():
+        raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
     activation_bytes = max(_peak_bytes() - before, 0)
     for works in shapes:
         timer.measure(works)
