@@ -53,10 +53,14 @@ def test_a_rank_that_is_killed_is_mended_inside_its_pod(replica: Replica, greedy
     assert {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)} == survivors
 
 
-def test_live_settings_reach_the_running_replica(replica: Replica, greedy: str) -> None:
+def test_live_settings_reach_the_running_replica_and_those_of_a_newer_operator_harm_nobody(
+    replica: Replica, greedy: str
+) -> None:
+    """The file stays so: the tests below start containers again that read it."""
     ranks = [pod.rank().pid for pod in replica.pods.values()]
     epoch = replica.epoch
-    replica.write(scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400, "policy": "edf"})
+    scheduling = {"maxChunkTokens": 128, "longThresholdTokens": 400, "policy": "edf", "lookahead": 2}
+    replica.write(scheduling=scheduling, speculation={"tokens": 4})
     eventually("an epoch with the new policy begins", lambda: replica.epoch > epoch)
     assert replica.complete(PROMPT, TOKENS) == greedy
     assert [pod.rank().pid for pod in replica.pods.values()] == ranks

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import logging
 import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,6 +40,8 @@ ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
 CONTROLLER = "controller"
+
+_log = logging.getLogger("medha.pod")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +89,37 @@ class Place:
 def read_replica(path: Path) -> MedhaReplica:
     """The replica that the operator has written for its pods.
 
+    A pod may be older than its operator, which names every field that it knows: those that this release does not know
+    are left out, with a warning. What users write is read elsewhere, and strictly.
+
     Raises:
         ConfigInvalid: no such file, or not a replica.
     """
     try:
-        return MedhaReplica.model_validate_json(path.read_bytes())
+        document = json.loads(path.read_bytes())
+        try:
+            return MedhaReplica.model_validate(document)
+        except ValidationError as error:
+            unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "extra_forbidden"]
+        for field in unknown:
+            _remove(document, field)
+        replica = MedhaReplica.model_validate(document)
     except OSError as error:
         raise ConfigInvalid(
             f"--replica {path} cannot be read: {error.strerror}; mount the ConfigMap there"
         ) from error
-    except ValidationError as error:
+    except ValueError as error:  # of pydantic or of json
         raise ConfigInvalid(f"--replica {path} is not a MedhaReplica: {error}") from error
+    names = ", ".join(sorted(".".join(str(part) for part in field) for field in unknown))
+    _log.warning("%s is of a newer operator; this release does not know, and leaves out: %s", path, names)
+    return replica
+
+
+def _remove(document: Any, field: tuple[int | str, ...]) -> None:
+    *above, name = field
+    for part in above:
+        document = document[part]
+    del document[name]
 
 
 def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple[tuple[Part, ...], ...]:

@@ -1,0 +1,80 @@
+"""What the operator writes for its pods is read by pods that are older than the operator; what users write is not."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from medha.api import MedhaReplicaSpec, parse_replica
+from medha.errors import ConfigInvalid
+from medha_operator.render import Owner, config_map
+from medha_worker.pod_parts import read_replica
+
+SPEC = MedhaReplicaSpec.model_validate(
+    {
+        "model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}}},
+        "serviceClasses": [{"name": "chat"}, {"name": "batch"}],
+        "template": {"spec": {"priorityClassName": "high"}},
+    }
+)
+
+
+def rendered() -> dict[str, Any]:
+    manifest = config_map(Owner("r", "default", "u"), SPEC, "0123456789")
+    document: dict[str, Any] = json.loads(manifest["data"]["replica.json"])
+    return document
+
+
+@pytest.fixture
+def newer() -> dict[str, Any]:
+    """As an operator of a later release would write it, with fields at several depths that this one does not know."""
+    document = rendered()
+    spec = document["spec"]
+    document["audit"] = {"level": 1}
+    spec["speculation"] = {"tokens": 4}
+    spec["scheduling"]["lookahead"] = 2
+    spec["lifecycle"]["restart"]["jitter"] = 0.1
+    spec["model"]["source"]["hostPath"]["kind"] = "Directory"
+    spec["serviceClasses"][1]["weight"] = 3
+    return document
+
+
+def test_fields_of_a_newer_operator_are_left_out_and_named_in_one_warning(
+    newer: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "replica.json"
+    path.write_text(json.dumps(newer))
+    with caplog.at_level(logging.WARNING):
+        assert read_replica(path).spec == SPEC
+    (warning,) = caplog.messages
+    assert warning.endswith(
+        "leaves out: audit, spec.lifecycle.restart.jitter, spec.model.source.hostPath.kind, "
+        "spec.scheduling.lookahead, spec.serviceClasses.1.weight, spec.speculation"
+    )
+
+
+def test_what_a_user_writes_is_read_strictly(newer: dict[str, Any]) -> None:
+    with pytest.raises(ConfigInvalid, match=r"spec\.scheduling\.lookahead: is no field of MedhaReplica"):
+        parse_replica(newer)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '"text"', '{"spec": {"audit": 1}}'])
+def test_what_is_no_replica_is_refused_all_the_same(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "replica.json"
+    path.write_text(text)
+    with pytest.raises(ConfigInvalid, match="is not a MedhaReplica"):
+        read_replica(path)
+
+
+def test_a_known_field_that_is_wrong_is_refused_beside_an_unknown_one(
+    newer: dict[str, Any], tmp_path: Path
+) -> None:
+    newer["spec"]["parallelism"]["tensor"] = 0
+    path = tmp_path / "replica.json"
+    path.write_text(json.dumps(newer))
+    with pytest.raises(ConfigInvalid, match=r"spec\.parallelism\.tensor"):
+        read_replica(path)
