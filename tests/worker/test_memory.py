@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,7 @@ from medha.predictor import Predictor, Work
 from medha.profile import Attention, Operation, Profile
 from medha_worker import warmup
 from medha_worker.checkpoint import init_checkpoint
-from medha_worker.memory import MIB, PoolRequest, host_free_bytes, pool_blocks
+from medha_worker.memory import MIB, PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.profile_fit import MeasuredStep
@@ -225,6 +226,17 @@ def test_the_warm_up_measures_more_memory_for_larger_chunks(tmp_path: Path) -> N
     )
     assert large > small
     assert large >= 4096 * 512 * 2
+
+
+def test_what_lanes_exchange_is_counted_beside_the_activations() -> None:
+    """A ring that passes K and V holds two lanes' blocks of a layer at once, which grow with the context."""
+    with_lanes = partial(
+        exchange_bytes, chunk_tokens=10, shard_tokens=1000, query_heads=8, kv_heads=2, head_dim=16, element_bytes=4
+    )  # fmt: skip
+    assert with_lanes(lanes=1, passes_keys=True) == 0
+    queries = 10 * 8 * 2 * (16 * 4 + 17 * 4)
+    assert with_lanes(lanes=3, passes_keys=False) == 2 * queries
+    assert with_lanes(lanes=3, passes_keys=True) == 2 * queries + 2 * (2 * 2 * 1000 * 16 * 4)
 
 
 def test_a_batch_that_does_not_fit_the_warm_up_names_the_mend(

@@ -7,7 +7,7 @@ bookkeeping, which needs nothing that the steps before compute: another thread m
 What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
 forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
 other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch, unless memory ran
-out, which others learn by NaN (`Transformer`). State that disagrees with the controller's cannot be mended, and raises.
+out, which others learn by NaN (`Transformer`) or by a token that is none. State that disagrees with the controller's cannot be mended, and raises.
 
 Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
 the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them.
@@ -543,7 +543,7 @@ class Executor:
             if pipeline.is_first_stage:
                 self._expected.append([part.sequence for part in parts])
             return []
-        drawn = draw(logits, samplers)
+        drawn = _drawn(logits, samplers)
         if pipeline is not None:
             pipeline.send_tokens([-1 if isinstance(result, Undrawable) else result.token for result in drawn])
         return list(zip(parts, drawn, strict=True))
@@ -589,6 +589,20 @@ def _run_guarded(
         _log.warning("a batch of %d sequences failed, so each runs alone: %s", len(parts), error)
     # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
     return [result for part in parts for result in _run_guarded(run, [part], failures)]
+
+
+def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
+    """`draw`; where memory runs out, row by row. Other ranks wait for a token of each, so none may raise."""
+    try:
+        return draw(logits, samplers)
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        if len(samplers) == 1:
+            return [Undrawable(f"too little memory to draw a token: {error}", "out_of_memory")]
+        _log.warning("memory ran out to draw %d tokens, so each is drawn alone: %s", len(samplers), error)
+    # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+    return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
 
 
 def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:

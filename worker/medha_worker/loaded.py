@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from medha.topology import Topology, stage_layers
 from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
 from medha_worker.grid import Grid
-from medha_worker.memory import PoolRequest, host_free_bytes, pool_blocks
+from medha_worker.memory import PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
@@ -217,7 +217,21 @@ class Loaded:
             ran_out=ran_out,
         )
         _log.info("warmed up: %s", warm.profile)
-        return warm
+        return replace(warm, activation_bytes=warm.activation_bytes + self._exchange_bytes(model))
+
+    def _exchange_bytes(self, model: Transformer) -> int:
+        spec, config = self._settings.spec, self._config
+        lanes, block_tokens = spec.parallelism.kv, spec.kv_cache.block_size_tokens
+        return exchange_bytes(
+            lanes=lanes,
+            passes_keys=spec.scheduling.prefill_strategy in ("passKv", "striped", "auto"),
+            chunk_tokens=spec.scheduling.max_chunk_tokens,
+            shard_tokens=-(-config.max_model_len // (lanes * block_tokens)) * block_tokens,
+            query_heads=model.shard.query_heads(config),
+            kv_heads=model.shard.kv_heads(config),
+            head_dim=config.head_dim,
+            element_bytes=model.dtype.itemsize,
+        )
 
     def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
         """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it.

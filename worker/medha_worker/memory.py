@@ -62,6 +62,31 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
     return blocks
 
 
+def exchange_bytes(
+    *,
+    lanes: int,
+    passes_keys: bool,
+    chunk_tokens: int,
+    shard_tokens: int,
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+) -> int:
+    """What a layer that lanes share takes beside its activations, at most: the warm-up runs on one lane and sees none of it.
+
+    `chunk_tokens` is the largest chunk, `shard_tokens` what a lane holds of the longest request; heads are this rank's.
+    Queries come from each other lane and are joined with the own ones, and as many float32 partial results, with their
+    log-sum-exp, are made and joined into a message. In a ring that passes K and V, one lane's blocks of a layer are sent
+    while as many come.
+    """
+    if lanes == 1:
+        return 0
+    of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
+    passing = 2 * 2 * kv_heads * shard_tokens * head_dim * element_bytes if passes_keys else 0
+    return (lanes - 1) * chunk_tokens * of_query + passing
+
+
 def host_free_bytes(ranks_on_host: int, root: Path = Path("/")) -> int:
     """Memory that one of the ranks on this host may still take: the machine's, within every cgroup limit above it.
 
