@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from medha.errors import OutOfMemory
 from medha.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
 from medha.shards import Segment, place
 from medha.topology import Topology
+from medha_worker import executor, loaded
 from medha_worker.executor import Executor
 from medha_worker.loaded import Engine, Loaded, RankSettings
+from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw
 from medha_worker.recorder import StepRecorder
 
 from .ranks import Ranks, free_endpoint
@@ -103,17 +105,17 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None) -> list[Done]:
         if rank == tight_rank:
             tight: Any = Tight(model.kernels.attention, LARGE)
             model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
-        executor = Executor(
+        runner = Executor(
             model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
             clock=lambda: 0.0, pipeline=grid,
         )  # fmt: skip
         reported = []
         for step in steps(large=large):
-            executor.prepare(step)
-            for name in executor.missing_prompts(step):
+            runner.prepare(step)
+            for name in runner.missing_prompts(step):
                 tokens = next(one.tokens for one in step.admits if one.prompt == name)
-                executor.add_tokens(Tokens(prompt=name, offset=0, total=tokens), ids[name][:tokens])
-            done = executor.execute(step)
+                runner.add_tokens(Tokens(prompt=name, offset=0, total=tokens), ids[name][:tokens])
+            done = runner.execute(step)
             assert done is not None
             reported.append(done)
         return reported
@@ -133,6 +135,25 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
         for done, alone in zip(found, expected, strict=True):
             drawn = [(one.id, one.token) for one in done.samples if one.id != "large"]
             assert drawn == [(one.id, one.token) for one in alone.samples]
+
+
+def test_a_row_for_whose_drawing_memory_runs_out_fails_and_the_others_draw_their_tokens(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the rank that draws knows of it, and others wait for a token of every row."""
+    expected = run(ranks, large=False, tight_rank=None)
+
+    def tight(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
+        if len(samplers) > 1 or any(one.position == LARGE + 20 for one in samplers):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
+        return draw(logits, samplers)
+
+    monkeypatch.setattr(executor, "draw", tight)
+    found = run(ranks, large=True, tight_rank=None)
+    failed = [[(one.id, one.reason) for one in done.failures] for done in found]
+    assert failed == [[], [("large", "out_of_memory")], [], []]
+    for done, alone in zip(found, expected, strict=True):
+        assert [(one.id, one.token) for one in done.samples] == [(one.id, one.token) for one in alone.samples]
 
 
 # --- at the start ---------------------------------------------------------------------------------------
@@ -160,8 +181,8 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
             controller_key_file=directory,
         )  # fmt: skip
         try:
-            loaded = Loaded(settings, model.config, model, StepRecorder(rank), 0.0)
-            return loaded.meet(Meet(epoch=0, rendezvous=endpoint))
+            weights = Loaded(settings, model.config, model, StepRecorder(rank), 0.0)
+            return weights.meet(Meet(epoch=0, rendezvous=endpoint))
         except Exception as error:  # noqa: BLE001 - looked at by the test
             return error
 
@@ -201,6 +222,23 @@ def lanes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Ranks]:
     ranks = Ranks(Topology(*request.param), tmp_path)
     yield ranks
     ranks.close()
+
+
+def test_memory_that_lanes_need_for_their_exchanges_is_no_part_of_the_pool(
+    lanes: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def large(**arguments: Any) -> int:
+        asked.append(arguments)
+        return 2**50
+
+    monkeypatch.setattr(loaded, "exchange_bytes", large)
+    for found in start(lanes, tmp_path, tight_rank=None):
+        assert isinstance(found, OutOfMemory)
+        assert "activations (1073741" in str(found)
+    assert {one["lanes"] for one in asked} == {2}
+    assert {one["shard_tokens"] for one in asked} == {512}
 
 
 def shared_steps(strategy: str, *, large: bool) -> list[Step]:
@@ -260,7 +298,7 @@ def run_shared(
         model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: told.append(running))
         tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
         model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
-        executor = Executor(
+        runner = Executor(
             model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
             clock=lambda: 0.0, lane=grid.lane, pipeline=grid,
         )  # fmt: skip
@@ -268,11 +306,11 @@ def run_shared(
         for step in shared_steps(strategy, large=large):
             running = step.step_id
             tight.rows = tight.rows if running == 0 else math.inf  # it was the first chunk that did not fit
-            executor.prepare(step)
-            for name in executor.missing_prompts(step):
+            runner.prepare(step)
+            for name in runner.missing_prompts(step):
                 tokens = next(one.tokens for one in step.admits if one.prompt == name)
-                executor.add_tokens(Tokens(prompt=name, offset=0, total=tokens), drawn[:tokens])
-            done = executor.execute(step)
+                runner.add_tokens(Tokens(prompt=name, offset=0, total=tokens), drawn[:tokens])
+            done = runner.execute(step)
             assert done is not None
             reported.append(done)
         return reported
@@ -312,7 +350,7 @@ def test_a_shared_request_that_does_not_fit_on_one_lane_ends_alone(lanes: Ranks,
             assert lanes._grids[tight_rank].is_last_stage
             assert sampled(found[1], "large") == sampled(whole[1], "large")
         assert failed[2:] == [set(), set()]
-        assert set(told) == {0}
+        assert told == [0]
         for done, alone in zip(found, expected, strict=True):
             for one in alone.samples:
                 assert sampled(done, one.id) == one.token

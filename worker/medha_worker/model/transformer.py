@@ -38,7 +38,7 @@ class Transformer:
 
     Where memory runs out between two such sums, the others know nothing of it. So the sequences that do not fit take part
     as NaN, which reaches every rank behind this one: they end, and the rest of the step does not. `ran_out` is called
-    then, before NaN leaves this rank, because NaN alone does not say why.
+    then, once in a forward pass and before NaN leaves this rank, because NaN alone does not say why.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Transformer:
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
+        self._has_told = False  # that memory ran out in this forward pass
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -149,6 +150,7 @@ class Transformer:
         Returns:
             Hidden states, [rows, hidden_size], before the final norm.
         """
+        self._has_told = False
         if self._weights.embedding is not None:
             hidden = self._embed(tokens_or_hidden, self._weights.embedding)
         else:
@@ -159,7 +161,7 @@ class Transformer:
             step = _Step(spans, kv_cache, attention)
         else:
             assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-            step = SpreadStep(spread, self._lanes, kv_cache, attention, self._ran_out)
+            step = SpreadStep(spread, self._lanes, kv_cache, attention, self._tell_once)
         cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
         rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
@@ -279,7 +281,12 @@ class Transformer:
 
     def _take_part_as_nan(self, rows: slice, error: Exception) -> None:
         _log.warning("memory ran out for one sequence of %d rows alone: %s", rows.stop - rows.start, error)
-        self._ran_out()
+        self._tell_once()
+
+    def _tell_once(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._ran_out()
 
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
         """silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
