@@ -97,7 +97,7 @@ def pod_of(document: Object) -> Pod:
         name=metadata["name"],
         uid=metadata["uid"],
         resource_version=metadata["resourceVersion"],
-        lane=int(labels.get("medha.dev/lane", 0)),
+        lane=_lane(labels.get("medha.dev/lane", "")),
         revision=labels.get("medha.dev/revision", ""),
         created=seconds(metadata["creationTimestamp"]),
         is_deleting="deletionTimestamp" in metadata,
@@ -127,6 +127,11 @@ def node_of(document: Object) -> Node:
         cordoned=bool(spec.get("unschedulable"))
         or any(taint["key"] in _EMPTIED_BY for taint in spec.get("taints", ())),
     )
+
+
+def _lane(label: str) -> int:
+    """The lane that a label names; -1 for what is none, since labels are what anybody has written."""
+    return int(label) if label.isascii() and label.isdecimal() else -1
 
 
 def _has_started(container: Object) -> bool:

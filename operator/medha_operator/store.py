@@ -7,6 +7,7 @@ and can be compared (Kubernetes 1.35, KEP-5504).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from medha_operator.kinds import Key
 
 Document = Mapping[str, Any]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Store:
         self._changed = changed
         self._entries: dict[tuple[str, str], Entry] = {}
         self._groups: dict[Key, dict[tuple[str, str], Entry]] = {}
+        self._unreadable: set[tuple[str, str]] = set()
         self._version = 0  # up to which the list and the watch have told everything
         self._listed: dict[str | None, int] = {}  # versions of the last lists, by namespace; None is all
 
@@ -69,7 +73,7 @@ class Store:
             if not is_listed and entry.version <= int(version):
                 self._remove(name)
         for name, document in listed.items():
-            self._put(name, self._read(document))
+            self._take(name, document)
 
     def see(self, event: str, document: Document) -> None:
         """Take an event of the watch. One that the last list knew comes too late."""
@@ -81,14 +85,14 @@ class Store:
         if version <= max(self._listed.get(name[0], 0), self._listed.get(None, 0)):
             return
         if event != "DELETED":
-            self._put(name, self._read(document))
+            self._take(name, document)
         elif name in self._entries and self._entries[name].version <= version:
             self._remove(name)
 
     def offer(self, document: Document) -> None:
         """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much."""
         if int(document["metadata"]["resourceVersion"]) > self._version:
-            self._put(_name(document), self._read(document))
+            self._take(_name(document), document)
 
     def entry(self, namespace: str, name: str) -> Entry | None:
         """One object as last seen; None where there is none."""
@@ -102,9 +106,23 @@ class Store:
         if self.entry(namespace, name) is not seen:
             return
         if document is not None:
-            self._put((namespace, name), self._read(document))
+            self._take((namespace, name), document)
         elif seen is not None:
             self._remove((namespace, name))
+
+    def _take(self, name: tuple[str, str], document: Document) -> None:
+        """Take an object, unless it makes no sense to us: one that somebody has spoilt must not stop all others."""
+        try:
+            entry = self._read(document)
+        except Exception:  # noqa: BLE001 - anybody may write what is watched
+            if name not in self._unreadable:
+                _log.exception(
+                    "%s %s cannot be read and is passed over", document.get("kind"), "/".join(name)
+                )
+                self._unreadable.add(name)
+            return
+        self._unreadable.discard(name)
+        self._put(name, entry)
 
     def _put(self, name: tuple[str, str], entry: Entry) -> None:
         before = self._entries.get(name)

@@ -128,3 +128,24 @@ def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(told
     node["metadata"] |= {"resourceVersion": "8"}
     index.stores["Node"].see("MODIFIED", node | {"spec": {"unschedulable": True}})
     assert told == [REPLICA, REPLICA]
+
+
+def test_an_object_that_makes_no_sense_is_passed_over_and_told_once(
+    pods: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt = pod(6, name="spoilt")
+    spoilt["metadata"]["creationTimestamp"] = "yesterday"
+    pods.replace([spoilt, pod(5)], "10", None)
+    pods.see("MODIFIED", spoilt | {"metadata": spoilt["metadata"] | {"resourceVersion": "11"}})
+    assert [entry.document.name for entry in pods.of(REPLICA)] == ["r-l0-0"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Pod default/spoilt cannot be read and is passed over"
+    ]
+
+
+@pytest.mark.parametrize("lane", ["x", "", "-1", "\u0662", "1.0"])
+def test_a_lane_that_is_no_number_is_no_lane(pods: Store, lane: str) -> None:
+    document = pod(5)
+    document["metadata"]["labels"]["medha.dev/lane"] = lane
+    pods.see("ADDED", document)
+    assert [entry.document.lane for entry in pods.of(REPLICA)] == [-1]
