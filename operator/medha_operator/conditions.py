@@ -75,7 +75,7 @@ def on_cordoned_node(observed: Observed) -> Pod | None:
     """A pod that has to leave its node and has not been told to end yet."""
     for pod in observed.pods:
         node = observed.nodes.get(pod.node or "")
-        if node is not None and node.cordoned and not pod.is_deleting:
+        if node is not None and node.is_emptied_of(pod) and not pod.is_deleting:
             return pod
     return None
 

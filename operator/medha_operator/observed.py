@@ -17,7 +17,9 @@ ASKS_RESTART = 75
 """Exit code of a pod whose ranks have failed to meet three times in ten minutes: `EX_TEMPFAIL`."""
 _IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
 _PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
-_EMPTIED_BY = frozenset({"karpenter.sh/disrupted", "ToBeDeletedByClusterAutoscaler"})
+_CORDON = "node.kubernetes.io/unschedulable"
+_TO_BE_DELETED = "ToBeDeletedByClusterAutoscaler"
+_EMPTIED_BY = frozenset({"karpenter.sh/disrupted", _TO_BE_DELETED})
 _START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 
 
@@ -29,6 +31,14 @@ class Node:
     """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
     cordoned: bool = False
     """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
+    cordoned_since: float | None = None
+    """Unix time, seconds; None: whoever marked it has not said."""
+
+    def is_emptied_of(self, pod: Pod) -> bool:
+        """Whether the pod has to leave. One that was put there in spite of the mark would only come back."""
+        if self.cordoned_since is None:
+            return self.cordoned and not pod.tolerates_emptying
+        return self.cordoned and pod.created <= self.cordoned_since
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,8 @@ class Pod:
     is_fetching: bool = False
     """An init container is at work."""
     node: str | None = None
+    tolerates_emptying: bool = False
+    """The scheduler puts it on a node that is to be emptied like on any other."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,10 @@ def pod_of(document: Object) -> Pod:
         trouble=_trouble(conditions.get("PodScheduled"), first, containers),
         is_fetching=any("running" in entry.get("state", {}) for entry in first),
         node=document.get("spec", {}).get("nodeName"),
+        tolerates_emptying=any(
+            toleration.get("key") in (None, "", _CORDON, *_EMPTIED_BY)
+            for toleration in document.get("spec", {}).get("tolerations", ())
+        ),
     )
 
 
@@ -122,11 +138,24 @@ def node_of(document: Object) -> Node:
     )
     spec = document.get("spec", {})
     silent = ready is not None and ready["status"] == "Unknown"
+    taints, is_cordoned = spec.get("taints", ()), bool(spec.get("unschedulable"))
+    marks = [
+        taint for taint in taints if taint["key"] in _EMPTIED_BY or (is_cordoned and taint["key"] == _CORDON)
+    ]
+    since = [time for time in map(_added, marks) if time is not None]
     return Node(
         unreachable_since=seconds(ready["lastTransitionTime"]) if ready is not None and silent else None,
-        cordoned=bool(spec.get("unschedulable"))
-        or any(taint["key"] in _EMPTIED_BY for taint in spec.get("taints", ())),
+        cordoned=is_cordoned or bool(marks),
+        cordoned_since=max(since, default=None),
     )
+
+
+def _added(taint: Object) -> float | None:
+    """Since when a node has a taint; the cluster autoscaler writes it into the value, Karpenter nowhere."""
+    if taint.get("timeAdded"):
+        return seconds(taint["timeAdded"])
+    value = str(taint.get("value", ""))
+    return float(value) if taint["key"] == _TO_BE_DELETED and value.isdecimal() else None
 
 
 def _lane(label: str) -> int:

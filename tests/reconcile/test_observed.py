@@ -69,15 +69,50 @@ def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> N
     assert not pod_of(worker(state={"terminated": {"exitCode": 1}}, started=False)).asks_restart
 
 
+CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
+KARPENTER = {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}
+AUTOSCALER = {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}
+SINCE = 1893456000.0  # 2030-01-01T00:00:00Z
+
+
 @pytest.mark.parametrize(
-    ("spec", "cordoned"),
+    ("spec", "expected"),
     [
-        ({}, False),
-        ({"unschedulable": True}, True),
-        ({"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, False),
-        ({"taints": [{"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}]}, True),
-        ({"taints": [{"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}]}, True),
+        ({}, Node()),
+        ({"unschedulable": True}, Node(cordoned=True)),
+        (
+            {"unschedulable": True, "taints": [CORDON | {"timeAdded": "2030-01-01T00:00:00Z"}]},
+            Node(cordoned=True, cordoned_since=SINCE),
+        ),
+        ({"taints": [CORDON | {"timeAdded": "2030-01-01T00:00:00Z"}]}, Node()),  # just uncordoned
+        ({"taints": [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}]}, Node()),
+        ({"taints": [KARPENTER]}, Node(cordoned=True)),
+        ({"taints": [AUTOSCALER]}, Node(cordoned=True)),
+        ({"taints": [AUTOSCALER | {"value": "1893456000"}]}, Node(cordoned=True, cordoned_since=SINCE)),
+        (
+            {
+                "unschedulable": True,
+                "taints": [
+                    CORDON | {"timeAdded": "2030-01-01T00:00:00Z"},
+                    AUTOSCALER | {"value": "1893456060"},
+                ],
+            },
+            Node(cordoned=True, cordoned_since=SINCE + 60),
+        ),
     ],
 )
-def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, Any], cordoned: bool) -> None:
-    assert node_of({"spec": spec}) == Node(cordoned=cordoned)
+def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, Any], expected: Node) -> None:
+    assert node_of({"spec": spec}) == expected
+
+
+@pytest.mark.parametrize(
+    ("toleration", "expected"),
+    [
+        ({"operator": "Exists"}, True),
+        ({"key": "node.kubernetes.io/unschedulable", "operator": "Exists"}, True),
+        ({"key": "karpenter.sh/disrupted", "operator": "Exists"}, True),
+        ({"key": "nvidia.com/gpu", "operator": "Exists"}, False),
+    ],
+)
+def test_a_pod_may_tolerate_that_its_node_is_emptied(toleration: dict[str, str], expected: bool) -> None:
+    assert pod_of(pod() | {"spec": {"tolerations": [toleration]}}).tolerates_emptying is expected

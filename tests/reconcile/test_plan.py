@@ -336,6 +336,27 @@ def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) ->
     assert world.status.restarts == 0
 
 
+@pytest.mark.parametrize("is_time_known", [True, False])
+def test_pods_that_come_back_to_a_cordoned_node_are_not_ended_again(
+    world: World, is_time_known: bool
+) -> None:
+    """As those do that tolerate every taint, which is usual on nodes with GPUs."""
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="node", tolerates_emptying=not is_time_known)
+    world.nodes["node"] = Node(cordoned=True, cordoned_since=world.now if is_time_known else None)
+    before = uids(world)
+    world.settle()  # the eviction's time is not over
+    for _ in range(5):
+        world.now += EVICTION_SECONDS
+        world.settle()
+    assert {pod.node for pod in world.pods.values()} == {"node"}
+    assert world.created_pods == (8 if is_time_known else 4)
+    assert bool(before & uids(world)) is not is_time_known
+    assert condition(world, "Draining") == ("False", "NotDraining")
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert allowed_away(world) == 0
+
+
 @pytest.mark.parametrize("spoilt", ["", "yesterday", "2999-01-01T00:00:00Z"])
 def test_a_budget_whose_time_is_spoilt_gets_a_new_one(world: World, spoilt: str) -> None:
     for name, pod in world.pods.items():
