@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +18,7 @@ import torch
 from medha.messages import Sample, Step, Tokens
 from medha.topology import Topology, stage_layers
 from medha_worker.cpu.choose import choose_kernels
-from medha_worker.executor import Executor
+from medha_worker.executor import Executor, PlannedStep
 from medha_worker.grid import Grid
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
@@ -115,10 +117,12 @@ class Ranks:
         *,
         kv_blocks: int,
         block_tokens: int,
+        steps_ahead: int = 1,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """All steps on new KV pools: what was drawn, and the logits behind every position, by request and position.
 
-        Each rank runs them one after the other, as far ahead of the others as its inputs allow.
+        Each rank runs them one after the other, as far ahead of the others as its inputs allow. Before it runs one, it
+        plans so many that follow, as `Rank` does with those that come while it is busy.
         """
 
         if not self._grids:
@@ -138,12 +142,16 @@ class Ranks:
                 pipeline=grid if self.topology.ranks > 1 else None,
             )
             samples: list[Sample] = []
-            for step in steps:
-                executor.prepare(step)
-                for name in executor.missing_prompts(step):
-                    ids = prompts[name]
-                    executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
-                done = executor.execute(step)
+            planned: deque[PlannedStep] = deque()
+            to_plan = iter(steps)
+            for _ in steps:
+                for step in islice(to_plan, 1 + steps_ahead - len(planned)):
+                    executor.prepare(step)
+                    for name in executor.missing_prompts(step):
+                        ids = prompts[name]
+                        executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
+                    planned.append(executor.plan(step))
+                done = executor.run(planned.popleft())
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.drawing_rank else ()
