@@ -6,7 +6,7 @@ given in an order in which the operator may die after any of them: whoever comes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -121,21 +121,26 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
     if observed.is_deleting:
         return Plan(())  # the garbage collector takes everything that is owned
+    owner = Owner(observed.name, observed.namespace, observed.uid)
+    lost, again = _from_lost_nodes(observed, now)
+    open_since = _open_since(observed, now)
+    budget = _missing(observed, disruption_budget(owner, open_since))
     try:
         spec = MedhaReplicaSpec.model_validate(observed.spec)
     except ValidationError as error:
-        return Plan(_status(observed, _refused(observed, "Invalid", problems_in(error), now)))
+        return _refused(observed, [*lost, *budget], again, "Invalid", problems_in(error), now)
     if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
         told = f"placement.gang {spec.placement.gang} needs that name in the operator's setting gang_apis"
-        return Plan(_status(observed, _refused(observed, "GangUnavailable", told, now)))
-    owner = Owner(observed.name, observed.namespace, observed.uid)
+        return _refused(observed, [*lost, *budget], again, "GangUnavailable", told, now)
     revision, actions = _revision(owner, spec, observed, settings)
-    open_since = _open_since(observed, now)
-    actions += _objects(owner, spec, revision, observed, open_since)
-    replaced, status, again = _gang(observed, spec, revision.name, open_since, now)
+    actions += _objects(owner, spec, revision, observed)
+    gone = {action.name for action in lost if isinstance(action, Delete)}
+    replaced, status, later = _gang(observed, spec, revision.name, gone, open_since, now)
     status = _described(status, observed, spec, revision, owner, now)
-    again = _soonest(again, _unsettled_seconds(status, spec, now))
-    return Plan((*actions, *_status(observed, status), *replaced, *_history(observed, revision)), again)
+    again = _soonest(again, later, _unsettled_seconds(status, spec, now))
+    history = _history(observed, revision)
+    # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
+    return Plan((*lost, *budget, *actions, *_status(observed, status), *replaced, *history), again)
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -156,15 +161,12 @@ def _revision(
     ]
 
 
-def _objects(
-    owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed, open_since: str | None
-) -> list[Action]:
+def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
     """Whatever is missing or differs, in the order in which it is needed; then what is too much."""
     stages = spec.parallelism.stream
     wanted = [
         service(owner),
         network_policy(owner),
-        disruption_budget(owner, open_since),
         config_map(owner, spec, revision.name),
         *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
         *(
@@ -181,14 +183,18 @@ def _objects(
         if ("Secret", enrolment) not in observed.objects:
             actions.append(CopyEnrolment(enrolment, router.name, router.namespace))
     for manifest in wanted:
-        found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-        if found is None or not holds(found, manifest):
-            actions.append(Apply(manifest))
+        actions += _missing(observed, manifest)
     lanes = {lane_name(owner.name, index) for index in range(len(revision.templates))}
     for (kind, name), found in observed.objects.items():
         if kind == "StatefulSet" and name not in lanes:
             actions.append(_delete(kind, found, f"the grid has {len(lanes)} lanes"))
     return actions
+
+
+def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
+    """What brings it about that the object is there as `manifest` says."""
+    found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
+    return [] if found is not None and holds(found, manifest) else [Apply(manifest)]
 
 
 def _history(observed: Observed, current: Revision) -> list[Action]:
@@ -217,9 +223,14 @@ def _delete(kind: str, found: Any, reason: str) -> Delete:
 
 
 def _gang(
-    observed: Observed, spec: MedhaReplicaSpec, revision: str, open_since: str | None, now: float
+    observed: Observed,
+    spec: MedhaReplicaSpec,
+    revision: str,
+    gone: Set[str],
+    open_since: str | None,
+    now: float,
 ) -> tuple[list[Action], ReplicaStatus, float | None]:
-    """Pods that must go, the gang's record after it, and when to look again.
+    """Pods that must go beside those that are `gone` with their nodes, the gang's record after it, when to look again.
 
     A gang is recorded once all of its members have started. It is broken when a member's object is gone, a younger pod
     has taken a member's place, a member has ended for good or asks for a restart. Then the others go too, once: at once
@@ -229,46 +240,45 @@ def _gang(
     pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
     """
     status, restart = observed.status, spec.lifecycle.restart
-    actions, again = _from_lost_nodes(observed, restart, now)
-    forced = {action.name for action in actions if isinstance(action, Delete)}
-    alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in forced]
+    alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
     if spec.suspend:
-        return actions, status.model_copy(update=_NO_GANG), again
+        return [], status.model_copy(update=_NO_GANG), None
     outdated = [pod for pod in alive if pod.revision != revision]
     if outdated:
         told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         ending = _end(outdated, "an older revision")
-        return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
+        return [told, *ending], status.model_copy(update=_NO_GANG), None
     expected = spec.parallelism.stream * spec.parallelism.kv
     cordoned = on_cordoned_node(observed)
     if cordoned is not None and open_since is not None:
         left = seconds(open_since) + EVICTION_SECONDS - now
         if left > 0:
-            return actions, status, _soonest(again, left)
+            return [], status, left
         told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
         ending = _end(alive, "its node is being emptied")
-        return [*actions, told, *ending], status.model_copy(update=_NO_GANG), again
+        return [told, *ending], status.model_copy(update=_NO_GANG), None
     if status.newest_member is None:
         ended = [pod for pod in alive if pod.is_failed]
         if ended:  # only its object is left, which keeps its successor away
-            return [*actions, *_end(ended, "it has ended")], status, again
+            return _end(ended, "it has ended"), status, None
         if len(alive) == expected and all(pod.is_started for pod in alive):
             newest = max(pod.created for pod in alive)
-            return actions, status.model_copy(update={"newest_member": timestamp(newest)}), again
-        return actions, status, again
+            return [], status.model_copy(update={"newest_member": timestamp(newest)}), None
+        return [], status, None
     broken = _broken(alive, expected, seconds(status.newest_member))
     if broken is None:
-        return actions, _settled(status, restart, now), again
+        return [], _settled(status, restart, now), None
     members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
     if not members:  # all are gone: those that come are the next gang
-        return actions, status.model_copy(update=_NO_GANG), again
+        return [], status.model_copy(update=_NO_GANG), None
     if _has_left_node(observed):
         told = Tell("NodeCordoned", f"{broken} as a node is being emptied: the replica moves")
-        return [*actions, told, *_end(members, broken)], status.model_copy(update=_NO_GANG), again
+        return [told, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
+    actions: list[Action] = []
     if status.restarted_member != status.newest_member:
         wait = _backoff_seconds(status, restart) - _since_restart(status, now)
         if wait > 0:
-            return actions, status, _soonest(again, wait)
+            return [], status, wait
         status = status.model_copy(
             update={
                 "restarted_member": status.newest_member,
@@ -277,7 +287,7 @@ def _gang(
             }
         )
         actions.append(Tell("GangRestarted", f"{broken}; all pods start anew", is_warning=True))
-    return [*actions, *_end(members, broken)], status, again
+    return [*actions, *_end(members, broken)], status, None
 
 
 _NO_GANG = {"newest_member": None}
@@ -317,10 +327,9 @@ def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
     return None if len(alive) >= expected else f"{expected - len(alive)} pods are gone"
 
 
-def _from_lost_nodes(
-    observed: Observed, restart: RestartSpec, now: float
-) -> tuple[list[Action], float | None]:
+def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], float | None]:
     """Pods whose node has been silent for too long, which nobody else would ever remove."""
+    restart = _restart_spec(observed.spec)
     actions: list[Action] = []
     again: float | None = None
     for pod in observed.pods:
@@ -335,6 +344,14 @@ def _from_lost_nodes(
         actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
         actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
     return actions, again
+
+
+def _restart_spec(spec: Mapping[str, Any]) -> RestartSpec:
+    """`lifecycle.restart` of a spec that may be wrong elsewhere; the defaults, where it is wrong itself."""
+    try:
+        return RestartSpec.model_validate(spec.get("lifecycle", {}).get("restart", {}))
+    except (ValidationError, AttributeError):
+        return RestartSpec()
 
 
 def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
@@ -416,12 +433,16 @@ def _described(
     )
 
 
-def _refused(observed: Observed, reason: str, message: str, now: float) -> ReplicaStatus:
-    """Status of a spec that the schema let through and that cannot be served; what runs is left alone."""
+def _refused(
+    observed: Observed, urgent: list[Action], again: float | None, reason: str, message: str, now: float
+) -> Plan:
+    """For a spec that the schema let through and that cannot be served: what runs is left alone, but may leave nodes."""
     conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
-    return observed.status.model_copy(
+    status = observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}
     )
+    runs = ("PodDisruptionBudget", observed.name) in observed.objects
+    return Plan((*(urgent if runs else ()), *_status(observed, status)), again)
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

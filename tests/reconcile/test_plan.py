@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_operator.observed import Node
-from medha_operator.plan import EVICTION_SECONDS, Delete, Plan
+from medha_operator.plan import EVICTION_SECONDS, Apply, Delete, Plan, Tell
 from medha_operator.render import OPEN_SINCE
 from reconcile.world import World
 
@@ -413,6 +413,56 @@ def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
     world.now += 121
     forced = [action for action in world.plan().actions if isinstance(action, Delete) and action.is_forced]
     assert [action.name for action in forced] == ["r-l1-0"]
+
+
+REFUSED: list[dict[str, Any]] = [{"parallelism": {"tensor": 0}}, {"placement": {"gang": "core"}}]
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused(
+    world: World, change: dict[str, Any]
+) -> None:
+    world.spec = world.spec | change | {"lifecycle": {"restart": {"nodeLostSeconds": 60}}}
+    world.generation += 1
+    assert world.settle() == 0
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="cordoned")
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now)}
+    planned = world.plan()
+    assert planned.again_seconds == 60
+    world.do(planned.actions)
+    assert allowed_away(world) == "100%"
+    assert deleted_pods(world.plan()) == set()
+    world.now += 60
+    planned = world.plan()
+    assert deleted_pods(planned) == {"r-l1-0"}
+    assert all(action.is_forced for action in planned.actions if isinstance(action, Delete))
+    world.do(planned.actions)
+    world.nodes = {}
+    assert world.settle() == 0
+    assert allowed_away(world) == 0
+    assert condition(world, "Accepted")[0] == "False"
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_nothing_is_made_of_a_spec_that_is_refused_from_the_beginning(change: dict[str, Any]) -> None:
+    world = World(**change)
+    assert world.settle() == 0
+    assert world.objects == {}
+
+
+def test_pods_leave_lost_and_cordoned_nodes_before_anything_that_may_be_refused(world: World) -> None:
+    """The first action that the API server refuses ends a look."""
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="cordoned")
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now - 500)}
+    world.spec = world.spec | {"routerRef": {"name": "front", "namespace": "nowhere"}}
+    first, told, budget, *_ = world.plan().actions
+    assert isinstance(first, Delete)
+    assert (first.name, first.is_forced) == ("r-l1-0", True)
+    assert isinstance(told, Tell)
+    assert isinstance(budget, Apply)
+    assert budget.manifest["kind"] == "PodDisruptionBudget"
 
 
 def test_no_pod_is_deleted_twice_in_one_plan(world: World) -> None:
