@@ -424,6 +424,7 @@ class RouterCore:
         if sequence is None:
             return []
         if failed.reason == "rank_lost":
+            self._replicas[replica].full = True  # until it announces how it goes on
             return self._resume(sequence) + self._dispatch(now)
         kind: FailureKind = "out_of_memory" if failed.reason == "out_of_memory" else "internal"
         return [self._fail(sequence, kind, failed.detail or f"the replica failed: {failed.reason}")]

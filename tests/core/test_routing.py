@@ -288,6 +288,36 @@ def test_a_lost_rank_resumes_and_other_failures_end_the_sequence() -> None:
     assert end == Fail("b", "out_of_memory", "too big a chunk")
 
 
+def test_a_sequence_of_a_lost_step_is_not_sent_to_the_same_replica_before_that_announces_itself() -> None:
+    core = serving()
+    core.handle(arrive("a"), 0.0)
+    assert core.handle(Received("r0", Failed("a", "rank_lost")), 1.0) == []
+    assert announce(core, 1.0, ready=False) == []
+    assert [submit.id for _, submit in submits(announce(core, 2.0, epoch=2))] == ["a~1"]
+
+
+def test_only_what_was_computed_when_ranks_were_lost_counts_the_losses() -> None:
+    """A request that kills its ranks ends after four epochs; the ones that waited behind it are served by the fifth."""
+    core = serving(RoutingLimits(max_attempts=4))
+    announce(core, waiting_limit=10)
+    core.handle(arrive("poison", "b", "c"), 0.0)
+    ended: list[RouterCommand] = []
+    for epoch in range(1, 5):
+        suffix = f"~{epoch - 1}" if epoch > 1 else ""
+        for message in (
+            Refused("b" + suffix, "not_ready"),
+            Refused("c" + suffix, "not_ready"),
+            Failed("poison" + suffix, "rank_lost"),
+        ):
+            ended += core.handle(Received("r0", message), float(epoch))
+        ended += announce(core, float(epoch), epoch=epoch, ready=False, waiting_limit=10)
+        again = submits(announce(core, epoch + 0.5, epoch=epoch + 1, waiting_limit=10))
+    assert [(command.id, command.kind) for command in ended if isinstance(command, Fail)] == [
+        ("poison", "internal")
+    ]
+    assert [submit.id for _, submit in again] == ["b~4", "c~4"]
+
+
 @dataclass
 class FakeReplica:
     """Emits the token at position i as the number i, so that the client can tell order, loss and doubles."""

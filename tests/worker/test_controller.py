@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import get_args
 
 import httpx
@@ -28,6 +30,7 @@ from medha.messages import (
     Done,
     Emit,
     Extent,
+    Failed,
     FetchBundle,
     Meet,
     Message,
@@ -49,8 +52,10 @@ from medha.wire import decode, encode, tokens_from_frame, tokens_to_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Doorkeeper, Opened, bind, connect
-from medha_worker.controller import ControllerSettings
+from medha_worker.bundle import read_bundle
+from medha_worker.controller import Controller, ControllerSettings, read_settings
 from medha_worker.link import Link, Received
+from medha_worker.part_state import PartState
 
 READY = RankReady(
     rank=0,
@@ -122,7 +127,7 @@ class Stage:
         self.endpoints, self.keys = endpoints, keys
         self.open_router()
         self.settings = folder / "settings.json"
-        self.log: str | None = None
+        self.log: str | None = None if start else "it runs in this process"
         if start:
             self.start()
         rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
@@ -210,8 +215,8 @@ class Stage:
 
     def kill(self) -> str:
         """End the controller; what it has said, which is read once."""
-        self.process.kill()
         if self.log is None:
+            self.process.kill()
             self.log = self.process.communicate()[1]
         return self.log
 
@@ -272,6 +277,85 @@ def test_a_rank_that_was_replaced_begins_the_next_epoch_with_the_requests_left_t
     stage.submit("c", "again")
     step = stage.step()
     assert (step.epoch, step.step_id, [admit.id for admit in step.admits]) == (1, 0, ["c"])
+
+
+def told_of_requests(stage: Stage) -> list[object]:
+    """What the router hears of requests until their epoch is over."""
+    told: list[object] = []
+    while True:
+        message = stage.from_controller(object)
+        if not isinstance(message, Announce):
+            told.append(message)
+        elif not message.ready:
+            return told
+
+
+def test_the_router_is_told_what_was_computed_when_a_rank_was_lost_and_what_only_waited(stage: Stage) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("computed")
+    assert [admit.id for admit in stage.step().admits] == ["computed"]
+    stage.submit("without ids", prompt="q")
+    stage.send_tokens("r")
+    stage.submit("waits", prompt="r")
+    while stage.from_controller(Announce).waiting == 0:  # type: ignore[attr-defined]
+        pass
+    stage.hello("second")
+    assert told_of_requests(stage) == [
+        Refused("without ids", "not_ready", "the epoch has ended"),
+        Refused("waits", "not_ready", "the epoch has ended"),
+        Failed("computed", "rank_lost", "a rank was lost while a step had it"),
+    ]
+
+
+class Unwatched:
+    """Stands for the watchdog of a controller that runs in this process."""
+
+    def allow(self, seconds: float, doing: str) -> None:
+        """It may take as long as it likes."""
+
+    def tell(self, state: PartState) -> None:
+        """Nobody listens."""
+
+
+@contextmanager
+def in_this_process(stage: Stage) -> Iterator[None]:
+    """Run the controller of `stage` in a thread, so that its constants can be others."""
+    controller = Controller(read_settings(stage.settings), read_bundle(stage.settings.parent), stage.settings)
+    thread = Thread(target=controller.run, args=(Unwatched(),))
+    thread.start()
+    try:
+        yield
+    finally:
+        controller.stop()
+        thread.join()
+        controller.close()
+
+
+def change(stage: Stage, **scheduling: object) -> None:
+    """Replace the settings, as a pod's supervisor does."""
+    settings = read_settings(stage.settings)
+    spec = settings.spec.model_copy(
+        update={"scheduling": settings.spec.scheduling.model_copy(update=scheduling)}
+    )
+    partial = stage.settings.with_suffix(".partial")
+    partial.write_text(settings.model_copy(update={"spec": spec}).model_dump_json(by_alias=True))
+    partial.rename(stage.settings)
+
+
+def test_settings_that_change_are_the_fault_of_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha_worker.controller.LIVE_SECONDS", 0.0)
+    stage = Stage(tmp_path, start=False)
+    with closing(stage), in_this_process(stage):
+        stage.ready()
+        stage.send_tokens()
+        stage.submit("computed")
+        stage.step()
+        change(stage, policy="srpt")
+        assert told_of_requests(stage) == [Refused("computed", "not_ready", "the epoch has ended")]
+        assert stage.hello().epoch == 1
 
 
 def test_an_epoch_that_a_rank_has_lost_begins_again_once_all_are_heard(stage: Stage) -> None:

@@ -211,6 +211,7 @@ class Controller:
         if self._changed_at is None or self._core is None or self._stopping:
             return
         if self._core.idle or now - self._changed_at > LIVE_SECONDS:
+            self._give_back(self._core, set())  # no request is to blame
             self._ranks.end_epoch("settings have changed")
 
     def _be_inspected(self) -> None:
@@ -312,9 +313,25 @@ class Controller:
     # --- epochs -------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """An epoch is lost: the router submits what is open to the next one."""
-        self._core = None
+        """An epoch is lost: the router submits what is open to the next one, and knows what the ranks were computing."""
+        if self._core is not None:
+            steps = self._core.steps_in_flight
+            self._give_back(self._core, {entry.id for step in steps for entry in step.entries})
         self._announce(force=True)
+
+    def _give_back(self, core: ReplicaController, suspects: set[str]) -> None:
+        """This epoch serves no more: the router has all that is open again.
+
+        `suspects` may be what the ranks died of, so that the router counts the loss. Whoever only waited is innocent.
+        """
+        self._core = None
+        open_ids = [request.id for request in core.requests() if not request.ended]
+        # Refusals first: they tell the router that nothing has room here, before it sends a suspect anywhere.
+        for request_id in [*self._prompts.held_ids, *(id_ for id_ in open_ids if id_ not in suspects)]:
+            self._answer(Refused(request_id, "not_ready", "the epoch has ended"))
+        for request_id in open_ids:
+            if request_id in suspects:
+                self._answer(Failed(request_id, "rank_lost", "a rank was lost while a step had it"))
 
     def _begin(self, ranks: list[RankReady]) -> None:
         """All ranks are ready: serve."""

@@ -47,6 +47,11 @@ class PromptStore:
     def __len__(self) -> int:
         return len(self._prompts)
 
+    @property
+    def held_ids(self) -> list[str]:
+        """Requests that wait here for their ids."""
+        return [request_id for prompt in self._prompts.values() for request_id in prompt.held]
+
     def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
         """Add a piece of a prompt; return the requests that waited for its last one.
 
