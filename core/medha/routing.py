@@ -169,6 +169,11 @@ class RoutingLimits:
     max_attempts: int = 4
     """Attempts of one sequence that may be lost with their replicas, before it is taken for the cause and ends."""
 
+    @property
+    def suspect_losses(self) -> int:
+        """From so many losses on a sequence is a suspect: a replica gets one at a time, which ends or clears it."""
+        return max(1, self.max_attempts // 2)
+
 
 @dataclass(slots=True)
 class _Sequence:
@@ -522,6 +527,8 @@ class RouterCore:
         """The replica for `sequence`: where its prompt just went, else where its first token is expected soonest."""
         tokens, prefix = sequence.tokens, sequence.new.prefix
         fitting = [replica for replica in replicas if replica.card.longest_request_tokens > tokens]
+        if self._is_suspect(sequence):  # beside others nobody could say which of them it was
+            fitting = [one for one in fitting if not any(map(self._is_suspect, one.open.values()))]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
 
@@ -539,6 +546,9 @@ class RouterCore:
             )
 
         return min(fitting, key=preference)
+
+    def _is_suspect(self, sequence: _Sequence) -> bool:
+        return sequence.losses >= self._limits.suspect_losses
 
     def _forward(
         self, sequence: _Sequence, replica: _Replica, names: dict[str, tuple[str, str]], now: float

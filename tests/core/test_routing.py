@@ -318,6 +318,30 @@ def test_only_what_was_computed_when_ranks_were_lost_counts_the_losses() -> None
     assert [submit.id for _, submit in again] == ["b~4", "c~4"]
 
 
+def test_who_shares_its_steps_with_a_request_that_kills_ranks_is_cleared_by_a_token_of_its_own() -> None:
+    core = serving(RoutingLimits(max_attempts=4))
+    announce(core, waiting_limit=10)
+    commands = core.handle(arrive("a", "poison", "b", "c"), 0.0)
+    ended: dict[str, str] = {}
+    epoch = 1
+    while core.open:
+        computed = [submit.id for _, submit in submits(commands)]  # together in one step
+        assert computed, "nobody is forgotten"
+        commands = []
+        if any(id_.startswith("poison") for id_ in computed):
+            for id_ in computed:
+                commands += core.handle(Received("r0", Failed(id_, "rank_lost")), float(epoch))
+            commands += announce(core, float(epoch), epoch=epoch, ready=False, waiting_limit=10)
+            epoch += 1
+        else:
+            for id_ in computed:
+                commands += core.handle(Received("r0", Emit(id_, (1,), "stop")), float(epoch))
+        commands += announce(core, float(epoch), epoch=epoch, waiting_limit=10)
+        ended |= {one.id: one.kind for one in commands if isinstance(one, Fail)}
+        ended |= {one.id: "stop" for one in commands if isinstance(one, Deliver) and one.finish_reason}
+    assert ended == {"a": "stop", "b": "stop", "c": "stop", "poison": "internal"}
+
+
 @dataclass
 class FakeReplica:
     """Emits the token at position i as the number i, so that the client can tell order, loss and doubles."""
