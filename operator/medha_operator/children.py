@@ -47,6 +47,8 @@ class Child:
     """Name of the kept template that its spec was written from."""
     is_ours: bool = True
     """The deployment is its controller, or made it and was deleted without it. Else somebody else's has the name."""
+    is_left_over: bool = False
+    """A deployment of the same name, which is gone, is its controller, and it will follow it."""
     is_deleting: bool = False
     ready_since: float | None = None
     """Unix time, seconds; None while it is not ready, or its status may speak of pods that its spec has ended."""
@@ -111,6 +113,10 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         created=seconds(metadata["creationTimestamp"]),
         revision=labels.get(TEMPLATE_LABEL, ""),
         is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
+        is_left_over=controller is not None
+        and controller["uid"] != deployment_uid
+        and controller.get("kind") == "MedhaDeployment"
+        and controller.get("name") == metadata["name"].rpartition("-")[0],
         is_deleting="deletionTimestamp" in metadata,
         ready_since=_since(ready) if is_told and _is(ready, "True") else None,
         unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,

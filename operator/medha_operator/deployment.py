@@ -5,8 +5,8 @@ whole replicas, from the highest index down to `rollout.partition`: a replica th
 starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
 on, stand in for those that are away. A change that restarts no pods is applied to all at once.
 
-Two bounds hold in every plan. No further replica is made beyond N + maxSurge; and none that is ready is taken down
-unless N - maxUnavailable others are available. What is not ready may always be changed: nobody waits for it.
+Two bounds hold in every plan. No further replica is made beyond N + maxSurge; and none that is available is taken down
+unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
     scene = _scene(observed, wanted, now, settings)
     steps = [*_create(scene), *_change(scene), *_remove(scene)]
     status, again = _described(scene, now)
-    return Plan((*kept, *_status(observed, status), *steps, *_history(scene)), again)
+    return Plan((*kept, *steps, *_status(observed, status), *_history(scene)), again)
 
 
 # --- what is wanted -------------------------------------------------------------------------------------
@@ -177,6 +177,7 @@ class _Scene:
 
     observed: ObservedDeployment
     wanted: _Wanted
+    now: float
     present: dict[int, Child]
     """Replicas of ours that are not being deleted, by index."""
     away: frozenset[int]
@@ -202,6 +203,9 @@ class _Scene:
         gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
         return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
 
+    def is_available(self, child: Child) -> bool:
+        return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
+
     def may_lose_one(self, unavailable: int) -> bool:
         """Whether one that serves may be taken down."""
         return self.available - 1 >= self.replicas - unavailable
@@ -214,9 +218,9 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     ours = [child for child in observed.children if child.is_ours]
     present = {child.index: child for child in ours if not child.is_deleting}
     away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
-    scene = _Scene(observed, wanted, present, away, 0, {}, {}, 0, is_starved=False)
+    scene = _Scene(observed, wanted, now, present, away, 0, {}, {}, 0, is_starved=False)
     for index, child in present.items():
-        scene.available += is_available(child, wanted.spec.min_ready_seconds, now)
+        scene.available += scene.is_available(child)
         if child.ready_since is not None:
             left = child.ready_since + wanted.spec.min_ready_seconds - now
             if left > 0:
@@ -230,11 +234,10 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
             scene.is_starved |= left <= 0
             if left > 0:
                 scene.look_again(left)
-    serving = [
-        index
-        for index, child in (scene.outdated | scene.leaving).items()
-        if index < scene.replicas and child.ready_since is not None
-    ]
+    # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
+    changing = [index for index, child in scene.outdated.items() if scene.is_available(child)]
+    moving = [index for index, child in scene.leaving.items() if child.ready_since is not None]
+    serving = [index for index in (*changing, *moving) if index < scene.replicas]
     scene.surge = min(wanted.surge, len(serving))
     return scene
 
@@ -290,6 +293,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
                 yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
+            if child.ready_since is not None and not scene.is_available(child):
+                continue  # it serves: it moves when its turn comes, though nobody counts on it yet
             # Another one comes first; without it only where there may be no other, or it finds no room.
             has_no_other = scene.wanted.surge == 0 or scene.is_starved
             if _take_down(scene, child, scene.wanted.unavailable if has_no_other else 0):
@@ -305,8 +310,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
 
 
 def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
-    """Whether the replica may be taken down now; if so, it is counted."""
-    if child.ready_since is None:
+    """Whether the replica may be taken down now; if so, it is counted. Nobody waits for one that is not available."""
+    if not scene.is_available(child):
         return True
     if not scene.may_lose_one(unavailable):
         return False
@@ -374,7 +379,7 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
     }
     updated = sum(child.revision == wanted.update.name for child in children)
     is_everywhere = len(scene.present) >= scene.replicas and updated == len(scene.present)
-    available = sum(is_available(child, wanted.spec.min_ready_seconds, now) for child in children)
+    available = sum(scene.is_available(child) for child in children)
     counts = {
         "observed_generation": observed.generation,
         "replicas": len(scene.present),
@@ -399,7 +404,11 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         differing=frozenset(differing),
         moving=frozenset(scene.leaving)
         | {index for index, child in scene.present.items() if child.may_drain},
-        taken=tuple(child.name for child in observed.children if not child.is_ours),
+        taken=tuple(
+            child.name
+            for child in observed.children
+            if child.index < scene.replicas + scene.surge and not (child.is_ours or child.is_left_over)
+        ),
         template=wanted.update.name,
         has_change_waiting=wanted.spec.paused
         and any(child.revision != wanted.update.name for child in children),

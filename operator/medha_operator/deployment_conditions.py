@@ -24,7 +24,7 @@ class Rollout:
     moving: frozenset[int]
     """Indices of those that leave a cordoned node."""
     taken: tuple[str, ...]
-    """Names that somebody else's replica has."""
+    """Names that are wanted and that somebody else's replica has."""
     template: str
     has_change_waiting: bool
     """It is paused, and some have an older template."""

@@ -256,6 +256,45 @@ def test_a_replica_counts_only_after_it_was_ready_for_as_long_as_asked() -> None
     assert world.condition("Ready") == ("True", "Complete")
 
 
+def test_what_is_ready_and_not_yet_available_is_taken_down_at_once() -> None:
+    """Nobody counts on it: neither removing it nor mending a bad change waits for `minReadySeconds`."""
+    world = DeploymentWorld(2, minReadySeconds=3600)
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    assert len(world.serving()) == 2
+    world.change(template=template(image="b"))
+    assert applied(world.plan()) == ["d-1", "d-0"]
+    world.change(replicas=0)
+    assert deleted(world.plan()) == ["d-1", "d-0"]
+
+
+def test_what_has_been_ready_for_a_short_time_leaves_its_node_behind_another_one_all_the_same() -> None:
+    world = DeploymentWorld(2, minReadySeconds=60)
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    world.cordoned = {"d-1"}
+    assert watched(world)[:2] == (2, 3)
+    assert world.cordoned == set()
+
+
+def test_what_is_available_waits_for_its_stand_in_to_be_so_too() -> None:
+    world = DeploymentWorld(2, minReadySeconds=60)
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    world.now += 60
+    world.change(template=template(image="b"))
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    assert sorted(world.serving()) == ["d-0", "d-1", "d-2"]
+    assert applied(world.plan()) == []
+    world.now += 60
+    assert applied(world.plan()) == ["d-1"]
+
+
 def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back() -> None:
     world = DeploymentWorld(1, room=0, progressDeadlineSeconds=100, rollout={"maxUnavailable": 1})
     for _ in range(4):
@@ -320,6 +359,32 @@ def test_a_replica_of_somebody_else_is_never_touched() -> None:
     world.change(replicas=1)
     world.settle()
     assert "d-1" in world.replicas
+
+
+def test_a_name_that_nobody_wants_may_be_anybodys(world: DeploymentWorld) -> None:
+    foreign = copy.deepcopy(world.replicas["d-2"])
+    foreign["metadata"] |= {"name": "d-70", "uid": "else", "labels": {}, "ownerReferences": []}
+    world.replicas["d-70"] = foreign
+    watched(world)
+    assert world.condition("Ready") == ("True", "Complete")
+    world.change(template=template(image="b"))
+    watched(world)
+    assert (world.condition("Ready"), world.replicas["d-70"]) == (("True", "Complete"), foreign)
+    world.change(replicas=71)
+    world.settle()
+    assert world.condition("Stalled") == ("True", "NameTaken")
+
+
+def test_replicas_of_a_deleted_deployment_of_the_same_name_are_waited_for(world: DeploymentWorld) -> None:
+    earlier = {"kind": "MedhaDeployment", "name": "d", "uid": "earlier", "controller": True}
+    for one in world.replicas.values():
+        one["metadata"]["ownerReferences"] = [earlier]
+    world.settle()
+    assert world.condition("Stalled") == ("False", "Creating")
+    assert all(one["metadata"]["ownerReferences"] == [earlier] for one in world.replicas.values())
+    world.replicas.clear()  # the garbage collector has come
+    watched(world)
+    assert world.condition("Ready") == ("True", "Complete")
 
 
 def test_a_deployment_takes_up_the_replicas_that_one_of_its_name_left(world: DeploymentWorld) -> None:
