@@ -54,11 +54,11 @@ class Index:
         self.secrets: dict[str, set[str]] = {}
         """UID of a replica -> names of the Secrets that have been made for it, as far as this process knows."""
 
-    def offer(self, document: Document) -> None:
-        """Take an object as somebody else has seen it: the API server's answer, or kopf."""
+    def offer(self, document: Document, quiet: Key | None = None) -> None:
+        """Take an object as somebody else has seen it: the API server's answer, or kopf. `quiet` is told nothing."""
         store = self.stores.get(document["kind"])
         if store is not None:
-            store.offer(document)
+            store.offer(document, quiet)
 
     def resource(self, key: Key) -> Document | None:
         """The document of a resource of ours."""

@@ -141,7 +141,7 @@ class Program:
         try:
             look = await reconciler.look(key)
         except ApiError as error:
-            pause = self._queue.failed(key, _least_pause(error))
+            pause = self._queue.failed(key, least_pause(error))
             level = (
                 logging.INFO if error.status == 409 else logging.WARNING
             )  # somebody was faster: nothing is wrong
@@ -169,6 +169,6 @@ def _unix_seconds() -> float:
     return datetime.now(UTC).timestamp()
 
 
-def _least_pause(error: ApiError) -> float:
+def least_pause(error: ApiError) -> float:
     """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
     return error.retry_after_seconds or (_REFUSED_SECONDS if error.status in REFUSALS else 0.0)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from medha_operator.cluster import ApiError, Cluster
-from medha_operator.conditions import refuse, stamped
+from medha_operator.cluster import ApiError, Cluster, Fenced
+from medha_operator.conditions import Judgement, refuse, stamped
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
@@ -20,7 +20,7 @@ from medha_operator.kinds import DEPLOYMENT, KINDS, REPLICA, ROUTER, SECRET, Key
 from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
 from medha_operator.render import Manifest, Owner
 from medha_operator.settings import OperatorSettings
-from medha_operator.status import DeploymentStatus, ReplicaStatus
+from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
 from medha_operator.store import Document
 from medha_operator.telemetry import Telemetry
 
@@ -31,6 +31,10 @@ Versions = dict[tuple[str, str], str]
 
 REFUSALS = frozenset({400, 403, 422})
 """Answers that do not change by themselves: a user must hear of them."""
+TOLD_REASONS = frozenset({ROUTER_NOT_FOUND})
+"""Reasons of ours, beside them."""
+TOLD_FAILURES = 5
+"""Looks in a row that end with any other error before a user hears of it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,13 @@ class Reconciler:
         self._now = now
         self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
         self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
+        self._failures: dict[Key, int] = {}  # looks in a row that have failed
+        self._troubles: dict[Key, tuple[Judgement, ...]] = {}  # what is told until a look succeeds
 
     async def look(self, key: Key) -> Look:
         """Look at `key` once.
+
+        What keeps failing is laid over the planned status until a look succeeds: the two never take turns.
 
         Raises:
             ApiError: an action was refused or not answered; the rest was not done.
@@ -77,16 +85,21 @@ class Reconciler:
             return Look(again_seconds=again)
         resource = self._index.resource(key)
         if resource is None:
+            self._failures.pop(key, None)
+            self._troubles.pop(key, None)
             return Look()
-        planned, versions = self._plan(key, resource)
+        planned = Plan(())
         try:
+            planned, versions = self._plan(key, resource)
             writes = await self._carry_out(key, resource, planned.actions, versions)
-        except ApiError as error:
-            if error.status in REFUSALS:
-                await self._refused(key, resource, "Refused", f"the API server refused: {error}")
-            elif error.reason == ROUTER_NOT_FOUND:
-                await self._refused(key, resource, ROUTER_NOT_FOUND, str(error))
+        except Fenced:
             raise
+        except Exception as error:
+            await self._failed(key, resource, planned, error)
+            raise
+        self._failures.pop(key, None)
+        if self._troubles.pop(key, None) is not None:
+            writes += 1  # the status without them is yet to be written
         return Look(writes, planned.again_seconds)
 
     def forget(self) -> None:
@@ -108,7 +121,7 @@ class Reconciler:
         leftovers = self._index.leftovers(key, resource["metadata"]["uid"])
         if leftovers:  # of an earlier one of this name; each that goes asks for another look
             _log.info("%s waits for the end of %s", key, ", ".join(leftovers))
-            return Plan(()), {}
+            return _waiting(resource, self._now()), {}
         observed = self._index.observe(key)
         assert observed is not None
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
@@ -155,9 +168,7 @@ class Reconciler:
                     await self._correct(target)
                     return False
             case SetStatus(status):
-                written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
-                self._index.offer(await self._cluster.write_status(key, metadata, written))
-                self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
+                return await self._describe(key, resource, status)
             case Tell():
                 await self._tell(key, resource, action)
                 return False
@@ -192,23 +203,44 @@ class Reconciler:
             self._applied[key] = (manifest, store.facts(key.namespace, key.name))
         return is_changed
 
-    async def _refused(self, key: Key, resource: Document, reason: str, message: str) -> None:
-        """What the API server refuses, or what is missing, stands in the status until it does not: the look ends before its own status."""
-        before: ReplicaStatus | DeploymentStatus
-        if key.kind == DEPLOYMENT.name:
-            before = read_status(resource, DeploymentStatus)
+    async def _describe(self, key: Key, resource: Document, status: ReplicaStatus | DeploymentStatus) -> bool:
+        """Write the status of `resource` with the present trouble laid over it; whether it says anything new."""
+        if key in self._troubles:
+            before = _read_status(key, resource)
+            told = stamped(self._troubles[key], before.conditions, status.observed_generation, self._now())
+            status = _overlaid(status, told)
+            if status == before:
+                return False
+        written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        answer = await self._cluster.write_status(key, resource["metadata"], written)
+        self._index.offer(answer, quiet=key)  # who looks needs not be told of what it has said
+        self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
+        return True
+
+    async def _failed(self, key: Key, resource: Document, planned: Plan, error: Exception) -> None:
+        """What the API server refuses, what is missing, and what fails again and again stands in the status."""
+        count = self._failures[key] = self._failures.get(key, 0) + 1
+        latest = self._index.resource(key)  # with what this look has written
+        if latest is None or latest["metadata"]["uid"] != resource["metadata"]["uid"]:
+            return
+        statuses = [action.status for action in planned.actions if isinstance(action, SetStatus)]
+        generation = {"observed_generation": resource["metadata"]["generation"]}
+        status = (statuses[0] if statuses else _read_status(key, latest)).model_copy(update=generation)
+        if isinstance(error, ApiError) and error.status in REFUSALS:
+            trouble = refuse("Refused", f"the API server refused: {error}")
+        elif isinstance(error, ApiError) and error.reason in TOLD_REASONS:
+            trouble = refuse(error.reason, str(error))
+        elif count >= TOLD_FAILURES:
+            trouble = _hindered(status, error)
         else:
-            before = read_status(resource, ReplicaStatus)
-        generation = resource["metadata"]["generation"]
-        refusal = refuse(reason, message)
-        conditions = stamped(refusal, before.conditions, generation, self._now())
-        status = before.model_copy(update={"observed_generation": generation, "conditions": conditions})
-        if status != before:
-            told = Tell(reason, refusal[0].message, is_warning=True)
-            try:
-                await self._carry_out(key, resource, [SetStatus(status), told], {})
-            except ApiError as error:
-                _log.warning("%s: the refusal could not be told: %s", key, error)
+            return
+        self._troubles[key] = trouble
+        told = Tell(trouble[0].reason, trouble[0].message, is_warning=True)
+        try:
+            if await self._describe(key, latest, status):
+                await self._tell(key, latest, told)
+        except ApiError as failure:
+            _log.warning("%s: the trouble could not be told: %s", key, failure)
 
     async def _tell(self, key: Key, resource: Document, told: Tell) -> None:
         """An event is a courtesy: none of what follows waits for it to succeed."""
@@ -232,3 +264,49 @@ def _target(key: Key, action: Action) -> Key:
             return Key(kind, key.namespace, name)
         case _:
             return key
+
+
+def _read_status(key: Key, resource: Document) -> ReplicaStatus | DeploymentStatus:
+    if key.kind == DEPLOYMENT.name:
+        return read_status(resource, DeploymentStatus)
+    return read_status(resource, ReplicaStatus)
+
+
+def _overlaid(
+    status: ReplicaStatus | DeploymentStatus, over: Iterable[Condition]
+) -> ReplicaStatus | DeploymentStatus:
+    """`status` with some conditions replaced or added."""
+    conditions = {condition.type: condition for condition in (*status.conditions, *over)}
+    return status.model_copy(update={"conditions": tuple(conditions.values())})
+
+
+def _waiting(resource: Document, now: float) -> Plan:
+    """Says that what an earlier resource of this name has left is not gone yet; in words that stay the same."""
+    name, generation = resource["metadata"]["name"], resource["metadata"]["generation"]
+    message = (
+        f"objects of an earlier {resource['kind']} of this name are not deleted yet; what is left is listed by "
+        f"`kubectl get statefulsets,services,configmaps -l medha.dev/replica={name}`"
+    )
+    before = read_status(resource, ReplicaStatus)
+    told = before.model_copy(update={"observed_generation": generation})
+    judgements = (
+        Judgement("Ready", False, "WaitingForCleanup", message),
+        Judgement("Reconciling", True, "WaitingForCleanup", message),
+        Judgement("Stalled", False, "WaitingForCleanup"),
+    )
+    status = _overlaid(told, stamped(judgements, before.conditions, generation, now))
+    return Plan(() if status == before else (SetStatus(status),))
+
+
+def _hindered(status: ReplicaStatus | DeploymentStatus, error: Exception) -> tuple[Judgement, ...]:
+    """Conditions of a resource with which we get nowhere, though we go on trying. What serves goes on serving."""
+    if isinstance(error, ApiError):
+        reason, message = "ApiServerFails", f"the API server did not do what was asked: {error}"
+    else:
+        reason, message = "OperatorFails", f"a mistake of the operator: {type(error).__name__}: {error}"
+    is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
+    return (
+        Judgement("Reconciling", True, reason, message),
+        Judgement("Stalled", False, reason),
+        *(() if is_ready else (Judgement("Ready", False, reason, message),)),
+    )

@@ -89,10 +89,13 @@ class Store:
         elif name in self._entries and self._entries[name].version <= version:
             self._remove(name)
 
-    def offer(self, document: Document) -> None:
-        """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much."""
+    def offer(self, document: Document, quiet: Key | None = None) -> None:
+        """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much.
+
+        `quiet` is who has written it, and knows.
+        """
         if int(document["metadata"]["resourceVersion"]) > self._version:
-            self._take(_name(document), document)
+            self._take(_name(document), document, quiet)
 
     def entry(self, namespace: str, name: str) -> Entry | None:
         """One object as last seen; None where there is none."""
@@ -110,7 +113,7 @@ class Store:
         elif seen is not None:
             self._remove((namespace, name))
 
-    def _take(self, name: tuple[str, str], document: Document) -> None:
+    def _take(self, name: tuple[str, str], document: Document, quiet: Key | None = None) -> None:
         """Take an object, unless it makes no sense to us: one that somebody has spoilt must not stop all others."""
         try:
             entry = self._read(document)
@@ -122,9 +125,9 @@ class Store:
                 self._unreadable.add(name)
             return
         self._unreadable.discard(name)
-        self._put(name, entry)
+        self._put(name, entry, quiet)
 
-    def _put(self, name: tuple[str, str], entry: Entry) -> None:
+    def _put(self, name: tuple[str, str], entry: Entry, quiet: Key | None) -> None:
         before = self._entries.get(name)
         if before is not None and before.version >= entry.version:
             return
@@ -140,7 +143,8 @@ class Store:
             entry.concerns,
             entry.facts,
         ):
-            self._tell(entry.concerns if before is None else {*before.concerns, *entry.concerns})
+            concerned = entry.concerns if before is None else {*before.concerns, *entry.concerns}
+            self._tell(key for key in concerned if key != quiet)
 
     def _remove(self, name: tuple[str, str]) -> None:
         entry = self._entries.pop(name)

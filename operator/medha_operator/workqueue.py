@@ -61,9 +61,15 @@ class WorkQueue:
         self._leave(key)
 
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
-        """Look again after a back-off, which is returned, or when the key is asked for before."""
+        """Look again after a back-off, which is returned, or when the key is asked for before.
+
+        With `at_least_seconds`, what was heard during the look waits for as long, too: it may be the look's own doing.
+        """
         count = self._failures.get(key, 0)
         pause = max(at_least_seconds, min(FIRST_SECONDS * 2.0 ** min(count, 32), LONGEST_SECONDS))
+        if at_least_seconds > 0 and key in self._again:
+            self._again.discard(key)
+            pause = at_least_seconds
         self._failures[key] = count + 1
         self._leave(key)
         self.add_later(key, pause)

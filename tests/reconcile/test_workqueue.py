@@ -76,3 +76,17 @@ def test_of_two_later_looks_the_earlier_counts_and_a_worker_that_waits_hears_it(
         assert (await waiting)[0] == A
 
     in_a_loop(test)
+
+
+def test_what_is_heard_during_a_look_that_is_refused_waits_as_long_as_the_refusal() -> None:
+    """It may be the look's own status, of which the watch told before the answer came."""
+
+    async def test(queue: WorkQueue) -> None:
+        for _ in range(12):
+            queue.add(A)
+            key, _ = await queue.take()
+            queue.add(A)
+            assert queue.failed(key, at_least_seconds=5.0) == 5.0  # and no longer: it may be a user's change
+            assert len(queue) == 0
+
+    in_a_loop(test)

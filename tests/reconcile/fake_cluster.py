@@ -1,0 +1,142 @@
+"""An API server in memory, as far as one look needs it: resourceVersions, conflicts, and refusals as a test asks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from medha_operator.cluster import ApiError, Cluster
+from medha_operator.index import Index
+from medha_operator.kinds import Key, Kind
+from medha_operator.program import least_pause
+from medha_operator.reconcile import Reconciler
+from medha_operator.settings import OperatorSettings
+from medha_operator.telemetry import Telemetry
+from medha_operator.workqueue import WorkQueue
+
+Document = dict[str, Any]
+GRID = {"model": {"name": "m", "source": {"path": "x"}}, "resources": {"accelerator": "none"}}
+
+
+class FakeCluster:
+    """What `Cluster` does, to objects in a dictionary. `refuse` may raise for any write; it sees verb and kind."""
+
+    def __init__(self, refuse: Callable[[str, str], None] = lambda verb, kind: None) -> None:
+        self.refuse = refuse
+        self.objects: dict[tuple[str, str, str], Document] = {}
+        self.calls: list[tuple[str, str]] = []
+        """Verb and kind of every call, refused ones too."""
+        self.told: list[str] = []
+        """Reasons of events."""
+        self._version = 100
+
+    def calls_of(self, verb: str, kind: str = "") -> int:
+        return sum(call[0] == verb and kind in ("", call[1]) for call in self.calls)
+
+    def put(self, document: Mapping[str, Any]) -> Document:
+        """Store an object as somebody else's write would."""
+        self._version += 1
+        kept = copy.deepcopy(dict(document))
+        metadata = kept["metadata"]
+        before = self.objects.get(_name(kept))
+        metadata |= {
+            "resourceVersion": str(self._version),
+            "uid": before["metadata"]["uid"] if before else metadata.get("uid", f"u{self._version}"),
+            "creationTimestamp": "2030-01-01T00:00:00Z",
+        }
+        if "spec" in kept and "generation" not in metadata:
+            metadata["generation"] = 1
+        self.objects[_name(kept)] = kept
+        return copy.deepcopy(kept)
+
+    def _begin(self, verb: str, kind: str) -> None:
+        self.calls.append((verb, kind))
+        if verb != "get":
+            self.refuse(verb, kind)
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
+        self._begin("get", kind.name)
+        return copy.deepcopy(self.objects.get((kind.name, namespace, name)))
+
+    async def apply(self, manifest: Document, version: str | None = None) -> Document:
+        self._begin("apply", manifest["kind"])
+        return self.put(manifest)
+
+    async def create(self, manifest: Document) -> Document | None:
+        self._begin("create", manifest["kind"])
+        return None if _name(manifest) in self.objects else self.put(manifest)
+
+    async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> bool:
+        self._begin("delete", key.kind)
+        return self.objects.pop((key.kind, key.namespace, key.name), None) is not None
+
+    async def write_status(self, key: Key, metadata: Document, status: Document) -> Document:
+        self._begin("status", key.kind)
+        found = self.objects[key.kind, key.namespace, key.name]
+        if found["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise ApiError(409, "Conflict", "the object has been modified")
+        return self.put(found | {"status": status})
+
+    async def tell(self, about: Document, reason: str, message: str, **_: Any) -> None:
+        self._begin("tell", "Event")
+        self.told.append(reason)
+
+
+class Stage:
+    """A reconciler before a fake cluster, with a queue that nobody works on but `work`."""
+
+    def __init__(self, clock: Callable[[], float], cluster: FakeCluster) -> None:
+        self.queue = WorkQueue(clock)
+        self.index = Index(self.queue.add)
+        self.cluster = cluster
+        self.reconciler = Reconciler(
+            cast(Cluster, cluster),
+            self.index,
+            OperatorSettings(),
+            Telemetry(self.index, self.queue),
+            holder="test",
+            now=lambda: 1893456000.0,
+        )
+
+    def see(self, document: Document) -> Key:
+        """Store a resource, and hear of it."""
+        self.index.offer(stored := self.cluster.put(document))
+        return Key(stored["kind"], stored["metadata"]["namespace"], stored["metadata"]["name"])
+
+    async def work(self, most_looks: int = 20) -> list[float]:
+        """Look until nothing is due now; the back-offs of the looks that have failed."""
+        pauses: list[float] = []
+        for _ in range(most_looks):
+            if not len(self.queue):
+                break
+            key, _ = await self.queue.take()
+            try:
+                look = await self.reconciler.look(key)
+            except ApiError as error:
+                pauses.append(self.queue.failed(key, least_pause(error)))
+            except ValueError:  # a mistake that a test has planted
+                pauses.append(self.queue.failed(key))
+            else:
+                self.queue.done(key)
+                if look.writes:
+                    self.queue.add(key)
+        return pauses
+
+    def condition(self, key: Key, kind: str = "Ready") -> tuple[str, str, str]:
+        """Status, reason and message of a condition of what is stored."""
+        status = self.cluster.objects[key].get("status", {})
+        for one in status.get("conditions", ()):
+            if one["type"] == kind:
+                return one["status"], one["reason"], one["message"]
+        return "", "", ""
+
+
+def resource(kind: str, spec: Mapping[str, Any] = GRID, name: str = "r") -> Document:
+    metadata = {"name": name, "namespace": "default"}
+    return {"apiVersion": "medha.dev/v1alpha1", "kind": kind, "metadata": metadata, "spec": dict(spec)}
+
+
+def _name(document: Mapping[str, Any]) -> tuple[str, str, str]:
+    metadata = document["metadata"]
+    return document["kind"], metadata["namespace"], metadata["name"]

@@ -1,0 +1,148 @@
+"""Looks that fail: what the user hears, how often it is written, and how long the next look waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from medha_operator.cluster import ApiError
+from medha_operator.kinds import Key
+from medha_operator.program import least_pause
+from medha_operator.reconcile import TOLD_FAILURES
+from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
+
+DEPLOYMENT = {"replicas": 2, "template": {"spec": GRID}}
+
+
+def on_stage(
+    test: Callable[[Stage], Awaitable[None]], refuse: Callable[[str, str], None] = lambda verb, kind: None
+) -> None:
+    async def run() -> None:
+        stage = Stage(asyncio.get_running_loop().time, FakeCluster(refuse))
+        await test(stage)
+        stage.queue.close()
+
+    asyncio.run(run())
+
+
+def refusing(verb: str, kind: str, status: int, reason: str) -> Callable[[str, str], None]:
+    """Every such write is refused, each time in other words, as a quota or a webhook may."""
+    count = 0
+
+    def refuse(a_verb: str, a_kind: str) -> None:
+        nonlocal count
+        if (a_verb, a_kind) == (verb, kind):
+            count += 1
+            raise ApiError(status, reason, f"refusal {count}")
+
+    return refuse
+
+
+async def fail_again(stage: Stage, key: Key, looks: int) -> None:
+    """As many further looks, as if the back-off were over each time."""
+    for _ in range(looks):
+        stage.queue.add(key)
+        assert await stage.work()
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "child"),
+    [("MedhaDeployment", DEPLOYMENT, "MedhaReplica"), ("MedhaReplica", GRID, "StatefulSet")],
+)
+def test_a_child_that_is_always_refused_is_told_once_and_waited_for(
+    kind: str, spec: dict[str, object], child: str
+) -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource(kind, spec))
+        pauses = await stage.work()
+        assert len(pauses) == 1, "the operator's own writes must not ask for another look"
+        assert pauses[0] == least_pause(ApiError(403, "", ""))
+        assert stage.cluster.calls_of("status") <= 2
+        status, reason, message = stage.condition(key)
+        assert (status, reason) == ("False", "Refused")
+        assert "refusal 1" in message
+        assert stage.condition(key, "Stalled")[:2] == ("True", "Refused")
+        assert stage.cluster.told.count("Refused") == 1
+
+    on_stage(test, refusing("apply", child, 403, "Forbidden"))
+
+
+def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_the_plan_has_to_say() -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaDeployment", DEPLOYMENT))
+        await stage.work()
+        before = stage.cluster.calls_of("status")
+        await fail_again(stage, key, 3)
+        assert stage.cluster.calls_of("status") == before
+        stage.cluster.refuse = lambda verb, kind: None
+        stage.queue.add(key)
+        await stage.work()
+        assert stage.condition(key)[1] != "Refused"
+        assert stage.condition(key, "Accepted")[1] != "Refused"
+
+    def refuse(verb: str, kind: str) -> None:
+        if (verb, kind) == ("apply", "MedhaReplica"):
+            raise ApiError(403, "Forbidden", "exceeded quota")
+
+    on_stage(test, refuse)
+
+
+@pytest.mark.parametrize("status", [500, 0, 409])
+def test_an_error_that_stays_is_told_after_some_looks_and_ends_with_the_first_that_succeeds(
+    status: int,
+) -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work(1)
+        for _ in range(TOLD_FAILURES - 2):
+            stage.queue.add(key)
+            await stage.work(1)
+        assert stage.cluster.calls_of("status") == 0
+        stage.queue.add(key)
+        await stage.work(1)
+        ready = stage.condition(key)
+        assert ready[:2] == ("False", "ApiServerFails")
+        assert "refusal" in ready[2]
+        assert stage.condition(key, "Reconciling")[:2] == ("True", "ApiServerFails")
+        assert stage.condition(key, "Stalled")[0] == "False"
+        stage.cluster.refuse = lambda verb, kind: None
+        stage.queue.add(key)
+        await stage.work()
+        assert stage.condition(key)[1] == "CreatingPods"
+
+    on_stage(test, refusing("apply", "Service", status, "InternalError"))
+
+
+def test_a_mistake_of_the_operators_own_is_told_too() -> None:
+    def break_down(verb: str, kind: str) -> None:
+        if (verb, kind) == ("apply", "Service"):
+            raise ValueError("no such thing")
+
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        await fail_again(stage, key, TOLD_FAILURES)
+        assert stage.condition(key)[1] == "OperatorFails"
+        assert "no such thing" in stage.condition(key)[2]
+
+    on_stage(test, break_down)
+
+
+def test_a_replica_that_waits_for_the_end_of_an_earlier_one_says_so_once() -> None:
+    async def test(stage: Stage) -> None:
+        left = {
+            "name": "r-l0",
+            "namespace": "default",
+            "labels": {"medha.dev/replica": "r"},
+            "ownerReferences": [{"kind": "MedhaReplica", "name": "r", "uid": "before", "controller": True}],
+        }
+        stage.see({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": left})
+        key = stage.see(resource("MedhaReplica"))
+        assert await stage.work() == []
+        assert stage.condition(key)[:2] == ("False", "WaitingForCleanup")
+        assert stage.condition(key, "Reconciling")[0] == "True"
+        assert (stage.cluster.calls_of("status"), stage.cluster.calls_of("apply")) == (1, 0)
+
+    on_stage(test)
