@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
-from medha_operator.observed import Observed, Pod
+from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
 
 TERMINAL = frozenset(
@@ -97,14 +97,15 @@ def problems_in(error: ValidationError) -> str:
 def stamped(
     judgements: Iterable[Judgement], before: Iterable[Condition], generation: int, now: float
 ) -> tuple[Condition, ...]:
-    """`judgements` as conditions; one whose status is as before keeps the time of its last change."""
+    """`judgements` as conditions; one whose status is as before keeps the time of its last change, unless that is to come."""
     known = {condition.type: condition for condition in before}
     return tuple(_stamp(judgement, known.get(judgement.type), generation, now) for judgement in judgements)
 
 
 def _stamp(judgement: Judgement, before: Condition | None, generation: int, now: float) -> Condition:
     status = "True" if judgement.holds else "False"
-    since = before.last_transition_time if before is not None and before.status == status else _timestamp(now)
+    is_kept = before is not None and before.status == status and seconds(before.last_transition_time) <= now
+    since = before.last_transition_time if before is not None and is_kept else _timestamp(now)
     return Condition.model_validate(
         {
             "type": judgement.type,

@@ -390,8 +390,10 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         "current_revision": (wanted.update if is_everywhere else wanted.current).name,
         "update_revision": wanted.update.name,
     }
-    has_moved = before.last_progress_time is None or any(
-        getattr(before, name) != value for name, value in counts.items()
+    has_moved = (
+        before.last_progress_time is None
+        or seconds(before.last_progress_time) > now  # somebody has spoilt it
+        or any(getattr(before, name) != value for name, value in counts.items())
     )
     last_progress = timestamp(now) if has_moved else before.last_progress_time
     assert last_progress is not None

@@ -52,6 +52,8 @@ from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
 REVISION_HISTORY = 5
 EVICTION_SECONDS = 15.0
 """How long evictors may take for a cordoned node: `kubectl drain` asks every 5 s, the cluster autoscaler every 10 s."""
+CLOCK_SKEW_SECONDS = 60.0
+"""How far the clocks of two machines that ran the operator may differ. A time that is later yet was written by others."""
 _GROUPS = tuple(kind for _, kind, _ in KINDS.values())
 
 
@@ -257,6 +259,10 @@ def _gang(
         told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
         ending = _end(alive, "its node is being emptied")
         return [told, *ending], status.model_copy(update=_NO_GANG), None
+    if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
+        status = status.model_copy(
+            update=_NO_GANG
+        )  # somebody has spoilt it: no whole gang is older than its record
     if status.newest_member is None:
         ended = [pod for pod in alive if pod.is_failed]
         if ended:  # only its object is left, which keeps its successor away
@@ -391,7 +397,14 @@ def _backoff_seconds(status: ReplicaStatus, restart: RestartSpec) -> float:
 
 
 def _since_restart(status: ReplicaStatus, now: float) -> float:
-    return float("inf") if status.last_restart_time is None else now - seconds(status.last_restart_time)
+    """How long ago the last restart was; for ever, where there was none, or its time is spoilt."""
+    if status.last_restart_time is None or _is_later(status.last_restart_time, now + CLOCK_SKEW_SECONDS):
+        return float("inf")
+    return now - seconds(status.last_restart_time)
+
+
+def _is_later(time: str | None, than: float) -> bool:
+    return time is not None and seconds(time) > than
 
 
 # --- status ---------------------------------------------------------------------------------------------

@@ -310,6 +310,13 @@ def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back()
     assert world.condition("Progressing") == ("True", "Complete")
 
 
+def test_progress_that_is_to_come_was_made_by_nobody(world: DeploymentWorld) -> None:
+    world.status = world.status.model_copy(update={"last_progress_time": "2099-01-01T00:00:00Z"})
+    world.settle()
+    assert world.status.last_progress_time is not None
+    assert world.status.last_progress_time < "2031"
+
+
 # --- nodes ----------------------------------------------------------------------------------------------
 
 

@@ -213,6 +213,53 @@ def test_the_second_restart_waits_and_later_ones_wait_longer(world: World) -> No
     assert 0 < waits[1] <= 30 < waits[2] <= 60 < waits[3] <= 120
 
 
+def spoil(world: World, **times: str) -> None:
+    world.status = world.status.model_copy(update=times)
+
+
+def test_a_record_that_is_later_than_its_pods_is_made_anew_and_hides_no_lost_pod(world: World) -> None:
+    record = world.status.newest_member
+    spoil(world, newest_member="2099-01-01T00:00:00Z")
+    assert world.settle() == 0
+    assert world.status.newest_member == record
+    del world.pods["r-l0-1"]
+    world.now += 10
+    world.controllers()  # it was replaced before anybody looked
+    world.kubelets()
+    world.settle()
+    assert world.status.restarts == 1
+
+
+def test_a_record_that_is_spoilt_while_a_pod_is_lost_is_made_anew_by_the_next_gang(world: World) -> None:
+    del world.pods["r-l0-1"]
+    spoil(world, newest_member="2099-01-01T00:00:00Z")
+    assert world.settle() == 0
+    assert world.status.newest_member is not None
+    assert world.status.newest_member < "2031"
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def test_a_restart_that_is_to_come_holds_up_no_other(world: World) -> None:
+    del world.pods["r-l0-1"]
+    world.settle()
+    spoil(world, last_restart_time="2099-01-01T00:00:00Z")
+    del world.pods["r-l0-1"]
+    world.settle()
+    assert world.status.restarts == 2
+    assert world.status.last_restart_time is not None
+    assert world.status.last_restart_time < "2031"
+
+
+def test_a_condition_since_a_time_to_come_is_since_now(world: World) -> None:
+    spoilt = [
+        entry.model_copy(update={"last_transition_time": "2099-01-01T00:00:00Z"})
+        for entry in world.status.conditions
+    ]
+    world.status = world.status.model_copy(update={"conditions": tuple(spoilt)})
+    assert world.settle() == 0
+    assert all(entry.last_transition_time < "2031" for entry in world.status.conditions)
+
+
 def test_a_long_stable_time_forgets_earlier_restarts(world: World) -> None:
     del world.pods["r-l1-1"]
     world.settle()
