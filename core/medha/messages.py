@@ -370,6 +370,8 @@ class RankHello:
     incarnation: str
     last_epoch: int | None = None
     """The last epoch in which this place of the grid took part, as its pod remembers; None in a new pod."""
+    revision: str = ""
+    """Which pods of its replica it belongs to; empty: not told, as by an earlier release or outside of a cluster."""
 
 
 @dataclass(frozen=True, slots=True)

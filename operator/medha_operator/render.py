@@ -261,7 +261,7 @@ def _pod_template(
             "fsGroup": _USER,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "containers": [_worker(owner, spec, lane_index, image, settings)],
+        "containers": [_worker(owner, spec, lane_index, revision, image, settings)],
         "volumes": [
             {"name": "config", "configMap": {"name": config_name(owner, revision)}},
             {"name": "keys", "secret": {"secretName": keys_name(owner), "defaultMode": 0o440}},
@@ -283,7 +283,12 @@ def _pod_template(
 
 
 def _worker(
-    owner: Owner, spec: MedhaReplicaSpec, lane_index: int, image: str, settings: OperatorSettings
+    owner: Owner,
+    spec: MedhaReplicaSpec,
+    lane_index: int,
+    revision: str,
+    image: str,
+    settings: OperatorSettings,
 ) -> Manifest:
     index = {"fieldRef": {"fieldPath": "metadata.labels['apps.kubernetes.io/pod-index']"}}
     patience = math.ceil((spec.lifecycle.ready_seconds + _SPARE_SECONDS) / _PROBE_SECONDS)
@@ -300,6 +305,7 @@ def _worker(
             {"name": "MEDHA_LEADER", "value": leader_address(owner)},
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
+            {"name": "MEDHA_REVISION", "value": revision},
             # The API server drops an empty value, which would then differ from what is rendered for ever.
             *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,24 @@ def test_a_pod_whose_leader_never_answers_asks_for_a_restart(alone: Replica) -> 
     assert pod.wait() == 75
     assert pod.message.startswith("RendezvousFailed: the ranks did not meet within 0.5 s")
     assert calls in pod.message
+
+
+def test_a_pod_of_a_newer_revision_waits_until_its_own_leader_is_there(alone: Replica) -> None:
+    """As when its predecessor has ended early, and the leader of the older revision still drains."""
+    leader, other = alone.pods[0, 0], alone.pods[1, 0]
+    leader.variables["MEDHA_REVISION"], other.variables["MEDHA_REVISION"] = "older", "newer"
+    leader.start()
+    other.start()
+    told = "rank 1 of revision newer waits for its controller"
+    eventually("the leader knows it by its revision", lambda: told in leader.log, 60)
+    assert not leader.is_ready()
+    leader.kill()
+    shutil.rmtree(leader.folder)  # a new pod finds nothing of the old one's
+    leader.variables["MEDHA_REVISION"] = "newer"
+    leader.start()
+    for pod in (leader, other):
+        eventually("the pods of one revision meet", pod.is_ready, 60)
+    assert other.log.count("starting rank 1") == 1  # it kept its weights
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,12 @@ def test_a_new_replica_becomes_ready_and_then_nothing_is_written(world: World) -
     assert world.plan().actions == ()
 
 
+def test_pods_know_their_revision_so_that_their_ranks_meet_no_other(world: World) -> None:
+    for name in ("r-l0", "r-l1"):
+        (worker,) = world.objects["StatefulSet", name]["spec"]["template"]["spec"]["containers"]
+        assert {"name": "MEDHA_REVISION", "value": world.status.revision} in worker["env"]
+
+
 def test_a_replica_that_is_being_deleted_is_left_to_the_garbage_collector(world: World) -> None:
     from medha_operator.plan import plan
     from reconcile.world import SETTINGS

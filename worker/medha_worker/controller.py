@@ -115,6 +115,8 @@ class ControllerSettings(BaseModel):
     """Remembers the last epoch, so that a controller that was replaced begins a later one."""
     oldest_epoch: int = 0
     """Epochs begin with this one; ranks that were in one before belong to pods that have been replaced."""
+    revision: str = ""
+    """Of the replica's pods; ranks that belong to another one are not let in. Empty: there is but one."""
     record_file: Path | None = None
     """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
     trace_file: Path | None = None
@@ -147,6 +149,7 @@ class Controller:
             rendezvous_host=settings.rendezvous_host,
             epoch_file=settings.epoch_file,
             oldest_epoch=settings.oldest_epoch,
+            revision=settings.revision,
             gather_seconds=settings.spec.lifecycle.ready_seconds,
             lost=self._end_epoch,
         )

@@ -70,6 +70,8 @@ class RankSettings(BaseModel):
     """The secret key that the ranks of the replica share (docs/security.md)."""
     controller_key_file: Path
     """The controller's public key."""
+    revision: str = ""
+    """Of the replica's pods; ranks of another one are not waited for. Empty: there is but one."""
     epoch_file: Path | None = None
     """Remembers the last epoch of this place of the grid, beyond the life of one process."""
     log_level: str = "info"

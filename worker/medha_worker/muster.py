@@ -30,9 +30,12 @@ class _Rank:
 class Muster:
     """The ranks of one replica, as its controller knows them."""
 
-    def __init__(self, ranks: int, first_epoch: int = 0, oldest_epoch: int = 0) -> None:
+    def __init__(
+        self, ranks: int, first_epoch: int = 0, oldest_epoch: int = 0, *, revision: str = ""
+    ) -> None:
         """`first_epoch` begins next; who was in an epoch before `oldest_epoch` belongs to pods that were replaced."""
         self.expected = ranks
+        self._revision = revision
         self._oldest_epoch = oldest_epoch
         self._ranks: dict[int, _Rank] = {}
         self._replaced: set[tuple[int, str]] = set()  # rank, incarnation
@@ -69,10 +72,15 @@ class Muster:
             )
         return ""
 
+    def is_of_other_revision(self, hello: RankHello) -> bool:
+        """Whether who says hello waits for another controller, which is to replace this one: revisions never mix."""
+        return bool(self._revision and hello.revision) and self._revision != hello.revision
+
     def hello(self, link: LinkName, hello: RankHello, now: float) -> None:
         """A rank was heard."""
         assert not self.replaces(hello), "the epoch goes first"
         assert not self.refuses(hello)
+        assert not self.is_of_other_revision(hello)
         known = self._ranks.get(hello.rank)
         if known is None or known.incarnation != hello.incarnation:
             if known is not None:

@@ -145,6 +145,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 @click.option("--address", envvar="MEDHA_POD_IP", required=True)
 @click.option("--run-directory", type=_FOLDER, envvar="MEDHA_RUN_DIRECTORY", required=True)
 @click.option("--router", envvar="MEDHA_ROUTER", default="")
+@click.option("--revision", envvar="MEDHA_REVISION", default="")
 def main(replica_file: Path, termination_log: Path, **place: object) -> None:
     """Run one pod of a replica; the operator's pods say the rest in their environment."""
     configure_logging("info")

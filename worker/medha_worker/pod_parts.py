@@ -61,6 +61,8 @@ class Place:
     """Name or address of the router; empty if the replica has none."""
     enrolment: Path | None = None
     """The router's public key, and a token that it admits."""
+    revision: str = ""
+    """Of the pods that the operator has made for one spec; empty in pods of an operator that did not tell."""
     model_directory: Path | None = None
     """Of the checkpoint, if it is not where the replica's source says."""
 
@@ -143,6 +145,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
             "tokens": f"tcp://{host}:{TOKENS_PORT}",
             "address": place.address,
             "ranks_on_host": shape.tensor,
+            "revision": place.revision,
             "epoch_file": str(place.run_directory / f"rank-{rank}.epoch"),
             "key_file": str(place.keys / RANKS_KEY),
             "controller_key_file": str(place.keys / CONTROLLER_PUBLIC),
@@ -187,6 +190,7 @@ def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> 
         "rank_keys_file": str(place.keys / RANKS_PUBLIC),
         "epoch_file": str(place.run_directory / "epoch"),
         "oldest_epoch": oldest_epoch,
+        "revision": place.revision,
     }
     return _write(place, CONTROLLER, settings)
 

@@ -72,7 +72,9 @@ class Rank:
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
         self._control = Link(control, "control", drops, accepts=(Meet, Step, Trace, Shutdown))
         self._tokens = Link(tokens, "tokens", drops, accepts=(Tokens,))
-        self._hello = RankHello(settings.rank, incarnation, read_epoch(settings.epoch_file))
+        self._hello = RankHello(
+            settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
+        )
         self._refused = ""  # why the controller does not let this process take part
         self._hello_at = float("-inf")
         self._engine: Engine | None = None

@@ -61,6 +61,7 @@ class RankLinks:
         gather_seconds: float,
         lost: Callable[[], None],
         oldest_epoch: int = 0,
+        revision: str = "",
     ) -> None:
         """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over."""
         control, tokens = endpoints
@@ -86,7 +87,10 @@ class RankLinks:
             peers=peers,
         )
         self.links = self._control, self._tokens
-        self._muster = Muster(ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch)
+        self._muster = Muster(
+            ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch, revision=revision
+        )
+        self._strangers: set[str] = set()  # incarnations of other revisions, each of which is logged once
         self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
@@ -233,6 +237,11 @@ class RankLinks:
                 _log.warning("%s is not let in: %s", peer.decode(errors="replace"), refusal)
                 with suppress(zmq.ZMQError):  # it has gone already
                     self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
+            return
+        if self._muster.is_of_other_revision(hello):  # it goes on calling, until its own controller is here
+            if hello.incarnation not in self._strangers:
+                self._strangers.add(hello.incarnation)
+                _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)
             return
         if self._muster.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
