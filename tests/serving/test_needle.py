@@ -169,17 +169,18 @@ def test_every_passkey_is_found_by_a_pipeline(
         assert ask(served, text) == expected(text)
 
 
+@pytest.mark.parametrize("length", [SHORT[-1], pytest.param(65_536, marks=pytest.mark.long)])
 def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them(
     needle: Path,
     haystack: Callable[[int], Haystack],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    length: int,
 ) -> None:
     """A rank is made to leave out what another lane's attention has found: the answers prove that it counts."""
     dropped = tmp_path / "dropped"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "drop_partial"))
     monkeypatch.setenv("TEST_DROPPED_PARTIAL", str(dropped))
-    length = SHORT[-1]
     text = haystack(length)
     shard = [position * LANES // length for position in text.positions.values()]
     assert set(shard) == set(range(LANES))
