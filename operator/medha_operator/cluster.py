@@ -150,12 +150,16 @@ class Cluster:
     # --- writing ----------------------------------------------------------------------------------------
 
     async def apply(self, manifest: Manifest, version: str | None = None) -> Document:
-        """Server-side apply. With `version`: only to the object as it was at that resourceVersion."""
+        """Server-side apply. With `version`: only to the object as it was at that resourceVersion.
+
+        Without one, nothing is taken from others: where they own a field that `manifest` has, that is a conflict (409).
+        """
         metadata = manifest["metadata"]
         if version is not None:
             manifest = manifest | {"metadata": metadata | {"resourceVersion": version}}
         path = KINDS[manifest["kind"]].path(metadata["namespace"], metadata["name"])
-        return await self._write("PATCH", path, manifest, {"force": "true"}, "application/apply-patch+yaml")
+        query = {"force": "true" if version is not None else "false"}
+        return await self._write("PATCH", path, manifest, query, "application/apply-patch+yaml")
 
     async def create(self, manifest: Manifest) -> Document | None:
         """Make an object that is never written again; None where one of its name is there."""

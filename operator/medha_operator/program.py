@@ -20,7 +20,7 @@ from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.index import Index
 from medha_operator.kinds import DEPLOYMENT, NODE, REPLICA, ROUTER, Key, Kind
 from medha_operator.lease import Lease, Tenure, write_seconds
-from medha_operator.reconcile import REFUSALS, Reconciler
+from medha_operator.reconcile import NAME_TAKEN, REFUSALS, Reconciler
 from medha_operator.reflector import Reflector
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
@@ -171,4 +171,5 @@ def _unix_seconds() -> float:
 
 def least_pause(error: ApiError) -> float:
     """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
-    return error.retry_after_seconds or (_REFUSED_SECONDS if error.status in REFUSALS else 0.0)
+    lasts = error.status in REFUSALS or error.reason == NAME_TAKEN
+    return error.retry_after_seconds or (_REFUSED_SECONDS if lasts else 0.0)

@@ -31,8 +31,13 @@ Versions = dict[tuple[str, str], str]
 
 REFUSALS = frozenset({400, 403, 422})
 """Answers that do not change by themselves: a user must hear of them."""
-TOLD_REASONS = frozenset({ROUTER_NOT_FOUND})
+NAME_TAKEN = "NameTaken"
+"""Reason of a resource one of whose objects would have the name of somebody else's."""
+TOLD_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_TAKEN})
 """Reasons of ours, beside them."""
+_MERGED = frozenset({"Service"})
+"""Kinds of which ours can be laid over another's without a conflict: of others, what must differ is one field, or is
+fixed, or the name holds a hash."""
 TOLD_FAILURES = 5
 """Looks in a row that end with any other error before a user hears of it."""
 
@@ -140,7 +145,9 @@ class Reconciler:
             try:
                 writes += await self._do(key, resource, action, versions)
             except ApiError as error:
-                if error.status in (404, 409):  # our view is old: the watch tells late, so ask
+                if (
+                    error.status in (404, 409) and error.reason != NAME_TAKEN
+                ):  # our view is old: the watch tells late, so ask
                     await self._correct(_target(key, action))
                 raise
         return writes
@@ -193,7 +200,9 @@ class Reconciler:
         if there is not None and self._applied.get(key) == (manifest, there):
             return False
         version = versions.get((kind, key.name))
-        written = await self._cluster.apply(manifest, version)
+        written = await (
+            self._make(key, manifest) if version is None else self._cluster.apply(manifest, version)
+        )
         self._index.offer(written)
         answer = written["metadata"]["resourceVersion"]
         is_changed = answer not in (version, self._answers.get(key))
@@ -202,6 +211,36 @@ class Reconciler:
         if store is not None and not is_changed:
             self._applied[key] = (manifest, store.facts(key.namespace, key.name))
         return is_changed
+
+    async def _make(self, key: Key, manifest: Manifest) -> Document:
+        """Apply what is not known to be there. What is there all the same is another's, or the watch is late."""
+        if key.kind in _MERGED:
+            await self._version_of_ours(key, manifest)
+        try:
+            return await self._cluster.apply(manifest)
+        except ApiError as error:
+            if error.status not in (409, 422):
+                raise
+            version = await self._version_of_ours(key, manifest)
+            if version is None or error.status != 409:
+                raise
+        return await self._cluster.apply(manifest, version)
+
+    async def _version_of_ours(self, key: Key, manifest: Manifest) -> str | None:
+        """The resourceVersion of the object that `manifest` describes; None where there is none.
+
+        Raises:
+            ApiError: the object of that name has another owner, or none (`NAME_TAKEN`).
+        """
+        found = await self._cluster.get(KINDS[key.kind], key.namespace, key.name)
+        if found is None:
+            return None
+        owners = {one["uid"] for one in found["metadata"].get("ownerReferences", ())}
+        if owners.isdisjoint(one["uid"] for one in manifest["metadata"].get("ownerReferences", ())):
+            raise ApiError(
+                409, NAME_TAKEN, f"{key} is there and belongs to somebody else; rename or delete it"
+            )
+        return str(found["metadata"]["resourceVersion"])
 
     async def _describe(self, key: Key, resource: Document, status: ReplicaStatus | DeploymentStatus) -> bool:
         """Write the status of `resource` with the present trouble laid over it; whether it says anything new."""

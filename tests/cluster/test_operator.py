@@ -14,7 +14,7 @@ from cluster.api import Api, Document, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
 from medha.api import MedhaReplicaSpec
-from medha_operator.kinds import DEPLOYMENT, EVENT, POD, REPLICA, ROUTER, SECRET
+from medha_operator.kinds import DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
 from medha_operator.overlay import holds
 from medha_operator.render import (
     Owner,
@@ -214,6 +214,33 @@ def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api:
     )
     assert condition(refused, "Stalled") == ("True", "Refused")
     api.apply(replica("r", home))
+    ready(api, "r", home)
+
+
+@pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "StatefulSet"])
+def test_what_belongs_to_somebody_else_is_never_overwritten(
+    running: Operator, api: Api, home: str, kind: str
+) -> None:
+    """Also where ours could be laid over it without a conflict, and would go with the replica."""
+    labels = {"app": "theirs"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    name, spec = {
+        "Service": ("r", {"clusterIP": "None", "ports": [{"name": "x", "port": 1}]}),
+        "NetworkPolicy": ("r", {"podSelector": {}, "policyTypes": ["Egress"]}),
+        "StatefulSet": ("r-l0", {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}),
+    }[kind]
+    theirs = api.call("POST", KINDS[kind].path(home), {"metadata": {"name": name}, "spec": spec})
+    api.apply(replica("r", home))
+    eventually(lambda: api.get(REPLICA, "r", home), lambda seen: condition(seen) == ("False", "NameTaken"))
+    found = api.get(KINDS[kind], name, home)
+    assert found is not None
+    assert (found["metadata"], found["spec"]) == (
+        {**theirs["metadata"], "managedFields": found["metadata"]["managedFields"]}
+        | {"resourceVersion": found["metadata"]["resourceVersion"]},
+        theirs["spec"],
+    )
+    assert "medha-operator" not in json.dumps(found["metadata"]["managedFields"])
+    api.delete(KINDS[kind], name, home)
     ready(api, "r", home)
 
 

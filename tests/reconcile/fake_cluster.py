@@ -61,6 +61,11 @@ class FakeCluster:
 
     async def apply(self, manifest: Document, version: str | None = None) -> Document:
         self._begin("apply", manifest["kind"])
+        found = self.objects.get(_name(manifest), {"metadata": {}})["metadata"]
+        if version is None and found.get("labels", {}) != manifest["metadata"].get("labels", {}) and found:
+            raise ApiError(409, "Conflict", "conflict with another manager")
+        if version is not None and version != found.get("resourceVersion"):
+            raise ApiError(409, "Conflict", "the object has been modified")
         return self.put(manifest)
 
     async def create(self, manifest: Document) -> Document | None:

@@ -146,3 +146,38 @@ def test_a_replica_that_waits_for_the_end_of_an_earlier_one_says_so_once() -> No
         assert (stage.cluster.calls_of("status"), stage.cluster.calls_of("apply")) == (1, 0)
 
     on_stage(test)
+
+
+@pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "PodDisruptionBudget"])
+def test_an_object_of_somebody_else_keeps_its_name_and_the_user_hears_of_it(kind: str) -> None:
+    async def test(stage: Stage) -> None:
+        theirs = stage.cluster.put({"kind": kind, "metadata": {"name": "r", "namespace": "default"}})
+        key = stage.see(resource("MedhaReplica"))
+        assert await stage.work() == [least_pause(ApiError(403, "", ""))]
+        assert stage.cluster.objects[kind, "default", "r"] == theirs
+        assert stage.condition(key)[:2] == ("False", "NameTaken")
+        assert f"{kind} default/r" in stage.condition(key)[2]
+        del stage.cluster.objects[kind, "default", "r"]
+        stage.queue.add(key)
+        assert await stage.work() == []
+        assert stage.condition(key)[1] == "CreatingPods"
+        assert stage.cluster.objects[kind, "default", "r"] != theirs
+
+    on_stage(test)
+
+
+def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_whoever_changed_it() -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        uid = stage.cluster.objects[key]["metadata"]["uid"]
+        metadata = {
+            "name": "r",
+            "namespace": "default",
+            "labels": {"changed": "by a user"},
+            "ownerReferences": [{"kind": "MedhaReplica", "name": "r", "uid": uid, "controller": True}],
+        }
+        stage.cluster.put({"kind": "NetworkPolicy", "metadata": metadata})
+        assert await stage.work() == []
+        assert stage.cluster.objects["NetworkPolicy", "default", "r"]["spec"]["policyTypes"] == ["Ingress"]
+
+    on_stage(test)
