@@ -86,6 +86,9 @@ class Program:
                     await reflector.is_synced.wait()
                 _log.info("has a view of everything and waits for the lease")
                 await lease.acquire()
+                tasks.create_task(
+                    lease.keep()
+                )  # at once: a large cluster is not listed in the time of a lease
                 # A watch may lag behind what the holder before us has seen and done; a list after it cannot.
                 await asyncio.gather(*(reflector.catch_up() for reflector in reflectors))
                 telemetry.leads()
@@ -94,7 +97,6 @@ class Program:
                 for _ in range(self._settings.concurrent_replicas):
                     tasks.create_task(self._work(reconciler))
                 tasks.create_task(self._resync(reconciler))
-                await lease.keep()
         finally:
             self._queue.close()
             await lease.release()
