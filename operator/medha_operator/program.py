@@ -86,9 +86,8 @@ class Program:
                     await reflector.is_synced.wait()
                 _log.info("has a view of everything and waits for the lease")
                 await lease.acquire()
-                tasks.create_task(
-                    lease.keep()
-                )  # at once: a large cluster is not listed in the time of a lease
+                # At once: to list a large cluster may take longer than a lease.
+                tasks.create_task(lease.keep())
                 # A watch may lag behind what the holder before us has seen and done; a list after it cannot.
                 await asyncio.gather(*(reflector.catch_up() for reflector in reflectors))
                 telemetry.leads()
