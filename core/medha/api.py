@@ -248,6 +248,10 @@ class MedhaReplicaSpec(Model):
                 "self.serviceClasses.filter(c, c.name == 'default').size() == 0 || self.serviceClasses[0].name == 'default'",
                 "serviceClasses has `default` behind the first, which is the default; move it up",
             ),
+            (
+                "self.scheduling.maxChunkTokens >= self.scheduling.minChunkTokens",
+                "scheduling.maxChunkTokens is below minChunkTokens; raise the one or lower the other",
+            ),
         )
     )
 
@@ -290,6 +294,15 @@ class MedhaReplicaSpec(Model):
         if "default" in names[1:]:
             raise ValueError(
                 "serviceClasses has `default` behind the first, which is the default; move it up"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chunks_have_room(self) -> MedhaReplicaSpec:
+        largest, smallest = self.scheduling.max_chunk_tokens, self.scheduling.min_chunk_tokens
+        if largest < smallest:
+            raise ValueError(
+                f"scheduling.maxChunkTokens {largest} is below minChunkTokens {smallest}; raise the one or lower the other"
             )
         return self
 

@@ -75,6 +75,7 @@ REFUSED = [
         {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},
         "restart.backoffLimitSeconds is below backoffSeconds",
     ),
+    ({"scheduling": {"minChunkTokens": 4096}}, "scheduling.maxChunkTokens is below minChunkTokens"),
     ({"parallelism": {"tensor": 0}}, "should be greater than or equal to 1"),
     ({"scheduling": {"policy": "lifo"}}, 'supported values: "fcfs"'),
     ({"paralellism": {"tensor": 1}}, 'unknown field "spec.paralellism"'),

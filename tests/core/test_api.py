@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaDeployment, MedhaReplica, parse_replica
+from medha.api import MedhaDeployment, MedhaReplica, SchedulingSpec, parse_replica
 from medha.api_fields import quantity_bytes
 from medha.config import derive
 from medha.errors import ConfigInvalid
@@ -95,6 +95,10 @@ BAD = [
     ({"scheduling": {"policy": "lifo"}}, ["spec.scheduling.policy", "'lars'", "found 'lifo'"]),
     ({"scheduling": {"maxStepSeconds": float("nan")}}, ["spec.scheduling.maxStepSeconds", "found nan"]),
     ({"scheduling": {"minChunkTokens": 0}}, ["spec.scheduling.minChunkTokens", "found 0"]),
+    (
+        {"scheduling": {"minChunkTokens": 4096}},
+        ["scheduling.maxChunkTokens 2048 is below minChunkTokens 4096", "lower the other"],
+    ),
     ({"serviceClasses": []}, ["spec.serviceClasses", "at least 1 item"]),
     (
         {"serviceClasses": [{"name": "a"}, {"name": "a"}]},
@@ -280,7 +284,9 @@ def test_a_request_is_long_where_attention_passes_linear_work_unless_configured(
 
 
 def test_a_largest_chunk_below_the_smallest_is_refused() -> None:
-    spec = parse_replica(manifest(scheduling={"maxChunkTokens": 16, "minChunkTokens": 32})).spec
+    """Also where the manifest was taken and its scheduling is another one, as in a replay."""
+    scheduling = SchedulingSpec(max_chunk_tokens=16, min_chunk_tokens=32)
+    spec = parse_replica(manifest()).spec.model_copy(update={"scheduling": scheduling})
     with pytest.raises(
         ConfigInvalid, match=r"maxChunkTokens is 16, below minChunkTokens \(32\); raise the one"
     ):

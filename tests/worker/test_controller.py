@@ -358,6 +358,27 @@ def test_settings_that_change_are_the_fault_of_no_request(
         assert stage.hello().epoch == 1
 
 
+@pytest.mark.parametrize(
+    "edit", [{"min_chunk_tokens": 4096}, {"policy": "srpt"}], ids=["invalid", "no profile"]
+)
+def test_settings_that_no_epoch_could_begin_with_are_told_and_the_replica_serves_on(
+    tmp_path: Path, edit: dict[str, object]
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(Profile(name="measured", source="test", layers=2, launch_seconds=0.25).to_json())
+    spec = SPEC.model_copy(update={"scheduling": SchedulingSpec(profile=str(path))})
+    with closing(Stage(tmp_path, spec)) as stage:
+        stage.ready()
+        path.unlink()
+        change(stage, **edit)
+        assert stage.process.stderr is not None
+        told = next(line for line in stage.process.stderr if "settings" in line)
+        assert "settings stay as they were" in told
+        stage.send_tokens()
+        stage.submit("a")
+        assert stage.step().epoch == 0
+
+
 def test_an_epoch_that_a_rank_has_lost_begins_again_once_all_are_heard(stage: Stage) -> None:
     stage.ready()
     stage.rank.send(RankFault(0, "lost rank 1", lost_epoch=5))  # of another epoch: nothing

@@ -165,6 +165,7 @@ class Controller:
         self._context = context
         self._core: ReplicaController | None = None  # of the epoch that runs
         self._config: ReplicaConfig | None = None  # of this epoch or the last one
+        self._slowest: RankReady | None = None  # rank of this epoch or the last one
         self._told: ReplicaController | None = None  # of which the supervisor was told that it serves
         self._stopping = False
         self._record: TextIO | None = None
@@ -205,7 +206,7 @@ class Controller:
         """Decide by changed settings from the next epoch on, which begins when nothing is open, or after a while."""
         now = time.monotonic()
         changed = self._live.changed(now)
-        if changed is not None:
+        if changed is not None and self._can_begin_with(changed.spec):
             before, spec = self._settings.spec, changed.spec
             self._settings = self._settings.model_copy(update={"spec": spec})
             self._ranks.gather_seconds = spec.lifecycle.ready_seconds
@@ -216,6 +217,18 @@ class Controller:
         if self._core.idle or now - self._changed_at > LIVE_SECONDS:
             self._give_back(self._core, set())  # no request is to blame
             self._ranks.end_epoch("settings have changed")
+
+    def _can_begin_with(self, spec: MedhaReplicaSpec) -> bool:
+        """Whether ranks like those of the last epoch could serve by `spec`: no edit ends a replica that serves."""
+        if self._slowest is None:
+            return True
+        try:
+            derive(spec, self._slowest)
+            _profile(spec)
+        except ConfigInvalid as error:
+            _log.error("settings stay as they were: %s", error)
+            return False
+        return True
 
     def _be_inspected(self) -> None:
         """Answer who asks over HTTP, and let ranks begin or end a trace."""
@@ -342,7 +355,7 @@ class Controller:
         slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
         config = derive(spec, slowest)
         profile = _profile(spec)
-        is_first, self._config = self._config is None, config
+        is_first, self._config, self._slowest = self._config is None, config, slowest
         self._changed_at = None
         self._vocab_size = slowest.vocab_size
         self._core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
