@@ -67,6 +67,14 @@ SPECS: dict[str, dict[str, Any]] = {
         }
     },
     "claim": {"model": {"name": "m", "source": {"pvc": {"claimName": "weights", "path": "m/8b"}}}},
+    "image volume": {
+        "model": {
+            "name": "m",
+            "source": {
+                "image": {"reference": "models.example/m:1", "pullPolicy": "IfNotPresent", "path": "m/8b"}
+            },
+        }
+    },
     "in the image": {"model": {"name": "m", "source": {"path": "/opt/model"}}},
     "near": {"placement": {"laneTopology": {"key": "topology.kubernetes.io/zone", "mode": "required"}}},
     "overrides": {
