@@ -111,6 +111,18 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
+def _changeable(node: Schema) -> Schema:
+    """`node` without the rules that forbid a change: what a replica keeps for life, a deployment replaces it for."""
+    for name, value in list(node.items()):
+        if name == "x-kubernetes-validations":
+            node[name] = [entry for entry in value if "oldSelf" not in entry["rule"]]
+            if not node[name]:
+                del node[name]
+        elif isinstance(value, dict):
+            _changeable(value)
+    return node
+
+
 def _column(name: str, path: str, kind: str = "string", *, wide: bool = False, description: str) -> Schema:
     column: Schema = {"name": name, "type": kind, "jsonPath": path, "description": description}
     return column | ({"priority": 1} if wide else {})
@@ -155,7 +167,7 @@ def deployment_crd() -> Schema:
         plural="medhadeployments",
         short="md",
         description="Identical replicas behind one router, changed by whole replicas.",
-        spec=structural(MedhaDeploymentSpec),
+        spec=_changeable(structural(MedhaDeploymentSpec)),
         status=structural(DeploymentStatus),
         subresources={
             "status": {},

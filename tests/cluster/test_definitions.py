@@ -71,6 +71,10 @@ REFUSED = [
     ),
     ({"placement": {"gang": "kueue"}}, "gang kueue needs placement.queue"),
     ({"placement": {"queue": "q"}}, "placement.queue is read by gang kueue and volcano only"),
+    ({"placement": {"gang": "core", "queue": "q"}}, "placement.queue is read by gang kueue and volcano only"),
+    ({"placement": {"gang": "slurm"}}, 'supported values: "none", "kueue", "volcano", "core"'),
+    ({"placement": {"laneTopology": {"mode": "required"}}}, "placement.laneTopology.key: Required value"),
+    ({"placement": {"laneTopology": {"key": "rack", "mode": "always"}}}, 'supported values: "preferred"'),
     (
         {"lifecycle": {"restart": {"backoffSeconds": 60, "backoffLimitSeconds": 30}}},
         "restart.backoffLimitSeconds is below backoffSeconds",
@@ -87,6 +91,39 @@ def test_what_cannot_be_meant_is_refused_in_words(
     plane: ControlPlane, spec: dict[str, Any], told: str
 ) -> None:
     assert told in create(plane, replica(**spec))
+
+
+@pytest.mark.parametrize(("spec", "told"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
+def test_a_deployment_of_it_is_refused_in_the_same_words(
+    plane: ControlPlane, spec: dict[str, Any], told: str
+) -> None:
+    document = deployment(template={"spec": replica(**spec)["spec"]})
+    assert told.replace('"spec.', '"spec.template.spec.') in create(plane, document)
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"gang": "kueue", "queue": "q"},
+        {"gang": "volcano"},
+        {"gang": "volcano", "queue": "q"},
+        {"gang": "core", "laneTopology": {"key": "rack", "mode": "required"}},
+    ],
+)
+def test_gangs_and_topologies_that_go_together_are_taken(
+    plane: ControlPlane, placement: dict[str, Any]
+) -> None:
+    assert json.loads(create(plane, replica(placement=placement)))["spec"]["placement"]["gang"]
+
+
+def test_the_gang_of_a_deployments_replicas_can_be_changed(plane: ControlPlane) -> None:
+    """It replaces them for it."""
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(deployment()))
+    changed = {"spec": replica(placement={"gang": "core"})["spec"]}
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(deployment(template=changed)))
+    found = plane.kubectl("get", "md", "r", "-o", "jsonpath={.spec.template.spec.placement.gang}")
+    assert found == "core"
+    plane.kubectl("delete", "md", "r")
 
 
 def test_the_gang_of_a_replica_cannot_be_changed(plane: ControlPlane) -> None:
@@ -115,6 +152,14 @@ def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: C
     said = plane.kubectl("explain", "mr.spec.scheduling.maxStepSeconds")
     assert "Bound of a step when nothing decodes" in said
     assert "A change reaches the running replica." in " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", ["7b", "a.b", "r" * 42])
+def test_a_deployments_name_leaves_room_for_those_of_its_replicas(plane: ControlPlane, name: str) -> None:
+    told = create(plane, deployment() | {"metadata": {"name": name}})
+    assert "metadata.name must begin with a letter" in told
+    assert "no longer than 41" in told
+    assert json.loads(create(plane, deployment() | {"metadata": {"name": "r" * 41}}))
 
 
 @pytest.mark.parametrize("name", ["7b", "a.b", "r" * 47])
