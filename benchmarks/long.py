@@ -20,8 +20,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "long.json"
 PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", "--timeout=1800")
-SHARED = ("cli", "constraints.txt", "core", "router", "sim", "tests/conftest.py", "tests/frames.py", "worker")
-"""What any row may read, beside its own folder of tests."""
+SHARED = (
+    "cli", "constraints.txt", "core", "examples", "pyproject.toml", "router", "sim", "tests/conftest.py", "tests/frames.py",
+    "worker",
+)  # fmt: skip
+"""What any row may read, beside its own folder of tests and the programs in benchmarks/, without their results."""
 ALSO = {"tests/reconcile": ("operator",)}
 
 
@@ -79,12 +82,18 @@ def _tests(marks: str) -> Iterator[str]:
 
 def _digest(test: str) -> str:
     """Of the code that a test reads, as committed; "uncommitted" where there are changes to it."""
-    folder = test if "::" not in test else str(Path(test.partition("::")[0]).parent)
-    paths = (*SHARED, *ALSO.get(folder, ()), folder)
+    paths = read_by(test)
     if _git("status", "--porcelain", "--", *paths):
         return "uncommitted"
     trees = _git("rev-parse", *(f"HEAD:{path}" for path in paths))
     return hashlib.sha256(trees.encode()).hexdigest()[:12]
+
+
+def read_by(test: str) -> list[str]:
+    """Files and folders that a row may read."""
+    folder = test if "::" not in test else str(Path(test.partition("::")[0]).parent)
+    programs = _git("ls-files", "--", "benchmarks/*.py").split()
+    return [*SHARED, *ALSO.get(folder, ()), *programs, folder]
 
 
 def _git(*argv: str) -> str:
