@@ -144,6 +144,19 @@ class Index:
             if entry.owner is not None and entry.owner != uid and _is_ours(entry.document)
         ]
 
+    def forget_secrets(self) -> None:
+        """Take no Secret for made of a replica whose pods have a node and do not start: they may miss one.
+
+        Elsewhere nobody would notice one that is gone, and to ask for it again would be a write for each replica.
+        """
+        kept = {}
+        for key, resource in self.resources(REPLICA):
+            uid = resource["metadata"]["uid"]
+            pods = [entry.document for entry in self.stores[POD.name].of(key)]
+            if uid in self.secrets and not any(pod.is_scheduled and not pod.is_started for pod in pods):
+                kept[uid] = self.secrets[uid]
+        self.secrets = kept
+
     def _nodes(self, pods: Iterable[Pod]) -> Mapping[str, Node]:
         names = {pod.node for pod in pods if pod.node}
         return {

@@ -120,7 +120,7 @@ class Program:
         ]
 
     async def _resync(self, reconciler: Reconciler) -> None:
-        """Look at everything once in a while, though nothing was heard of it, with no memory of what was made."""
+        """Look at everything once in a while, though nothing was heard of it, and trust no memory that cannot be checked."""
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
             reconciler.forget()

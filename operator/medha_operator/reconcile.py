@@ -108,10 +108,10 @@ class Reconciler:
         return Look(writes, planned.again_seconds)
 
     def forget(self) -> None:
-        """Take nothing for done any more because it was done once."""
-        self._applied.clear()
-        self._answers.clear()
-        self._index.secrets.clear()
+        """Take nothing for done any more because it was done once, unless what was seen then is seen still."""
+        self._applied = {key: done for key, done in self._applied.items() if self._facts(key) == done[1]}
+        self._answers = {key: answer for key, answer in self._answers.items() if self._facts(key) is not None}
+        self._index.forget_secrets()
 
     def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
         """What to do, and the resourceVersion of each object that it is based on."""
@@ -195,8 +195,8 @@ class Reconciler:
         The API server writes some values in its own words (`1000m` is `1`): such an object never equals its manifest.
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
-        key, store = Key(kind, metadata["namespace"], metadata["name"]), self._index.stores.get(kind)
-        there = None if store is None else store.facts(key.namespace, key.name)
+        key = Key(kind, metadata["namespace"], metadata["name"])
+        there = self._facts(key)
         if there is not None and self._applied.get(key) == (manifest, there):
             return False
         version = versions.get((kind, key.name))
@@ -208,9 +208,14 @@ class Reconciler:
         is_changed = answer not in (version, self._answers.get(key))
         self._answers[key] = answer
         self._applied.pop(key, None)
-        if store is not None and not is_changed:
-            self._applied[key] = (manifest, store.facts(key.namespace, key.name))
+        if not is_changed:
+            self._applied[key] = (manifest, self._facts(key))
         return is_changed
+
+    def _facts(self, key: Key) -> Any:
+        """What matters of an object as last seen; None where none is known."""
+        store = self._index.stores.get(key.kind)
+        return None if store is None else store.facts(key.namespace, key.name)
 
     async def _make(self, key: Key, manifest: Manifest) -> Document:
         """Apply what is not known to be there. What is there all the same is another's, or the watch is late."""
@@ -254,6 +259,8 @@ class Reconciler:
         answer = await self._cluster.write_status(key, resource["metadata"], written)
         self._index.offer(answer, quiet=key)  # who looks needs not be told of what it has said
         self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
+        if "newestMember" in resource.get("status", {}) and "newestMember" not in written:
+            self._index.secrets.pop(resource["metadata"]["uid"], None)  # which the next gang will mount
         return True
 
     async def _failed(self, key: Key, resource: Document, planned: Plan, error: Exception) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from campaign.faults import HeldEvents, HeldWrite
 from campaign.oracle import wrong
-from campaign.proxy import FaultyProxy
+from campaign.proxy import Call, Fault, FaultyProxy
 from cluster.api import Api, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
 from cluster.test_operator import ready, replica
-from medha_operator.kinds import LEASE, POD, REPLICA
+from medha_operator.kinds import LEASE, POD, REPLICA, ROUTER
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
 
@@ -117,6 +117,56 @@ def test_who_takes_over_acts_on_what_the_one_before_has_seen(
                 time.sleep(1.0)  # in which it would do harm
                 assert api.list(POD, home) == []
                 assert [call.path for call in proxy.record.writes if "/statefulsets/" in call.path] == []
+
+
+class CountedLists(Fault):
+    """Counts the lists of replicas, which come once in every resync."""
+
+    count = 0
+
+    def listed(self, call: Call, body: bytes) -> bytes:
+        self.count += call.path.endswith("/medhareplicas")
+        return body
+
+
+def test_at_rest_a_resync_writes_nothing(
+    controlled: ControlPlane, api: Api, home: str, tmp_path: Path
+) -> None:
+    """Neither for a Secret that was copied or may not be read, nor for what the API server writes in other words."""
+    elsewhere = api.namespace(f"{home}-router")
+    settings: dict[str, Any] = {
+        "namespaces": [home],
+        "lease_namespace": home,
+        "resync_seconds": 2.0,
+        "routers": [{"name": "front", "namespace": elsewhere}],
+    }
+    labels = {"app": "front"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+    router = {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod}
+    api.call("POST", ROUTER.path(elsewhere), {"metadata": {"name": "front"}, "spec": router})
+    here = {"routerRef": {"name": "front", "namespace": elsewhere}}
+    cpu = {"resources": {"accelerator": "none", "requests": {"cpu": "1000m"}}}
+    with FaultyProxy(controlled) as proxy, PlayedKubelets(api):
+        proxy.begin(lists := CountedLists())
+        with operator(tmp_path, proxy.kubeconfig(tmp_path), "op", **settings):
+            api.apply(replica("r", home, **here, **cpu))
+            api.apply(replica("still", home, suspend=True))
+            ready(api, "r", home)
+            eventually(
+                lambda: api.get(REPLICA, "still", home),
+                lambda seen: condition(seen) == ("False", "Suspended"),
+            )
+            eventually(lambda: (ready(api, "r", home)["status"]).get("newestMember"))
+            settled = lists.count
+            eventually(lambda: lists.count >= settled + 2)
+            before = list(proxy.record.writes)
+            eventually(lambda: lists.count >= settled + 5)
+            assert proxy.record.writes == before
+        names = {name for kind, name in proxy.record.created if kind == "secrets"}
+        assert any(name.startswith("r-enrolment-") for name in names)
+        assert any(name.startswith("still-keys-") for name in names)
+    api.delete(REPLICA, "r", home)
+    api.delete(REPLICA, "still", home)
 
 
 def test_a_new_replica_costs_a_call_for_each_child_and_two_more(plane: ControlPlane, tmp_path: Path) -> None:

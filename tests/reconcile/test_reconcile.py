@@ -181,3 +181,48 @@ def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_who
         assert stage.cluster.objects["NetworkPolicy", "default", "r"]["spec"]["policyTypes"] == ["Ingress"]
 
     on_stage(test)
+
+
+def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
+    """The one member of `r`; it has a node."""
+    template = stage.cluster.objects["StatefulSet", "default", "r-l0"]["spec"]["template"]
+    container = {"name": "worker", "started": is_started, "ready": is_started}
+    placed = {"type": "PodScheduled", "status": "True"}
+    labels = template["metadata"]["labels"]
+    metadata = {"name": "r-l0-0", "namespace": "default", "uid": uid, "labels": labels}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata,
+        "spec": {"nodeName": "n"},
+        "status": {"conditions": [placed], "containerStatuses": [container]},
+    }
+
+
+def test_secrets_are_made_sure_of_in_a_resync_only_where_pods_do_not_start() -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        for uid, is_started, further in (("", False, 0), ("a", False, 1), ("b", True, 1)):
+            if uid:
+                stage.see(pod(stage, uid, is_started=is_started))
+            await stage.work()
+            stage.reconciler.forget()
+            stage.queue.add(key)
+            await stage.work()
+            assert stage.cluster.calls_of("create", "Secret") == 1 + further
+
+    on_stage(test)
+
+
+def test_a_gang_that_begins_anew_has_its_secrets_made_sure_of() -> None:
+    """One that a user has deleted, to get a newer one, is made before the pods that mount it are waited for."""
+
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        stage.see(resource("MedhaReplica") | {"status": {"newestMember": "2029-12-31T00:00:00Z"}})
+        await stage.work()
+        assert "newestMember" not in stage.cluster.objects[key]["status"]
+        assert stage.cluster.calls_of("create", "Secret") == 2
+
+    on_stage(test)
