@@ -436,6 +436,7 @@ def main() -> int:
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--quick", action="store_true", help="two ranks, without a full reload")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep there what the replica has printed")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -485,6 +486,8 @@ def main() -> int:
             if not arguments.only or any(name in f"free after {kind}" for name in arguments.only)
         }
         left = replica.stop()
+        if arguments.log:
+            arguments.log.write_text(replica.log.read_text())
         if arguments.json and any(one.same < len(expected) for one in outcomes):
             print(replica.log.read_text()[-20000:])
     shared = list(SHARED_MEMORY.iterdir())

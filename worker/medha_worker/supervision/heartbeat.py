@@ -15,10 +15,14 @@ import time
 from collections.abc import Callable
 from threading import Lock, Thread
 
+import psutil
+
 from medha_worker.part_state import PartState, read_state
 
 SILENT_SECONDS = 5.0
 """A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
+STOPPED_SECONDS = 2.0
+"""The same for a part that the kernel calls stopped: no slow machine looks like that, and it does not go on by itself."""
 LOOK_SECONDS = 1.0  # how often it is looked for silent parts
 DATAGRAM_BYTES = 8192
 AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
@@ -43,14 +47,32 @@ class Beats:
         with self._lock:
             self._heard_at.pop(process_id, None)
 
-    def silent(self, now: float) -> list[int]:
-        """Processes that were heard once, and not for SILENT_SECONDS. Call it every LOOK_SECONDS."""
+    def silent(self, now: float, is_stopped: Callable[[int], bool] = lambda _: False) -> dict[int, float]:
+        """Processes that were heard once, and not for SILENT_SECONDS, or STOPPED_SECONDS: for how many seconds.
+
+        Call it every LOOK_SECONDS.
+
+        `is_stopped` says of a process whether the kernel calls it so.
+        """
         with self._lock:
             was_away = self._looked_at is not None and now - self._looked_at > AWAY_SECONDS
             self._looked_at = now
             if was_away:  # what was said meanwhile may not have been read yet
                 self._heard_at = dict.fromkeys(self._heard_at, now)
-            return [one for one, heard_at in self._heard_at.items() if now - heard_at > SILENT_SECONDS]
+            quiet = {one: now - heard_at for one, heard_at in self._heard_at.items()}
+        return {
+            one: seconds
+            for one, seconds in quiet.items()
+            if seconds > SILENT_SECONDS or (seconds > STOPPED_SECONDS and is_stopped(one))
+        }
+
+
+def is_stopped(process_id: int) -> bool:
+    """Whether a process was stopped by a signal (SIGSTOP); one that a debugger holds was not."""
+    try:
+        return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:  # it has ended
+        return False
 
 
 class Listener:

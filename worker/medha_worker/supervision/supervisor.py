@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO, Protocol
 
 from medha_worker.part_state import PartState
-from medha_worker.supervision.heartbeat import LOOK_SECONDS, SILENT_SECONDS, Beats, Listener
+from medha_worker.supervision.heartbeat import LOOK_SECONDS, Beats, Listener, is_stopped
 from medha_worker.supervision.lifecycle import (
     Event,
     Exited,
@@ -146,9 +146,13 @@ def supervise(
     listener = Listener(beats, lambda process_id, state: events.put(Told(process_id, state)))
     running: dict[str, _Process] = {}
 
-    def silent() -> list[str]:
-        found = beats.silent(time.monotonic())
-        return [name for name, process in running.items() if process.pid in found]
+    def silent() -> list[Silent]:
+        found = beats.silent(time.monotonic(), is_stopped)
+        return [
+            Silent(name, round(found[process.pid], 1))
+            for name, process in running.items()
+            if process.pid in found
+        ]
 
     inbox = _Inbox(events, is_ready, silent, watch.look)
     try:
@@ -212,7 +216,7 @@ class _Inbox:
         self,
         events: SimpleQueue[_Happening],
         is_ready: Callable[[], bool],
-        silent: Callable[[], list[str]],
+        silent: Callable[[], list[Silent]],
         look: Callable[[float], GiveUp | None],
     ) -> None:
         self._events = events
@@ -242,7 +246,7 @@ class _Inbox:
             if now >= self._poll_at:
                 self._poll_at = now + LOOK_SECONDS
                 for part in self._silent():
-                    self._events.put(Silent(part, SILENT_SECONDS))
+                    self._events.put(part)
             look_at = min(look_at, self._poll_at)
         try:
             return self._events.get(timeout=max(0.0, look_at - now))
