@@ -559,6 +559,40 @@ def test_a_stream_that_asks_for_1_ms_lowers_the_prefill_rate_of_others_by_less_t
     assert seconds[1] < seconds[0] / 0.95
 
 
+@pytest.mark.parametrize("policy", ["srpt", "guarded"])
+@pytest.mark.parametrize("min_prefill_share", [0.0, 0.1])
+def test_every_prefill_ends_beside_decodes_that_take_more_than_their_target_alone(
+    replica_of: Any, submit_of: Any, policy: str, min_prefill_share: float
+) -> None:
+    """64 decodes of 1 ms each, of which every token is due in 50 ms: no step has time for a prompt."""
+    profile = StepProfile(0.001, 0.0001, 1e-8, 0.001)
+    replica = replica_of(
+        kv_blocks=50_000,
+        long_threshold_tokens=500,
+        profile=profile,
+        policy=policy,
+        min_prefill_share=min_prefill_share,
+    )
+    chats = [f"chat {index}" for index in range(64)]
+    for name in chats:
+        replica.submit(submit_of(name, 10, 1000))
+    while len(replica.emitted) < len(chats):
+        replica.advance()
+    prompts = {"long": 2000, "short": 300}
+    for name, tokens in prompts.items():
+        replica.submit(submit_of(name, tokens, 1))
+    first = len(replica.steps)
+    for _ in range(200):
+        if prompts.keys() <= replica.emitted.keys():
+            break
+        replica.advance()
+        assert replica.controller.last_packed.misses_tpot
+    assert prompts.keys() <= replica.emitted.keys(), "a prefill starves"
+    assert not replica.endings.keys() & set(chats)
+    steps = [step for step in replica.steps[first:] if any(entry.id in prompts for entry in step.entries)]
+    assert all(len(step.entries) > len(chats) for step in steps), "no decode is left out of a step"
+
+
 @pytest.mark.parametrize("decodes", [False, True])
 @pytest.mark.parametrize("policy", ["edf", "lrs", "srpt", "lars", "guarded"])
 def test_a_lone_long_prefill_takes_the_same_steps_as_under_fcfs(
