@@ -17,6 +17,7 @@ TERMINAL = frozenset(
         "Invalid",
         "GangUnavailable",
         "Refused",
+        "NameTaken",
         "ImagePullFailed",
         "ContainerNotCreated",
         "ModelFetchFailed",

@@ -240,6 +240,7 @@ def test_what_belongs_to_somebody_else_is_never_overwritten(
         theirs["spec"],
     )
     assert "medha-operator" not in json.dumps(found["metadata"]["managedFields"])
+    assert condition(api.get(REPLICA, "r", home), "Stalled") == ("True", "NameTaken")
     api.delete(KINDS[kind], name, home)
     ready(api, "r", home)
 
@@ -293,6 +294,14 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
     (copy,) = [one for (kind, name), one in owned.items() if kind == "Secret" and "enrolment" in name]
     assert copy["data"] == enrolment["data"]
     assert copy["metadata"]["name"] in json.dumps(owned["StatefulSet", "r-l0"]["spec"]["template"])
+    # The way that docs/operator.md shows to a copy of newer keys.
+    eventually(lambda: (ready(api, "r", home)["status"]).get("newestMember"))
+    api.delete(SECRET, copy["metadata"]["name"], home)
+    time.sleep(1.1)  # creation times have whole seconds: pods of one second are one gang
+    api.delete(POD, "r-l0-0", home)
+    newer = eventually(lambda: api.get(SECRET, copy["metadata"]["name"], home))
+    assert newer is not None
+    assert newer["metadata"]["uid"] != copy["metadata"]["uid"]
     api.delete(ROUTER, "front")  # as `helm uninstall` does
     eventually(
         lambda: api.get(SECRET, "front-keys") or api.get(SECRET, "front-enrolment"), lambda seen: seen is None
