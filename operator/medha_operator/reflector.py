@@ -70,9 +70,11 @@ class Reflector:
 
         Raises:
             ApiError: the list was refused or not answered.
+            WentBack: the list is older than what was told before it was asked for.
         """
+        known = self._store.told_until(self._namespace)
         documents, version = await self._cluster.list(self._kind, self._namespace, self._selector)
-        self._store.replace(documents, version, self._namespace)
+        self._store.replace(documents, version, self._namespace, known)
         return version
 
     async def catch_up(self) -> None:
@@ -99,7 +101,7 @@ class Reflector:
                     self._kind, self._namespace, self._selector, version, left
                 ):
                     version = document["metadata"]["resourceVersion"]
-                    self._store.see(event, document)
+                    self._store.see(event, document, self._namespace)
             except ApiError as error:
                 if error.status != 0:
                     raise

@@ -12,11 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from medha.errors import MedhaError
 from medha_operator.kinds import Key
 
 Document = Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
+
+
+class WentBack(MedhaError):
+    """The API server's present is older than what it has told before, as after etcd was restored from a backup.
+
+    What is known would hide what is there: mended by starting anew, with a fresh view.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +52,9 @@ class Store:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._groups: dict[Key, dict[tuple[str, str], Entry]] = {}
         self._unreadable: set[tuple[str, str]] = set()
-        self._version = 0  # up to which the list and the watch have told everything
-        self._listed: dict[str | None, int] = {}  # versions of the last lists, by namespace; None is all
+        # By namespace, None for all of them: up to which version everything was told, and that of the last list.
+        self._told_until: dict[str | None, int] = {}
+        self._listed: dict[str | None, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -63,10 +72,27 @@ class Store:
         """Every key that some object concerns."""
         return list(self._groups)
 
-    def replace(self, documents: Iterable[Document], version: str, namespace: str | None) -> None:
-        """Take a whole list: what is not in it is gone, unless it was written after the list was made."""
+    def told_until(self, namespace: str | None) -> int:
+        """The version up to which lists and watches of a namespace, or of all, have told everything."""
+        return self._told_until.get(namespace, 0)
+
+    def replace(
+        self, documents: Iterable[Document], version: str, namespace: str | None, known: int = 0
+    ) -> None:
+        """Take a whole list: what is not in it is gone, unless it was written after the list was made.
+
+        `known` is `told_until` from before the list was asked for.
+
+        Raises:
+            WentBack: the list is older than that.
+        """
+        if int(version) < known:
+            raise WentBack(
+                f"the API server lists version {version} after it has told of {known}: was etcd restored from a backup? "
+                "The operator begins anew, with nothing of what it knew"
+            )
         listed = {_name(document): document for document in documents}
-        self._version = max(self._version, int(version))
+        self._told(namespace, int(version))
         self._listed[namespace] = int(version)
         for name, entry in list(self._entries.items()):
             is_listed = name in listed or (namespace is not None and name[0] != namespace)
@@ -75,10 +101,10 @@ class Store:
         for name, document in listed.items():
             self._take(name, document)
 
-    def see(self, event: str, document: Document) -> None:
-        """Take an event of the watch. One that the last list knew comes too late."""
+    def see(self, event: str, document: Document, namespace: str | None = None) -> None:
+        """Take an event of the watch of a namespace, or of all. One that the last list knew comes too late."""
         version = int(document["metadata"]["resourceVersion"])
-        self._version = max(self._version, version)
+        self._told(namespace, version)
         if event == "BOOKMARK":
             return
         name = _name(document)
@@ -94,8 +120,10 @@ class Store:
 
         `quiet` is who has written it, and knows.
         """
-        if int(document["metadata"]["resourceVersion"]) > self._version:
-            self._take(_name(document), document, quiet)
+        name = _name(document)
+        told = max(self.told_until(None), self.told_until(name[0]))
+        if int(document["metadata"]["resourceVersion"]) > told:
+            self._take(name, document, quiet)
 
     def entry(self, namespace: str, name: str) -> Entry | None:
         """One object as last seen; None where there is none."""
@@ -112,6 +140,9 @@ class Store:
             self._take((namespace, name), document)
         elif seen is not None:
             self._remove((namespace, name))
+
+    def _told(self, namespace: str | None, version: int) -> None:
+        self._told_until[namespace] = max(self.told_until(namespace), version)
 
     def _take(self, name: tuple[str, str], document: Document, quiet: Key | None = None) -> None:
         """Take an object, unless it makes no sense to us: one that somebody has spoilt must not stop all others."""

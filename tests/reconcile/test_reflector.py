@@ -12,6 +12,7 @@ from medha_operator.cluster import ApiError, Cluster
 from medha_operator.index import Index
 from medha_operator.kinds import KINDS, NODE, Key, Kind
 from medha_operator.reflector import Reflector
+from medha_operator.store import WentBack
 
 Event = tuple[str, dict[str, Any]]
 
@@ -109,3 +110,23 @@ def test_nodes_that_may_not_be_read_count_as_none() -> None:
     played = Played([ApiError(403, "Forbidden", "nodes") for _ in range(10)], [])
     index = reflect(played, NODE, is_optional=True)
     assert len(index.stores["Node"]) == 0
+
+
+def test_an_api_server_that_goes_back_in_time_ends_the_reflector() -> None:
+    gone = ApiError(410, "Expired", "too old resource version")
+    played = Played([[service(5)], [service(3)]], [gone])
+
+    async def run() -> None:
+        index = Index(lambda _: None)
+        reflector = Reflector(
+            cast(Cluster, played),
+            KINDS["Service"],
+            index.stores["Service"],
+            namespace=None,
+            selector="",
+            relist_seconds=1000.0,
+        )
+        with pytest.raises(WentBack):
+            await reflector.run()
+
+    asyncio.run(run())

@@ -8,7 +8,7 @@ import pytest
 
 from medha_operator.index import Index
 from medha_operator.kinds import Key
-from medha_operator.store import Store
+from medha_operator.store import Store, WentBack
 
 REPLICA = Key("MedhaReplica", "default", "r")
 
@@ -79,6 +79,28 @@ def test_events_that_come_after_a_list_that_knew_them_change_nothing(pods: Store
 def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
     pods.see("ADDED", pod(5))
     pods.replace([], "10", "elsewhere")
+    assert len(pods.of(REPLICA)) == 1
+
+
+def test_what_is_told_of_one_namespace_makes_no_answer_from_another_too_late(pods: Store) -> None:
+    pods.replace([], "20", "elsewhere")
+    pods.see("BOOKMARK", {"metadata": {"resourceVersion": "21"}}, "elsewhere")
+    pods.replace([], "10", "default")
+    pods.offer(pod(12))
+    assert [entry.version for entry in pods.of(REPLICA)] == [12]
+    pods.see("BOOKMARK", {"metadata": {"resourceVersion": "30"}}, "default")
+    pods.offer(pod(15, phase="Failed"))
+    assert [entry.version for entry in pods.of(REPLICA)] == [12]
+
+
+def test_a_list_from_before_what_was_known_when_it_was_asked_for_is_no_view_to_go_on_with(
+    pods: Store,
+) -> None:
+    pods.replace([pod(6)], "10", None)
+    pods.see("BOOKMARK", {"metadata": {"resourceVersion": "40"}})
+    with pytest.raises(WentBack, match=r"version 39 after it has told of 40.*backup"):
+        pods.replace([], "39", None, known=pods.told_until(None))
+    pods.replace([pod(6)], "39", None, known=10)  # asked for before the watch told more
     assert len(pods.of(REPLICA)) == 1
 
 
