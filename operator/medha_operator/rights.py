@@ -23,12 +23,19 @@ from medha_operator.settings import OperatorSettings, RouterSite
 
 Rule = dict[str, list[str]]
 
-_WATCH = ["get", "list", "watch"]
+_SEE = ["list", "watch"]
+_WATCH = ["get", *_SEE]
+_DELETED = frozenset({"StatefulSet", "ControllerRevision", "ConfigMap"})
+"""Kinds of which a plan may delete one while its replica lives: lanes, and what belongs to old revisions. The rest
+goes with the replica, by the garbage collector."""
 
 
 def namespaced_rules() -> list[Rule]:
     """In every namespace that is served: a Role in each, or one ClusterRole for all."""
-    made = [_rule(kind, [*_WATCH, "create", "patch", "delete"]) for kind in CHILDREN]
+    made = [
+        _rule(kind, [*_WATCH, "create", "patch", *(["delete"] if kind.name in _DELETED else [])])
+        for kind in CHILDREN
+    ]
     return [
         _rule(DEPLOYMENT, _WATCH),
         _rule(DEPLOYMENT, ["update"], "status"),
@@ -47,7 +54,7 @@ def namespaced_rules() -> list[Rule]:
 
 def cluster_rules() -> list[Rule]:
     """Of what belongs to no namespace. Without them the operator goes on, but sees no node that is lost or emptied."""
-    return [_rule(NODE, _WATCH)]
+    return [_rule(NODE, _SEE)]
 
 
 def gang_rules(settings: OperatorSettings) -> list[Rule]:
