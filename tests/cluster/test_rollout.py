@@ -158,3 +158,35 @@ def test_without_room_it_waits_says_why_and_goes_on_when_there_is_room(plane: Co
         plane.kubectl("taint", "node", f"kwok-{index}", "full=1:NoSchedule-")
     complete(api)
     assert condition(api.get(DEPLOYMENT, "chat"), "Stalled") == ("False", "Complete")
+
+
+def test_a_pod_that_tolerates_the_cordon_comes_back_to_its_node_once_and_is_left_there(
+    plane: ControlPlane, api: Api
+) -> None:
+    node = "kwok-0"
+    pod = {"nodeSelector": {"kubernetes.io/hostname": node}, "tolerations": [{"operator": "Exists"}]}
+    spec = {
+        "model": {"name": "m", "source": {"path": "checkpoint"}},
+        "resources": {"accelerator": "none"},
+        "template": {"spec": pod},
+    }
+    metadata = {"name": "bound", "namespace": "default"}
+    api.apply(
+        {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": metadata, "spec": spec}
+    )
+
+    def judged(kind: str) -> tuple[str, str]:
+        return condition(api.get(REPLICA, "bound"), kind)
+
+    def uids() -> set[str]:
+        return {one["metadata"]["uid"] for one in api.list(POD, "default", "medha.dev/replica=bound")}
+
+    eventually(lambda: judged("Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
+    before = uids()
+    plane.kubectl("cordon", node)
+    eventually(uids, lambda now: bool(now) and not now & before, _SECONDS)
+    eventually(lambda: judged("Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
+    assert judged("Draining") == ("False", "NotDraining")  # though the node is cordoned
+    assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
+    plane.kubectl("uncordon", node)
+    plane.kubectl("delete", "mr", "bound")
