@@ -6,7 +6,8 @@ A decision orders the prefills that wait, tests what can be on time, packs a ste
 commands. Each one is timed while requests arrive and complete between them, at a standing queue of 1 to 10,000
 prefills (5 % of them 100K to 1M tokens long) and with 0 or 256 sequences that decode in the same step. With
 `--vllm-python` (an interpreter that has vLLM) its scheduler's `schedule()` is timed on the same queue. `--compiled` times
-the policies a second time with the core compiled, as in a wheel that was built so (docs/performance.md).
+the policies a second time with the core compiled, as in a wheel that was built so (docs/performance.md), and says how many
+seconds of a replica's life the simulator, compiled as a campaign has it, gets through in one core-second.
 
 Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
 nothing about the scheduler.
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import log
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -35,6 +37,7 @@ from medha.hardware import A100, LLAMA3_8B, profile_for
 from medha.messages import Done, Sample, Sampling, StageFree, Step, Submit
 from medha.predictor import Predictor
 from medha.topology import Topology
+from medha_sim.campaign_run import Run, capacity, simulate
 from medha_sim.compiled import compiled
 from medha_worker.process import collect_garbage_rarely
 
@@ -44,6 +47,9 @@ POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annot
 QUEUES = (1, 100, 1_000, 10_000)
 DECODES = (0, 256)
 GOAL_P50_MS, GOAL_P99_MS = 0.5, 1.0
+GOAL_GROWTH = 1.0  # of p50 with the queue, as an exponent: no more than linear
+GOAL_SIMULATED = 300.0  # seconds a core-second
+SIMULATED_LOAD, SIMULATED_WINDOW_SECONDS = 0.97, 900.0
 STAGES = 2  # so that a step is launched by StageFree and not by Done
 BLOCK_TOKENS = 16
 LONG_SHARE = 0.05
@@ -159,8 +165,31 @@ def rows(policies: tuple[str, ...], launches: int) -> Iterator[tuple[str, int, i
                 yield policy, queue, decodes, measure(policy, queue, decodes, launches)
 
 
-def compiled_rows(policies: tuple[str, ...], *, quick: bool) -> list[dict[str, Any]]:
-    """The same of a compiled core, in an interpreter that finds it first."""
+def simulated_seconds(seeds: int) -> float:
+    """Simulated seconds per core-second of paper B's mix under `guarded` near capacity, all of a run counted."""
+    rate = SIMULATED_LOAD * capacity(LONG_SHARE)["rate"]
+    core_seconds = 0.0
+    for seed in range(seeds):
+        run = Run("medha-guarded", LONG_SHARE, seed, SIMULATED_WINDOW_SECONDS, rate=rate, load=SIMULATED_LOAD)
+        outcome = simulate(run)
+        assert outcome is not None, "nothing stops it"
+        core_seconds += outcome["core_seconds"]
+    return seeds * SIMULATED_WINDOW_SECONDS / core_seconds
+
+
+def growth_claims(figures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """How p50 grows with the queue, for ten times as many: 0 not at all, 1 as the queue does."""
+    before, longest = QUEUES[-2:]
+    p50 = {(row["scheduler"], row["decodes"], row["queued"]): row["p50_ms"] for row in figures}
+    for (scheduler, decodes, queued), milliseconds in p50.items():
+        if queued == longest:
+            growth = log(milliseconds / p50[scheduler, decodes, before]) / log(longest / before)
+            name = f"growth of p50, {scheduler}, {before} to {longest} queued, {decodes} decodes"
+            yield claim(name, growth, "exponent", GOAL_GROWTH)
+
+
+def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[dict[str, Any]], float]:
+    """The same of a compiled core, and `simulated_seconds`, in an interpreter that finds it first."""
     path = os.pathsep.join(
         [str(compiled(ROOT, ROOT / ".medha" / "compiled")), os.environ.get("PYTHONPATH", "")]
     )
@@ -175,9 +204,10 @@ def compiled_rows(policies: tuple[str, ...], *, quick: bool) -> list[dict[str, A
             timeout=3600,
             stdout=subprocess.DEVNULL,
         )
-        found: list[dict[str, Any]] = json.loads(file.read_text())["figures"]
-    assert all(row["compiled"] for row in found)
-    return [row | {"scheduler": f"{row['scheduler']}, compiled"} for row in found]
+        found = json.loads(file.read_text())
+    rows: list[dict[str, Any]] = found["figures"]
+    assert all(row["compiled"] for row in rows)
+    return [row | {"scheduler": f"{row['scheduler']}, compiled"} for row in rows], found["simulated_seconds"]
 
 
 def vllm_rows(python: Path, launches: int) -> list[dict[str, Any]]:
@@ -220,8 +250,12 @@ def main() -> None:
         figure["compiled"] = not str(engine.__file__).endswith(".py")
         print_row(figure)
         figures.append(figure)
+    simulated = None
+    if not str(engine.__file__).endswith(".py"):
+        simulated = simulated_seconds(1 if arguments.quick else 3)
     if arguments.compiled:
-        for figure in compiled_rows(policies, quick=arguments.quick):
+        found, simulated = compiled_figures(policies, quick=arguments.quick)
+        for figure in found:
             print_row(figure)
             figures.append(figure)
     for figure in figures:
@@ -231,6 +265,11 @@ def main() -> None:
             )
             claims.append(claim(f"{name}, p50", figure["p50_ms"], "ms", GOAL_P50_MS))
             claims.append(claim(f"{name}, p99", figure["p99_ms"], "ms", GOAL_P99_MS))
+    claims += growth_claims(figures)
+    if simulated is not None:
+        name = f"simulated seconds per core-second, guarded, load {SIMULATED_LOAD:g}, {SIMULATED_WINDOW_SECONDS / 60:g} minutes"
+        claims.append(claim(name, simulated, "s/s", GOAL_SIMULATED) | {"better": "more"})
+        print(f"{name}: {simulated:.0f}")
     if arguments.vllm_python:
         for figure in vllm_rows(arguments.vllm_python, launches):
             print_row(figure)
@@ -246,7 +285,8 @@ def main() -> None:
                 name = f"slowest policy's p50 over schedule() of {figure['scheduler']}, 256 decodes"
                 claims.append(claim(name, ours / figure["p50_ms"], "ratio", 1.0))
     if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claims, "figures": figures}, indent=2) + "\n")
+        shown = {"claims": claims, "figures": figures, "simulated_seconds": simulated}
+        arguments.json.write_text(json.dumps(shown, indent=2) + "\n")
 
 
 def claim(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
