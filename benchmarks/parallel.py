@@ -1,6 +1,6 @@
 """What it gives to split one request over two ranks: stages (SPP), lanes (KVP), and rings of lanes, one core each.
 
-    flock /tmp/quiet python benchmarks/parallel.py [--quick] [--only spp|kvp|prefill] [--rounds N] [--json FILE]
+    flock /tmp/quiet python benchmarks/parallel.py [--quick] [--only PART] [--rounds N] [--json FILE]
 
 Ranks are processes pinned to a core, which meet over gloo as those of `medha up` do and run steps that are written
 here: what is measured is the engine, without controller and HTTP. Configurations take turns within a round, because a
@@ -10,6 +10,10 @@ shared machine changes its speed by the minute; figures are medians of ratios wi
 * **kvp** the `small` preset decodes behind 128K tokens, whose KV is filled with random data: on one lane and on two.
   How fast one core reads memory is measured in the same round, as the largest rate of several reductions.
 * **prefill** one prompt on two ranks by every strategy, at several lengths.
+* **cached** the same for a prompt of which all but 2.5, 10 or 50 % are cached.
+* **batch** decodes of several long requests, each of which lies on both lanes: asked directly, and as a ring that passes queries.
+* **replicated** steps behind a long context on two lanes: owner-compute with a helper, and both lanes computing the linear layers
+  of all rows (as the papers do), so that only partial results travel. This path exists here alone.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,22 +39,27 @@ import torch
 
 from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
 from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
-from medha.shards import ShardMap, deal, place
+from medha.shards import Segment, ShardMap, deal, place
 from medha.topology import Topology, stage_layers
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor
 from medha_worker.grid import Grid
+from medha_worker.model.attention import merge_partials
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
+from medha_worker.spread import SpreadEntry, plan_spread
 
 BLOCK_TOKENS = 16
 STRIPE_TOKENS = 2048
 GOALS = {"spp / one core": 1.75, "spp / two threads": 0.9, "kvp / one lane": 1.5, "KV read rate": 0.8}
+PARTS = ("spp", "kvp", "prefill", "cached", "batch", "replicated")
+MISS_PERCENT = (2.5, 10, 50)  # of a prompt, the part that is not cached
 OWNER_COMPUTE, SPP, STRIPED = "ownerCompute", "spp", "striped"
 
 
@@ -92,6 +101,28 @@ class Clocked:
                 result = step.attend(*arguments)
                 clock.seconds += time.perf_counter() - start
                 return result
+
+        return Step()
+
+
+class Merging:
+    """Attention that every lane computes over what it holds, for the same rows, and then merges with the other lane's."""
+
+    def __init__(self, backend: Any, grid: Grid) -> None:
+        self._backend, self._grid = backend, grid
+
+    def plan(self, *arguments: Any) -> Any:
+        step, grid, other = self._backend.plan(*arguments), self._grid, 1 - self._grid.lane
+
+        class Step:
+            def attend(self, *arguments: Any) -> Any:
+                output, sums = step.attend(*arguments)
+                own = torch.cat([output.float().flatten(), sums.float().flatten()])
+                theirs = torch.empty_like(own)
+                grid.finish(grid.start({other: own}, {other: theirs}))
+                of_output = theirs[: output.numel()].view(output.shape)
+                of_sums = theirs[output.numel() :].view(sums.shape)
+                return merge_partials((output, of_output), (sums.float(), of_sums))
 
         return Step()
 
@@ -155,14 +186,17 @@ class RankProcess:
             self.grid.receive_tokens(len(executor._expected.popleft()))
         return {"start": start, "end": end, "attention_seconds": self.clocked.seconds}
 
-    def prefill(self, tokens: int, chunk: int, strategy: str) -> dict[str, Any]:
+    def prefill(self, tokens: int, chunk: int, strategy: str, cached: int = 0) -> dict[str, Any]:
+        """Of a prompt whose first `cached` tokens are there already, as random KV."""
         lanes = self.member.kv
         shards = place_prompt(tokens, tokens + 1, lanes, strategy)
-        steps = []
-        for start in range(0, tokens, chunk):
+        steps: list[Step] = []
+        for start in range(cached, tokens, chunk):
             stop = min(start + chunk, tokens)
             steps.append(prefill_step(len(steps) + 1, shards, start, stop, strategy, samples=stop == tokens))
-        return self.run(self.executor("a", shards, tokens), steps)
+        executor = self.executor("a", shards, tokens)
+        executor._sequences["a"].computed = cached
+        return self.run(executor, steps)
 
     def decode(self, tokens: int, steps: int) -> dict[str, Any]:
         """Decodes behind `tokens` tokens of random KV; the first one, which warms up, is not counted."""
@@ -181,6 +215,78 @@ class RankProcess:
         result = self.run(executor, plans[1:])
         kv_bytes = sum(pool[:, 0].nbytes for pool in (*self.cache.keys, *self.cache.values))
         return result | {"kv_bytes": steps * shards.tokens_on(self.lane) * kv_bytes}
+
+    def decode_batch(self, tokens: int, requests: int, steps: int, strategy: str) -> dict[str, Any]:
+        """Decodes of requests that lie on both lanes in equal parts and are owned in turn; the first is not counted."""
+        executor = Executor(
+            self.model, self.cache, vocab_size=self.config.vocab_size, eos_token_ids=(), clock=time.perf_counter,
+            lane=self.lane, pipeline=self.grid,
+        )  # fmt: skip
+        ids = np.random.default_rng(0).integers(10, self.config.vocab_size, tokens).astype(np.int32)
+        executor.add_tokens(Tokens(prompt="a", offset=0, total=tokens), ids)
+        half, sampling = (
+            tokens // 2 // BLOCK_TOKENS * BLOCK_TOKENS,
+            Sampling(temperature=0.0, ignore_eos=True),
+        )
+        owners = {f"a{index}": index % 2 for index in range(requests)}
+        admits = []
+        for name, owner in owners.items():
+            segments = (Segment(owner, 0, half), Segment(1 - owner, half, tokens + steps + 1))
+            admits.append(
+                Admit(name, "a", tokens, tokens, 1, sampling, tokens + steps + 1, segments=segments)
+            )
+        executor.prepare(Step(0, 0, ()))
+        executor.execute(Step(0, 0, (), admits=tuple(admits), lanes=(self.lane,)))
+        for name in owners:
+            executor._sequences[name].computed = tokens - 1
+        plans = [
+            Step(
+                1 + index, 0,
+                tuple(
+                    StepEntry(name, owner, (Extent(tokens - 1 + index, 1),), True, strategy)
+                    for name, owner in owners.items()
+                ),
+                lanes=(0, 1),
+            )
+            for index in range(steps + 1)
+        ]  # fmt: skip
+        self.run(executor, plans[:1])
+        return self.run(executor, plans[1:])
+
+    def behind(self, tokens: int, rows: int, steps: int, *, replicated: bool) -> dict[str, Any]:
+        """The same `rows` behind `tokens` of random KV on two lanes, `steps` times over; `last` is what comes of them."""
+        assert self.grid is not None
+        lane, stop = self.lane, tokens + rows
+        shards = place_prompt(stop, stop, self.member.kv, OWNER_COMPUTE)
+        table = np.arange(-(-shards.tokens_on(lane) // BLOCK_TOKENS))
+        computes = replicated or lane == shards.owner
+        entry = SpreadEntry(
+            shards, lane if replicated else shards.owner, (Extent(tokens, rows),), stop, table, OWNER, "a"
+        )
+        plan = plan_spread(lane, [entry] if computes else [], [] if computes else [entry], BLOCK_TOKENS)
+        assert plan is not None
+        kernels = self.model.kernels
+        if (
+            replicated
+        ):  # K and V are everywhere; nobody is asked, and every attention is merged with the other lane's
+            plan = replace(plan, landing=Landing(plan.landing.here, {}, {}), own=())
+            self.model.kernels = Kernels(Merging(kernels.attention, self.grid), kernels.rows)
+        ids = torch.from_numpy(np.random.default_rng(0).integers(10, 100, rows if computes else 0))
+        at = torch.arange(tokens, stop)[: len(ids)]
+        last = 0.0
+        try:
+            for step in range(steps + 1):
+                if step == 1:  # the first one warms up
+                    self.grid.smallest(0)
+                    start = time.monotonic()
+                hidden = self.model.forward(ids, at, (), self.cache, plan)
+                if computes:
+                    logits = self.model.logits(hidden[-1:])
+                    assert logits is not None
+                    last = float(logits.max())
+            return {"start": start, "end": time.monotonic(), "last": last}
+        finally:
+            self.model.kernels = kernels
 
     def read(self, megabytes: int) -> dict[str, Any]:
         """How fast this core reads memory: bytes a second of the fastest reduction."""
@@ -387,6 +493,99 @@ def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) 
     return {"chunk_tokens": {name: chunk for name, (_, _, chunk) in runs.items()}, "seconds": found}
 
 
+def cached(checkpoint: str, cores: list[int], rounds: int, *, tokens: int) -> dict[str, Any]:
+    """A prompt of which most is cached: what is left, on one core and on two ranks by each strategy."""
+    first, second = (cores[0],), (cores[1],)
+    one = Configuration(1, 1, checkpoint, tokens, [first])
+    stages = Configuration(2, 1, checkpoint, tokens, [first, second])
+    lanes = Configuration(1, 2, checkpoint, tokens, [first, second])
+    found: dict[str, dict[str, list[float]]] = {}
+    for miss in MISS_PERCENT:
+        left = round(tokens * miss / 100)
+        short = max(min(512, left // 4), 64)  # a pipeline needs several chunks
+        runs = {
+            "one core": (one, SPP, 512),
+            SPP: (stages, SPP, short),
+            OWNER_COMPUTE: (lanes, OWNER_COMPUTE, 512),
+            PASS_KV: (lanes, PASS_KV, 2048),
+            PASS_Q: (lanes, PASS_Q, 2048),
+            STRIPED: (lanes, STRIPED, 2048),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        for _ in range(rounds):
+            for name, (configuration, strategy, chunk) in runs.items():
+                taken, _ = configuration.do(
+                    "prefill", tokens=tokens, chunk=chunk, strategy=strategy, cached=tokens - left
+                )
+                seconds[name].append(taken)
+        found[f"{miss:g} %"] = seconds
+        speed = ", ".join(
+            f"{name} {ratio(seconds['one core'], taken):.2f}"
+            for name, taken in seconds.items()
+            if name != "one core"
+        )
+        print(
+            f"  {miss:g} % of {tokens} tokens: one core {statistics.median(seconds['one core']):.2f} s; times as fast: "
+            f"{speed}",
+            flush=True,
+        )
+    for configuration in (one, stages, lanes):
+        configuration.close()
+    return {"tokens": tokens, "seconds": found}
+
+
+def batch(
+    checkpoint: str, cores: list[int], rounds: int, *, tokens: int, sizes: list[int], steps: int
+) -> dict[str, Any]:
+    """Decodes of requests that lie on two lanes, asked directly and around the ring."""
+    lanes = Configuration(1, 2, checkpoint, tokens * max(sizes), [(cores[0],), (cores[1],)])
+    found: dict[str, dict[str, list[float]]] = {}
+    for requests in sizes:
+        seconds: dict[str, list[float]] = {OWNER: [], PASS_Q: []}
+        for _ in range(rounds):
+            for strategy, taken in seconds.items():
+                together, _ = lanes.do(
+                    "decode_batch", tokens=tokens, requests=requests, steps=steps, strategy=strategy
+                )
+                taken.append(together / steps)
+        found[str(requests)] = seconds
+        print(
+            f"  a step of {requests} decodes behind {tokens} tokens each: direct {1e3 * statistics.median(seconds[OWNER]):.1f} "
+            f"ms; pass-Q {ratio(seconds[OWNER], seconds[PASS_Q]):.2f} times as fast",
+            flush=True,
+        )
+    lanes.close()
+    return {"tokens": tokens, "steps": steps, "seconds": found}
+
+
+def replicated(
+    checkpoint: str, cores: list[int], rounds: int, *, contexts: list[int], steps: int
+) -> dict[str, Any]:
+    """Owner-compute beside linear layers that both lanes repeat: a decode and a chunk, behind several contexts."""
+    lanes = Configuration(1, 2, checkpoint, max(contexts) + 512, [(cores[0],), (cores[1],)])
+    found: dict[str, dict[str, list[float]]] = {}
+    for context in contexts:
+        for rows in (1, 512):
+            seconds: dict[str, list[float]] = {OWNER_COMPUTE: [], "replicated": []}
+            said: dict[str, float] = {}
+            for _ in range(rounds):
+                for name, taken in seconds.items():
+                    together, answers = lanes.do(
+                        "behind", tokens=context, rows=rows, steps=steps, replicated=name == "replicated"
+                    )
+                    taken.append(together / steps)
+                    said[name] = max(one["last"] for one in answers)
+            assert abs(said[OWNER_COMPUTE] - said["replicated"]) < 1e-3, f"they say different things: {said}"
+            found[f"{rows} rows behind {context}"] = seconds
+            print(
+                f"  {rows} rows behind {context} tokens: owner-compute {1e3 * statistics.median(seconds[OWNER_COMPUTE]):.1f} "
+                f"ms; replicated linear layers {ratio(seconds[OWNER_COMPUTE], seconds['replicated']):.2f} times as fast",
+                flush=True,
+            )
+    lanes.close()
+    return {"steps": steps, "seconds": found}
+
+
 def ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
@@ -396,7 +595,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="shorter prompts: a look, not a measurement")
-    parser.add_argument("--only", choices=("spp", "kvp", "prefill"), action="append")
+    parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of `spp`")
     parser.add_argument("--json", type=Path, help="write every figure here")
@@ -407,7 +606,7 @@ def main() -> int:
         rank_main(Member(**said | {"cores": tuple(said["cores"])}))
         return 0
 
-    only = arguments.only or ["spp", "kvp", "prefill"]
+    only = arguments.only or PARTS
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit("two cores are needed, and this process may use one")
@@ -426,6 +625,14 @@ def main() -> int:
         if "prefill" in only:
             lengths = [2048, 4096] if quick else [2048, 4096, 8192, 16384]
             result["prefill"] = prefill(checkpoint, cores, arguments.rounds, lengths)
+        if "cached" in only:
+            result["cached"] = cached(checkpoint, cores, arguments.rounds, tokens=4096 if quick else 16384)
+        if "batch" in only:
+            tokens = 4096 if quick else 16384
+            result["batch"] = batch(checkpoint, cores, arguments.rounds, tokens=tokens, sizes=[2, 8], steps=8)
+        if "replicated" in only:
+            contexts = [4096] if quick else [16384, 131072]
+            result["replicated"] = replicated(checkpoint, cores, arguments.rounds, contexts=contexts, steps=4)
     claims = {
         name: {"measured": value, "goal": GOALS[name], "met": value >= GOALS[name]}
         for part in ("spp", "kvp")
