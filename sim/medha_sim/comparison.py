@@ -30,6 +30,8 @@ class Comparison:
     long: Interval
     short_difference: Interval
     long_difference: Interval
+    short_by_seed: tuple[float, ...]  # what `short` is the mean of
+    long_difference_by_seed: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -46,14 +48,31 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal of the project, and whether the means of this campaign meet it."""
+    """A goal of the project, and whether the mean over the seeds of this campaign meets it."""
 
     text: str
     value: Interval
+    worst: float  # of one seed
+    seeds: int
+    below: int  # seeds that miss it
     met: bool | None  # None: the windows are too short to tell
 
     def to_json(self) -> dict[str, Any]:
-        return {"text": self.text, "value": _finite(self.value), "met": self.met}
+        return {
+            "text": self.text,
+            "value": _finite(self.value),
+            "worst": self.worst if isfinite(self.worst) else None,
+            "seeds": self.seeds,
+            "below": self.below,
+            "met": self.met,
+        }
+
+
+def _goal(text: str, value: Interval, by_seed: Sequence[float], least: float, *, judged: bool) -> Goal:
+    below = sum(one < least for one in by_seed)
+    return Goal(
+        text, value, min(by_seed, default=nan), len(by_seed), below, value[0] >= least if judged else None
+    )
 
 
 def _finite(interval: Interval) -> list[float | None]:
@@ -89,6 +108,8 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
                         long=_interval(theirs, "long"),
                         short_difference=_difference(ours, theirs, "short"),
                         long_difference=_difference(ours, theirs, "long"),
+                        short_by_seed=_known(theirs, "short"),
+                        long_difference_by_seed=_differences(ours, theirs, "long"),
                     )
                 )
     return rows
@@ -147,16 +168,12 @@ def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:
             continue
         peak = load == 0.97
         least, ahead = (98.5, 3.0) if peak else (98.0, 0.0)
-        short, difference = at["guarded"].short, at["srpt"].long_difference
-        found.append(
-            Goal(
-                f"load {load:g}: short attainment at least {least:g} %",
-                short,
-                short[0] >= least if judged else None,
-            )
-        )
+        ours, ahead_of = at["guarded"], at["srpt"]
+        text = f"load {load:g}: short attainment at least {least:g} %"
+        found.append(_goal(text, ours.short, ours.short_by_seed, least, judged=judged))
         text = f"load {load:g}: long attainment at least SRPT's" + (" and 3 points" if peak else "")
-        found.append(Goal(text, difference, difference[0] >= ahead if judged else None))
+        differences = ahead_of.long_difference_by_seed
+        found.append(_goal(text, ahead_of.long_difference, differences, ahead, judged=judged))
     return found
 
 
@@ -173,11 +190,23 @@ def _attainment(
     }
 
 
+def _known(values: Sequence[dict[str, float]], kind: str) -> tuple[float, ...]:
+    return tuple(value[kind] for value in values if kind in value)
+
+
+def _differences(
+    ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], kind: str
+) -> tuple[float, ...]:
+    return tuple(a[kind] - b[kind] for a, b in zip(ours, theirs, strict=True) if kind in a and kind in b)
+
+
 def _interval(values: Sequence[dict[str, float]], kind: str) -> Interval:
-    known = [value[kind] for value in values if kind in value]
-    return interval_95(known) if known else (nan, inf)
+    return _of(_known(values, kind))
 
 
 def _difference(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], kind: str) -> Interval:
-    known = [a[kind] - b[kind] for a, b in zip(ours, theirs, strict=True) if kind in a and kind in b]
+    return _of(_differences(ours, theirs, kind))
+
+
+def _of(known: Sequence[float]) -> Interval:
     return interval_95(known) if known else (nan, inf)

@@ -187,9 +187,19 @@ def _policies(shown: dict[str, Any]) -> str:
         "deployment's capacity, measured with a backlog. Differences are `guarded` minus the other, seed by seed.\n"
     )
     if shown["goals"]:
-        text += "\n" + _table(
-            ("Goal (5 % long)", "Measured", "Met"),
-            ((goal["text"], _with_width(goal["value"]), _MET[goal["met"]]) for goal in shown["goals"]),
+        text += "\nA goal is met where the mean over the seeds meets it; single seeds, one hour each, may miss it.\n\n"
+        text += _table(
+            ("Goal (5 % long)", "Mean", "Worst seed", "Seeds that miss it", "Met by the mean"),
+            (
+                (
+                    goal["text"],
+                    _with_width(goal["value"]),
+                    _with_width((goal["worst"], None)),
+                    f"{goal['below']} of {goal['seeds']}",
+                    _MET[goal["met"]],
+                )
+                for goal in shown["goals"]
+            ),
         )
     if not shown["comparisons"]:
         return text + "\nNo such runs are part of this campaign.\n"

@@ -307,6 +307,17 @@ def test_differences_are_of_equal_seeds() -> None:
     assert [goal.met for goal in goals([guarded_row, srpt_row], 240.0)] == [None, None]
 
 
+def test_a_goal_that_the_mean_meets_says_how_far_the_worst_seed_is_from_it() -> None:
+    found: dict[str, Outcome] = {}
+    for seed, (guarded, srpt) in enumerate(((0.99, 0.90), (0.80, 0.81), (0.99, 0.98))):
+        for policy, attained in (("guarded", guarded), ("srpt", srpt)):
+            found[Run(f"medha-{policy}", 0.05, seed, 3600.0, load=0.97).key] = outcome(attained=attained)
+    _, ahead = goals(comparisons(found, FULL), 3600.0)
+    assert ahead.met, "3 points on average"
+    assert ahead.worst == pytest.approx(-1.0)
+    assert (ahead.below, ahead.seeds) == (2, 3)
+
+
 def test_the_load_that_came_is_measured_in_work_against_the_capacity() -> None:
     found = {
         Run("medha-guarded", 0.05, seed, 3600.0, load=0.97).key: {"work": {"offered": work, "done": 0.5}}
@@ -376,6 +387,7 @@ def test_the_page_has_every_row_and_says_which_mode_made_it(campaign: dict[str, 
     assert "**This is a quick run**" in text
     assert "`0123456789ab`" in text
     assert "window too short to tell" in text
+    assert "| Goal (5 % long) | Mean | Worst seed | Seeds that miss it | Met by the mean |" in text
     assert "## Runs that failed\n\n- broken" in text
 
 
