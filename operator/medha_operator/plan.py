@@ -125,15 +125,15 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         return Plan(())  # the garbage collector takes everything that is owned
     owner = Owner(observed.name, observed.namespace, observed.uid)
     lost, again = _from_lost_nodes(observed, now)
-    open_since = _open_since(observed, now)
-    budget = _missing(observed, disruption_budget(owner, open_since))
     try:
         spec = MedhaReplicaSpec.model_validate(observed.spec)
     except ValidationError as error:
-        return _refused(observed, [*lost, *budget], again, "Invalid", problems_in(error), now)
+        return _refused(observed, lost, again, "Invalid", problems_in(error), now)
     if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
         told = f"placement.gang {spec.placement.gang} needs that name in the operator's setting gang_apis"
-        return _refused(observed, [*lost, *budget], again, "GangUnavailable", told, now)
+        return _refused(observed, lost, again, "GangUnavailable", told, now)
+    open_since = _open_since(observed, now)
+    budget = _missing(observed, disruption_budget(owner, open_since))
     revision, actions = _revision(owner, spec, observed, settings)
     actions += _objects(owner, spec, revision, observed)
     gone = {action.name for action in lost if isinstance(action, Delete)}
@@ -447,15 +447,21 @@ def _described(
 
 
 def _refused(
-    observed: Observed, urgent: list[Action], again: float | None, reason: str, message: str, now: float
+    observed: Observed, lost: list[Action], again: float | None, reason: str, message: str, now: float
 ) -> Plan:
-    """For a spec that the schema let through and that cannot be served: what runs is left alone, but may leave nodes."""
+    """For a spec that the schema let through and that cannot be served: what runs is left alone, but may leave nodes.
+
+    No other replica could be made of such a spec, so that none is waited for.
+    """
+    open_since = _open_since(replace(observed, deployment=None), now)
+    owner = Owner(observed.name, observed.namespace, observed.uid)
+    budget = _missing(observed, disruption_budget(owner, open_since))
     conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
     status = observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}
     )
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
-    return Plan((*(urgent if runs else ()), *_status(observed, status)), again)
+    return Plan((*lost, *(budget if runs else ()), *_status(observed, status)), again)
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

@@ -471,10 +471,12 @@ def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
 REFUSED: list[dict[str, Any]] = [{"parallelism": {"tensor": 0}}, {"placement": {"gang": "core"}}]
 
 
+@pytest.mark.parametrize("deployment", [None, "owner"])
 @pytest.mark.parametrize("change", REFUSED)
 def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused(
-    world: World, change: dict[str, Any]
+    world: World, change: dict[str, Any], deployment: str | None
 ) -> None:
+    world.deployment = deployment
     world.spec = world.spec | change | {"lifecycle": {"restart": {"nodeLostSeconds": 60}}}
     world.generation += 1
     assert world.settle() == 0
