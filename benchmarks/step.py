@@ -3,7 +3,7 @@
     python benchmarks/step.py [--quick] [--json FILE]
 
 `medha up` serves the `tiny` preset on one rank and on two tensor ranks; one request after the other, of 1K, 32K and 256K
-tokens, is prefilled and decoded. Everything is real but the prefill, whose layers are left out: the KV pool holds random
+tokens in turns, is prefilled and decoded. Everything is real but the prefill, whose layers are left out: the KV pool holds random
 numbers from the beginning. Measured on every rank, of steps that decode one token: the time from the end of a step to the
 start of the next (answer, decision, message, and all bookkeeping in between), the part of a step that is not the model's
 layers, and the bytes of the step's message. None of them may grow with the context.
@@ -43,6 +43,7 @@ from medha_worker.supervision.supervisor import Part, supervise
 CONTEXTS = (1_000, 32_000, 256_000)
 LONGEST = 262_144
 DECODED = 200
+ROUNDS = 3  # over all contexts, because a shared machine changes its speed by the minute
 FIRST = 20  # decode steps that are not counted
 PREFILL_ROWS = 64  # a step of more rows is prefill
 
@@ -126,7 +127,7 @@ def serve(folder: Path) -> int:
     return state.exit_status
 
 
-def measure(tensor: int, decoded: int) -> list[list[dict[str, Any]]]:
+def measure(tensor: int, decoded: int, rounds: int) -> list[list[dict[str, Any]]]:
     """What each rank has written down."""
     with tempfile.TemporaryDirectory(prefix="step-") as name:
         folder, port = Path(name), free_port("127.0.0.1")
@@ -147,7 +148,7 @@ def measure(tensor: int, decoded: int) -> list[list[dict[str, Any]]]:
             command = [sys.executable, __file__, "--serve", str(folder)]
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            _ask(f"http://127.0.0.1:{port}", process, decoded)
+            _ask(f"http://127.0.0.1:{port}", process, decoded, rounds)
         except BaseException:
             print((folder / "log").read_text()[-4000:])
             process.kill()
@@ -157,7 +158,7 @@ def measure(tensor: int, decoded: int) -> list[list[dict[str, Any]]]:
         return [json.loads((folder / f"times-{number}.json").read_text()) for number in range(tensor)]
 
 
-def _ask(url: str, process: subprocess.Popen[bytes], decoded: int) -> None:
+def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) -> None:
     while process.poll() is None:
         try:
             if httpx.get(url + "/ready").status_code == 200:
@@ -165,7 +166,7 @@ def _ask(url: str, process: subprocess.Popen[bytes], decoded: int) -> None:
         except httpx.TransportError:
             pass
         time.sleep(0.1)
-    for seed, context in enumerate(CONTEXTS):
+    for seed, context in enumerate(CONTEXTS * rounds):
         ids = [7 + (seed + position) % 97 for position in range(context)]
         body = {"model": "m", "prompt": ids, "max_tokens": decoded, "ignore_eos": True, "temperature": 0}
         httpx.post(url + "/v1/completions", json=body, timeout=300).raise_for_status()
@@ -200,14 +201,18 @@ def main() -> None:
         )
 
     for tensor in (1,) if arguments.quick else (1, 2):
-        ranks = measure(tensor, DECODED // 2 if arguments.quick else DECODED)
+        ranks = measure(tensor, *((DECODED // 2, 1) if arguments.quick else (DECODED, ROUNDS)))
         found: dict[str, list[float]] = {}
         for context in CONTEXTS:
             gaps, own, sizes = [], [], []
             for steps in ranks:
-                here = [one for one in steps if context <= one["context"] <= context + DECODED][FIRST:]
+                here = [one for one in steps if context + FIRST <= one["context"] <= context + DECODED]
                 pairs = itertools.pairwise(here)
-                gaps += [after["start"] - before["end"] for before, after in pairs]
+                gaps += [
+                    after["start"] - before["end"]
+                    for before, after in pairs
+                    if after["id"] == before["id"] + 1
+                ]
                 own += [one["end"] - one["start"] - one["layers"] for one in here]
                 sizes += [one["bytes"] for one in here]
             figures = (1e6 * statistics.median(gaps), 1e6 * statistics.median(own), statistics.mean(sizes))
