@@ -9,6 +9,9 @@ loads: results outlive every other change, comments included.
     python benchmarks/campaign.py --list          what would be run, in that order, and how long it may take
     python benchmarks/campaign.py --page-only     write the page anew from the results that there are
     python benchmarks/campaign.py --adopt FILE    take over the results of other code, if a sample of them is the same
+    python benchmarks/campaign.py --adopt FILE --except 70B-3D
+                                                  the same but for a deployment that the change was meant for: then run
+                                                  the first command, which simulates what is missing
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from medha.errors import PartFailed
 from medha_sim.campaign import SCALES, runs
 from medha_sim.campaign_adopt import Differs, check_again, sample
 from medha_sim.campaign_pool import Stopwatch, run_all
-from medha_sim.campaign_run import Outcome, Run
+from medha_sim.campaign_run import DEPLOYMENTS, Outcome, Run
 from medha_sim.compiled import compiled
 from medha_sim.reproduction import page, report
 from medha_sim.sources import digest, loaded_files
@@ -67,6 +70,14 @@ def main() -> int:
     )
     parser.add_argument(
         "--sample", type=int, default=36, metavar="N", help="runs that --adopt simulates again (default 36)"
+    )
+    parser.add_argument(
+        "--except",
+        action="append",
+        default=[],
+        choices=list(DEPLOYMENTS),
+        dest="left_out",
+        help="a deployment of which --adopt takes nothing over; may be repeated",
     )
     arguments = parser.parse_args()
 
@@ -201,7 +212,8 @@ def _adopted(arguments: argparse.Namespace, planned: list[Run], sources: str) ->
     known: dict[str, Outcome] = {
         run.key: earlier["runs"][run.key]
         for run in planned
-        if "error" not in earlier["runs"].get(run.key, {"error": "not run"})
+        if run.deployment not in arguments.left_out
+        and "error" not in earlier["runs"].get(run.key, {"error": "not run"})
     }
     chosen = sample(
         [run for run in planned if run.key in known], arguments.sample, f"{earlier['sources']} {sources}"
@@ -215,6 +227,7 @@ def _adopted(arguments: argparse.Namespace, planned: list[Run], sources: str) ->
         "sources": earlier["sources"],
         "commit": earlier["commit"],
         "again": [run.key for run in chosen],
+        "except": arguments.left_out,
     }
     return {
         "capacities": earlier["capacities"],

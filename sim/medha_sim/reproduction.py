@@ -125,9 +125,11 @@ def page(campaign: dict[str, Any]) -> str:
 
 def _adoption(adoption: dict[str, Any]) -> str:
     """Where results come from that were not simulated by the code that the page names."""
+    left_out = adoption.get("except", [])
+    whose = f" of all deployments but {' and '.join(left_out)}, for which it was meant" if left_out else ""
     return (
         f"\n\nResults were taken over from sources `{adoption['sources']}` (commit `{adoption['commit']}`), which a change "
-        f"followed that must not change decisions: {len(adoption['again'])} runs of all kinds, drawn by the two digests, "
+        f"followed that must not change decisions{whose}: {len(adoption['again'])} runs of all kinds, drawn by the two digests, "
         "were simulated again behind it, with the capacities, and gave the same figures to the last digit."
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -107,6 +108,26 @@ def test_results_of_earlier_code_are_adopted_where_runs_come_out_the_same_and_th
     assert f"taken over from sources `{before['sources']}`" in (tmp_path / "page.md").read_text()
     with pytest.raises(SystemExit, match="holds results of the present code"):
         call("--adopt", str(earlier))
+
+
+def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_but_simulated_by_the_next_call(  # type: ignore[no-untyped-def]
+    call, campaign: ModuleType, tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = replace(RUNS[0], deployment="70B-3D")
+    monkeypatch.setattr(campaign, "runs", lambda scale: [*RUNS, changed])
+    results = json.loads(earlier.read_text())
+    results["runs"][changed.key] = results["runs"][RUNS[0].key]  # of the code before
+    earlier.write_text(json.dumps(results))
+    assert call("--adopt", str(earlier), "--sample", "3", "--except", "70B-3D") == 0
+    target = tmp_path / "results" / f"campaign-quick-{'f' * 12}.json"
+    assert set(json.loads(target.read_text())["runs"]) == {run.key for run in RUNS}
+    page = (tmp_path / "page.md").read_text()
+    assert "of all deployments but 70B-3D, for which it was meant: 2 runs" in page
+    assert "2 of 3 runs" in page
+    assert call() == 0
+    after = json.loads(target.read_text())
+    assert after["adopted"][0]["except"] == ["70B-3D"]
+    assert after["runs"][changed.key] != results["runs"][changed.key]
 
 
 def test_results_are_not_adopted_where_one_run_that_is_drawn_comes_out_different(  # type: ignore[no-untyped-def]
