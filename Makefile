@@ -87,8 +87,9 @@ simulations: $(STAMP) ## simulate the papers' claims and write docs/reproduction
 	@$(BIN)/python benchmarks/campaign.py --mode $(MODE)
 
 .PHONY: faults
-faults: $(STAMP) ## kill the operator at every write, show it the past, and more, on a real API server; ARGS=--quick takes minutes
+faults: $(STAMP) ## kill the operator at every write, show it the past, change every field, on a real API server; an hour
 	@PYTHONPATH=tests $(BIN)/python -m campaign --json benchmarks/results/faults.json $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m campaign.fields --json benchmarks/results/fault-fields.json
 
 .PHONY: format
 format: $(STAMP) ## let ruff write the code's form

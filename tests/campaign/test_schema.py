@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
+
 from campaign.schema import SchemaCampaign, make_ground, trials, until
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
@@ -22,6 +24,7 @@ def test_every_field_has_valid_and_invalid_values() -> None:
         assert mutation.invalid, mutation.path
 
 
+@pytest.mark.timeout(300)
 def test_fields_are_changed_and_put_back(controlled: ControlPlane, tmp_path: Path) -> None:
     with Api(controlled) as api:
         make_ground(api, "schema")
