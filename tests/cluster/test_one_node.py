@@ -184,17 +184,32 @@ def test_a_rank_that_is_killed_is_started_once_again_in_its_pod(cluster: Cluster
 # --- the operator's -----------------------------------------------------------------------------------------
 
 
+def edited(path: Path, before: str, after: str) -> str:
+    """The text of a file with one change."""
+    source = path.read_text(encoding="utf-8")
+    assert source.count(before) == 1
+    return source.replace(before, after)
+
+
 def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_renders_them_otherwise(
     cluster: Cluster, archives: dict[str, Path], tmp_path: Path
 ) -> None:
+    """The next release renders other probes, and has one more field with a default, which older pods do not know."""
     uids, log = medha.pod_uids(cluster), operator_log(cluster)
-    source = (medha.ROOT / "operator" / "medha_operator" / "render.py").read_text()
-    other = source.replace("_PROBE_SECONDS = 5\n", "_PROBE_SECONDS = 7\n")
-    assert other != source
-    package = "opt/medha/lib/python3.11/site-packages/medha_operator"
+    render = edited(
+        medha.ROOT / "operator" / "medha_operator" / "render.py",
+        "_PROBE_SECONDS = 5\n",
+        "_PROBE_SECONDS = 7\n",
+    )
+    field = "    threads: int | None ="
+    added = "    lookahead: int = Field(default=2, json_schema_extra=live())\n"
+    api = edited(medha.ROOT / "core" / "medha" / "api.py", field, added + field)
+    package = "opt/medha/lib/python3.11/site-packages"
     changed = {
-        f"{package}/render.py": other.encode(),
-        f"{package}/__pycache__/render.cpython-311.pyc": b"",  # as good as none
+        f"{package}/medha_operator/render.py": render.encode(),
+        f"{package}/medha_operator/__pycache__/render.cpython-311.pyc": b"",  # as good as none
+        f"{package}/medha/api.py": api.encode(),
+        f"{package}/medha/__pycache__/api.cpython-311.pyc": b"",
     }
     name = f"docker.io/library/medha-operator:{VERSION}-next"
     cluster.nodes[0].import_image(write_changed(tmp_path / "next.tar", archives["operator"], name, changed))
@@ -202,7 +217,10 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     definition = chart / "templates" / "crds" / "medhareplicas.yaml"
     column = "    - name: Revision\n      type: string\n      jsonPath: .status.revision\n"
     marker = "    additionalPrinterColumns:\n"
-    definition.write_text(definition.read_text().replace(marker, marker + column))
+    definition.write_text(edited(definition, marker, marker + column))
+    property_, indent = "              threads:\n", " " * 14
+    added = f"{indent}lookahead:\n{indent}  type: integer\n{indent}  default: 2\n"
+    definition.write_text(edited(definition, property_, added + property_))
 
     medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next")
     assert "REVISION" in cluster.kubectl("get", "medhareplicas").splitlines()[0]
@@ -219,6 +237,32 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     wait_ready(cluster)
     cluster.kubectl("delete", "medhareplica", "later")
     assert complaints(log + operator_log(cluster)) == []
+
+
+def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_rendered(
+    cluster: Cluster,
+) -> None:
+    uids = medha.pod_uids(cluster)
+    eventually(
+        lambda: cluster.kubectl("get", "configmaps", "-l", "medha.dev/replica=tiny", "-o", "yaml"),
+        lambda text: '"lookahead": 2' in text,
+        60,
+    )
+    cluster.kubectl("annotate", "pod", "tiny-l1-0", "medha.test/looked-at=1")  # has the kubelet sync it now
+    told = "this release does not know, and leaves out: spec.lookahead"
+    eventually(lambda: cluster.kubectl("logs", "tiny-l1-0"), lambda text: told in text, READY_SECONDS)
+    supervisor = medha.rank_processes(cluster)["tiny-l1-0"].parent()
+    assert supervisor is not None
+    supervisor.kill()
+    eventually(
+        lambda: medha.get(cluster, "pod", "tiny-l1-0")["status"]["containerStatuses"][0],
+        lambda seen: seen["restartCount"] == 1 and seen["ready"],
+        READY_SECONDS,
+    )
+    wait_ready(cluster)
+    assert medha.pod_uids(cluster) == uids
+    assert told in cluster.kubectl("logs", "tiny-l1-0")  # of the container that was started last
+    assert replica(cluster)["status"]["restarts"] == 0
 
 
 def test_a_node_is_drained_of_a_replica_that_comes_back_on_it(cluster: Cluster) -> None:
