@@ -110,8 +110,13 @@ def test_results_of_earlier_code_are_adopted_where_runs_come_out_the_same_and_th
         call("--adopt", str(earlier))
 
 
-def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_but_simulated_by_the_next_call(  # type: ignore[no-untyped-def]
-    call, campaign: ModuleType, tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_and_left_to_be_simulated(  # type: ignore[no-untyped-def]
+    call,
+    campaign: ModuleType,
+    tmp_path: Path,
+    earlier: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     changed = replace(RUNS[0], deployment="70B-3D")
     monkeypatch.setattr(campaign, "runs", lambda scale: [*RUNS, changed])
@@ -120,14 +125,17 @@ def test_a_deployment_that_a_change_was_meant_for_is_not_adopted_but_simulated_b
     earlier.write_text(json.dumps(results))
     assert call("--adopt", str(earlier), "--sample", "3", "--except", "70B-3D") == 0
     target = tmp_path / "results" / f"campaign-quick-{'f' * 12}.json"
-    assert set(json.loads(target.read_text())["runs"]) == {run.key for run in RUNS}
+    after = json.loads(target.read_text())
+    assert set(after["runs"]) == {run.key for run in RUNS}
+    assert after["adopted"][0]["except"] == ["70B-3D"]
     page = (tmp_path / "page.md").read_text()
     assert "of all deployments but 70B-3D, for which it was meant: 2 runs" in page
     assert "2 of 3 runs" in page
-    assert call() == 0
-    after = json.loads(target.read_text())
-    assert after["adopted"][0]["except"] == ["70B-3D"]
-    assert after["runs"][changed.key] != results["runs"][changed.key]
+    capsys.readouterr()
+    assert call("--list") == 0
+    left = capsys.readouterr().out
+    assert changed.key in left
+    assert RUNS[0].key not in left
 
 
 def test_results_are_not_adopted_where_one_run_that_is_drawn_comes_out_different(  # type: ignore[no-untyped-def]
