@@ -127,7 +127,9 @@ class Stage:
         self.endpoints, self.keys = endpoints, keys
         self.open_router()
         self.settings = folder / "settings.json"
-        self.log: str | None = None if start else "it runs in this process"
+        self.log: str | None = (
+            ""  # of a controller that has not been started, or runs in the test's own process
+        )
         if start:
             self.start()
         rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
@@ -139,6 +141,7 @@ class Stage:
         )
 
     def start(self) -> None:
+        self.log = None
         self.process = subprocess.Popen(
             [sys.executable, "-m", "medha_worker.controller", "--settings", str(self.settings)],
             stderr=subprocess.PIPE,
