@@ -125,6 +125,7 @@ class Stage:
         (folder / "settings.json").write_text(settings.model_dump_json(by_alias=True))
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints, self.keys = endpoints, keys
+        self.incarnation = "first"
         self.open_router()
         self.settings = folder / "settings.json"
         self.log: str | None = (
@@ -171,13 +172,17 @@ class Stage:
 
     def hello(self, incarnation: str = "first") -> Meet:
         """The rank says that it is here, again and again as ranks do, until it is called."""
+        self.incarnation = incarnation
         for _ in range(20):
-            for link in (self.rank, self.rank_tokens):
-                link.send(RankHello(0, incarnation))
+            self.say_hello()
             while (received := self.rank.receive(timeout_seconds=1)) is not None:
                 if isinstance(received.message, Meet):
                     return received.message
         raise AssertionError(f"not called; the controller says: {self.kill()}")
+
+    def say_hello(self) -> None:
+        for link in (self.rank, self.rank_tokens):
+            link.send(RankHello(0, self.incarnation))
 
     def ready(self) -> None:
         self.rank.send(replace(READY, epoch=self.hello().epoch))
@@ -211,8 +216,12 @@ class Stage:
         self.router_tokens.send(piece, tokens_to_frame(IDS))
 
     def _next(self, link: Link | Router, kind: type) -> Received:
-        while (received := link.receive(timeout_seconds=20)) is not None:
-            if isinstance(received.message, kind):
+        end = time.monotonic() + 20
+        while time.monotonic() < end:
+            received = link.receive(timeout_seconds=0.5)
+            if received is None:
+                self.say_hello()  # as ranks do: one that is not heard for five seconds is taken for lost
+            elif isinstance(received.message, kind):
                 return received
         raise AssertionError(f"no {kind.__name__}; the controller says: {self.kill()}")
 
