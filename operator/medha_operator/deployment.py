@@ -35,7 +35,7 @@ from medha_operator.conditions import problems_in, refuse, stamped
 from medha_operator.deployment_conditions import Rollout, judge_rollout
 from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
-from medha_operator.plan import Action, Apply, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
 from medha_operator.render import MANAGER, Manifest
 from medha_operator.revision import restart_fields
 from medha_operator.settings import OperatorSettings
@@ -52,9 +52,11 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
         return Plan(_status(observed, _refused(observed, error, now)))
     wanted, kept = _wanted(observed, spec)
     scene = _scene(observed, wanted, now, settings)
-    steps = [*_create(scene), *_change(scene), *_remove(scene)]
+    created = list(_create(scene))
+    steps = [*created, *_change(scene), *_remove(scene)]
     status, again = _described(scene, now)
-    return Plan((*kept, *steps, *_status(observed, status), *_history(scene)), again)
+    confirmed = [Confirm()] if created else []
+    return Plan((*confirmed, *kept, *steps, *_status(observed, status), *_history(scene)), again)
 
 
 # --- what is wanted -------------------------------------------------------------------------------------

@@ -101,6 +101,15 @@ class SetStatus:
 
 
 @dataclass(frozen=True)
+class Confirm:
+    """Ask whether the resource is still as it was looked at, and end the look if it is not.
+
+    The end of a resource may be told late or never, unlike that of its children, whom the garbage collector takes: what
+    is missing then must not be made anew for nobody.
+    """
+
+
+@dataclass(frozen=True)
 class Tell:
     """An event for `kubectl describe`."""
 
@@ -109,7 +118,7 @@ class Tell:
     is_warning: bool = False
 
 
-Action = CreateKeys | CopyEnrolment | Apply | Delete | SetStatus | Tell
+Action = CreateKeys | CopyEnrolment | Apply | Delete | SetStatus | Confirm | Tell
 
 
 @dataclass(frozen=True)
@@ -134,15 +143,22 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         return _refused(observed, lost, again, "GangUnavailable", told, now)
     open_since = _open_since(observed, now)
     budget = _missing(observed, disruption_budget(owner, open_since))
-    revision, actions = _revision(owner, spec, observed, settings)
-    actions += _objects(owner, spec, revision, observed)
+    revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
     replaced, status, later = _gang(observed, spec, revision.name, gone, open_since, now)
     status = _described(status, observed, spec, revision, owner, now)
     again = _soonest(again, later, _unsettled_seconds(status, spec, now))
-    history = _history(observed, revision)
+    said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
+    confirmed: tuple[Action, ...] = ()
+    if _makes_pods(lanes, observed):
+        if observed.status == ReplicaStatus():
+            # Its first status, written before there are pods, is refused for a resource that is gone: no further call.
+            lanes, said = [*said, *lanes], ()
+        else:  # whose status says nothing new before all is done: a refusal would have it change to and fro
+            confirmed = (Confirm(),)
+    made = (*kept, *_objects(owner, spec, revision, observed), *lanes)
     # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
-    return Plan((*lost, *budget, *actions, *_status(observed, status), *replaced, *history), again)
+    return Plan((*lost, *budget, *confirmed, *made, *said, *replaced, *_history(observed, revision)), again)
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -151,30 +167,26 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
 def _revision(
     owner: Owner, spec: MedhaReplicaSpec, observed: Observed, settings: OperatorSettings
 ) -> tuple[Revision, list[Action]]:
-    """The revision that `spec` asks for; a new one is kept before anything is made of it."""
+    """The revision that `spec` asks for; a new one is kept before anything is made of it.
+
+    The first one is no event: with it, a new replica would cost more than two calls beside one for each object.
+    """
     known = find(spec, observed.revisions)
     if known is not None:
         return known, []
     fresh = begin(spec, observed.revisions)
     fresh = replace(fresh, templates=pod_templates(owner, spec, fresh.name, settings))
-    return fresh, [
-        Apply(controller_revision(owner, fresh)),
-        Tell("RevisionStarted", f"revision {fresh.name} begins"),
-    ]
+    told = [Tell("RevisionStarted", f"revision {fresh.name} begins")] if observed.revisions else []
+    return fresh, [Apply(controller_revision(owner, fresh)), *told]
 
 
 def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
-    """Whatever is missing or differs, in the order in which it is needed; then what is too much."""
-    stages = spec.parallelism.stream
+    """Whatever pods need and is missing or differs, in the order in which it is needed."""
     wanted = [
         service(owner),
         network_policy(owner),
         config_map(owner, spec, revision.name),
         *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
-        *(
-            lane(owner, index, stages, 0 if spec.suspend else stages, template)
-            for index, template in enumerate(revision.templates)
-        ),
     ]
     actions: list[Action] = []
     if ("Secret", keys_name(owner)) not in observed.objects:
@@ -186,11 +198,30 @@ def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed:
             actions.append(CopyEnrolment(enrolment, router.name, router.namespace))
     for manifest in wanted:
         actions += _missing(observed, manifest)
+    return actions
+
+
+def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
+    """The StatefulSets that are missing or differ; then those that are too much."""
+    stages = spec.parallelism.stream
+    actions: list[Action] = []
+    for index, template in enumerate(revision.templates):
+        manifest = lane(owner, index, stages, 0 if spec.suspend else stages, template)
+        actions += _missing(observed, manifest)
     lanes = {lane_name(owner.name, index) for index in range(len(revision.templates))}
     for (kind, name), found in observed.objects.items():
         if kind == "StatefulSet" and name not in lanes:
             actions.append(_delete(kind, found, f"the grid has {len(lanes)} lanes"))
     return actions
+
+
+def _makes_pods(lanes: Iterable[Action], observed: Observed) -> bool:
+    """Whether one of `lanes` is made anew. One that is only changed is refused by its resourceVersion if it is gone."""
+    return any(
+        isinstance(action, Apply)
+        and ("StatefulSet", action.manifest["metadata"]["name"]) not in observed.objects
+        for action in lanes
+    )
 
 
 def _missing(observed: Observed, manifest: Manifest) -> list[Action]:

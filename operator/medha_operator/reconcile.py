@@ -17,7 +17,18 @@ from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
 from medha_operator.kinds import DEPLOYMENT, KINDS, REPLICA, ROUTER, SECRET, Key
-from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
+from medha_operator.plan import (
+    Action,
+    Apply,
+    Confirm,
+    CopyEnrolment,
+    CreateKeys,
+    Delete,
+    Plan,
+    SetStatus,
+    Tell,
+    plan,
+)
 from medha_operator.render import Manifest, Owner
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
@@ -176,10 +187,21 @@ class Reconciler:
                     return False
             case SetStatus(status):
                 return await self._describe(key, resource, status)
+            case Confirm():
+                await self._confirm(key, metadata)
+                return False
             case Tell():
                 await self._tell(key, resource, action)
                 return False
         return True
+
+    async def _confirm(self, key: Key, metadata: Document) -> None:
+        """Go on only if the resource is as its `metadata` says, deletion included; refused as a write of it would be."""
+        found = await self._cluster.get(KINDS[key.kind], key.namespace, key.name)
+        if found is None:
+            raise ApiError(404, "NotFound", f"{key} is gone: nothing is made for it")
+        if found["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
+            raise ApiError(409, "Conflict", f"{key} has changed since it was looked at")
 
     async def _correct(self, target: Key) -> None:
         """Take into the store what the API server has of an object now."""

@@ -69,6 +69,8 @@ class Record:
     """What the operator did in a run."""
 
     writes: list[Call] = field(default_factory=list)
+    reads: list[Call] = field(default_factory=list)
+    """Without watches."""
     created: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(kind, name) -> how often it was created; events apart."""
     deleted: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -145,6 +147,7 @@ class FaultyProxy:
             return await self._write(request, call)
         if request.query.get("watch") in ("1", "true"):
             return await self._watch(request, call)
+        self.record.reads.append(call)
         status, headers, body = await self._pass_on(request)
         if status == 200 and "/leases" not in request.path:
             body = self.fault.listed(call, body)

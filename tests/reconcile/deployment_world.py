@@ -19,7 +19,7 @@ from medha_operator.children import (
     child_of,
 )
 from medha_operator.deployment import plan_deployment
-from medha_operator.plan import Action, Apply, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
 from medha_operator.revision import begin
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
@@ -85,7 +85,7 @@ class DeploymentWorld:
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            self.writes += not isinstance(action, Tell)
+            self.writes += not isinstance(action, Tell | Confirm)
             match action:
                 case Apply(manifest) if manifest["kind"] == "MedhaReplica":
                     self._apply(manifest)
@@ -105,6 +105,8 @@ class DeploymentWorld:
                     self.status = status
                 case Tell():
                     self.told.append(action)
+                case Confirm():
+                    pass
                 case _:
                     raise AssertionError(action)
 

@@ -78,7 +78,9 @@ class FakeCluster:
 
     async def write_status(self, key: Key, metadata: Document, status: Document) -> Document:
         self._begin("status", key.kind)
-        found = self.objects[key.kind, key.namespace, key.name]
+        found = self.objects.get((key.kind, key.namespace, key.name))
+        if found is None:
+            raise ApiError(404, "NotFound", "there is none")
         if found["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
             raise ApiError(409, "Conflict", "the object has been modified")
         return self.put(found | {"status": status})
@@ -95,8 +97,12 @@ class Stage:
         self.queue = WorkQueue(clock)
         self.index = Index(self.queue.add)
         self.cluster = cluster
+        self.restart()
+
+    def restart(self) -> None:
+        """Go on with a reconciler that remembers nothing of what the one before has done."""
         self.reconciler = Reconciler(
-            cast(Cluster, cluster),
+            cast(Cluster, self.cluster),
             self.index,
             OperatorSettings(),
             Telemetry(self.index, self.queue),
@@ -108,6 +114,13 @@ class Stage:
         """Store a resource, and hear of it."""
         self.index.offer(stored := self.cluster.put(document))
         return Key(stored["kind"], stored["metadata"]["namespace"], stored["metadata"]["name"])
+
+    def lose(self, *kinds: str) -> None:
+        """Delete every object of these kinds, and hear of it."""
+        for key in [key for key in self.cluster.objects if key[0] in kinds]:
+            gone = self.cluster.put(self.cluster.objects[key])  # a deletion has a version of its own
+            del self.cluster.objects[key]
+            self.index.stores[key[0]].see("DELETED", gone)
 
     async def work(self, most_looks: int = 20) -> list[float]:
         """Look until nothing is due now; the back-offs of the looks that have failed."""

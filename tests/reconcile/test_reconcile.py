@@ -166,6 +166,96 @@ def test_an_object_of_somebody_else_keeps_its_name_and_the_user_hears_of_it(kind
     on_stage(test)
 
 
+def gone(stage: Stage, key: Key) -> None:
+    del stage.cluster.objects[key]
+
+
+def leaving(stage: Stage, key: Key) -> None:
+    found = stage.cluster.objects[key]
+    found["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+    stage.cluster.put(found)
+
+
+def replaced(stage: Stage, key: Key) -> None:
+    del stage.cluster.objects[key]
+    stage.cluster.put(resource(key.kind, GRID if key.kind == "MedhaReplica" else DEPLOYMENT))
+
+
+@pytest.mark.parametrize("end", [gone, leaving, replaced])
+@pytest.mark.parametrize(
+    ("kind", "spec", "lost"),
+    [
+        ("MedhaReplica", GRID, ("ControllerRevision", "StatefulSet", "Service")),
+        ("MedhaReplica", GRID, ("StatefulSet",)),
+        ("MedhaDeployment", DEPLOYMENT, ("MedhaReplica",)),
+    ],
+)
+def test_what_makes_pods_is_not_made_anew_for_a_resource_whose_end_was_not_told(
+    end: Callable[[Stage, Key], None], kind: str, spec: dict[str, object], lost: tuple[str, ...]
+) -> None:
+    """The garbage collector takes the children, and only of them the watch has told."""
+
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource(kind, spec))
+        assert await stage.work() == []
+        end(stage, key)
+        stage.lose(*lost)
+        stage.cluster.calls.clear()
+        await stage.work(len(stage.queue))
+        assert {verb for verb, _ in stage.cluster.calls} == {"get"}
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("end", [gone, leaving, replaced])
+def test_no_pods_are_made_for_a_new_replica_that_has_gone_before_the_first_look(
+    end: Callable[[Stage, Key], None],
+) -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        end(stage, key)
+        await stage.work(1)
+        assert stage.cluster.calls_of("apply", "StatefulSet") == 0
+
+    on_stage(test)
+
+
+def test_a_new_replica_costs_a_call_for_each_child_and_two_more_with_reads() -> None:
+    async def test(stage: Stage) -> None:
+        stage.see(resource("MedhaReplica", GRID | {"parallelism": {"kv": 3}}))
+        assert await stage.work() == []
+        children = len(stage.cluster.objects) - 1
+        assert children == 9
+        assert len(stage.cluster.calls) <= children + 2
+
+    on_stage(test)
+
+
+@pytest.mark.parametrize("child", ["Service", "StatefulSet"])
+def test_a_refusal_is_written_once_however_often_the_operator_starts(child: str) -> None:
+    """What is written before pods are made says nothing else in between."""
+
+    def refuse(verb: str, kind: str) -> None:
+        if (verb, kind) == ("apply", child):
+            raise ApiError(403, "Forbidden", "exceeded quota")
+
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        before = stage.cluster.calls_of("status")
+        for _ in range(3):
+            stage.restart()
+            await fail_again(stage, key, 2)
+        assert stage.cluster.calls_of("status") == before
+        assert stage.condition(key)[1] == "Refused"
+        stage.cluster.refuse = lambda verb, kind: None
+        stage.queue.add(key)
+        assert await stage.work() == []
+        assert stage.condition(key)[1] == "CreatingPods"
+
+    on_stage(test, refuse)
+
+
 def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_whoever_changed_it() -> None:
     async def test(stage: Stage) -> None:
         key = stage.see(resource("MedhaReplica"))

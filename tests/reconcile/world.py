@@ -9,7 +9,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from medha_operator.observed import Node, Observed, Pod
-from medha_operator.plan import Action, Apply, CopyEnrolment, CreateKeys, Delete, Plan, SetStatus, Tell, plan
+from medha_operator.plan import (
+    Action,
+    Apply,
+    Confirm,
+    CopyEnrolment,
+    CreateKeys,
+    Delete,
+    Plan,
+    SetStatus,
+    Tell,
+    plan,
+)
 from medha_operator.revision import Revision
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import ReplicaStatus
@@ -60,7 +71,7 @@ class World:
 
     def do(self, actions: Iterable[Action]) -> None:
         for action in actions:
-            self.writes += not isinstance(action, Tell)
+            self.writes += not isinstance(action, Tell | Confirm)
             match action:
                 case Apply(manifest):
                     self._apply(manifest)
