@@ -59,6 +59,10 @@ class Api:
         found: Document = answer.json()
         return found
 
+    def text(self, path: str) -> str:
+        """What the API server says of itself, such as its metrics."""
+        return self._client.get(path).raise_for_status().text
+
     def apply(self, document: Document) -> Document:
         """Server-side apply, as a user's."""
         kind = REPLICA if document["kind"] == REPLICA.name else DEPLOYMENT

@@ -124,6 +124,8 @@ def test_kopf_writes_nothing_and_the_operator_only_the_status(running: Operator,
     assert fields == {("user", ""), ("medha-operator", "status")}
     assert "finalizers" not in found["metadata"]
     assert "annotations" not in found["metadata"]
+    api.apply(replica("r", home, kvCache={"size": "1Gi"}))  # another revision, which is an event
+    ready(api, "r", home)
     events = api.list(EVENT, home)
     assert {
         event["reportingComponent"] for event in events if event["involvedObject"]["kind"] == "MedhaReplica"
