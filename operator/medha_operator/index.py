@@ -231,9 +231,14 @@ def _resource(document: Document) -> Entry:
 
 
 def _child(document: Document) -> Entry:
-    """Of a StatefulSet and the like: its status says nothing that the pods do not say better."""
+    """Of a StatefulSet and the like: its status says nothing that the pods do not say better.
+
+    But for one that was changed, it says whether its controller knows.
+    """
     metadata = document["metadata"]
     kept = {name: value for name, value in _kept(document).items() if name != "status"}
+    if document["kind"] == "StatefulSet" and metadata.get("generation", 1) > 1:
+        kept["status"] = {"observedGeneration": document.get("status", {}).get("observedGeneration", 0)}
     facts = kept | {"metadata": {**kept["metadata"], "resourceVersion": ""}}
     concerns = _labelled(metadata, REPLICA_LABEL, REPLICA) or _labelled(
         metadata, DEPLOYMENT_LABEL, DEPLOYMENT

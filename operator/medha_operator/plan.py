@@ -224,6 +224,21 @@ def _makes_pods(lanes: Iterable[Action], observed: Observed) -> bool:
     )
 
 
+def _makes_only(revision: str, observed: Observed) -> bool:
+    """Whether the controller of StatefulSets has seen every one at `revision`: until then it makes pods of another.
+
+    Of one that was never changed it has seen no other; its status is not kept.
+    """
+    return all(
+        found["spec"]["template"]["metadata"]["labels"].get("medha.dev/revision") == revision
+        and (
+            "status" not in found or found["status"]["observedGeneration"] >= found["metadata"]["generation"]
+        )
+        for (kind, _), found in observed.objects.items()
+        if kind == "StatefulSet" and "deletionTimestamp" not in found["metadata"]
+    )
+
+
 def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
     """What brings it about that the object is there as `manifest` says."""
     found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
@@ -269,6 +284,8 @@ def _gang(
     has taken a member's place, a member has ended for good or asks for a restart. Then the others go too, once: at once
     the first time, later after a back-off. Members that have never all started are left alone.
 
+    Pods of an older revision end once pods of the newer one would come in their place.
+
     From a cordoned node, evictors may take the pods for `EVICTION_SECONDS`, and only then we do: they ask again by a
     pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
     """
@@ -277,6 +294,8 @@ def _gang(
     if spec.suspend:
         return [], status.model_copy(update=_NO_GANG), None
     outdated = [pod for pod in alive if pod.revision != revision]
+    if outdated and not _makes_only(revision, observed):
+        return [], status, None
     if outdated:
         told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         ending = _end(outdated, "an older revision")

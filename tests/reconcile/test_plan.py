@@ -454,6 +454,25 @@ def test_a_replica_that_never_started_leaves_a_cordoned_node_without_leave() -> 
     assert deleted_pods(world.plan()) == set(world.pods)
 
 
+def test_pods_of_an_older_revision_end_when_the_controller_of_statefulsets_knows_the_newer_one(
+    world: World,
+) -> None:
+    """Until then it would make pods of the older one in their place, only for them to end, too."""
+    world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
+    changed = world.plan()
+    assert deleted_pods(changed) == set()
+    world.do(changed.actions)
+    lanes = [found for (kind, _), found in world.objects.items() if kind == "StatefulSet"]
+    lanes[0]["metadata"]["generation"] = 1  # one that was made of this revision: its status is not kept
+    lanes[1]["metadata"]["generation"], lanes[1]["status"] = 2, {"observedGeneration": 1}
+    assert deleted_pods(world.plan()) == set()
+    lanes[1]["status"] = {"observedGeneration": 2}
+    worker = lanes[1]["spec"]["template"]["spec"]["containers"][0]
+    worker["resources"] = {"limits": {"cpu": "1"}}  # as the API server writes the 1000m of a template
+    assert any(isinstance(action, Apply) for action in world.plan().actions)
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
 @pytest.mark.parametrize("change", [{"suspend": True}, {"kvCache": {"size": "1Gi"}}])
 def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
     world: World, change: dict[str, Any]

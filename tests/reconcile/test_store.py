@@ -152,6 +152,32 @@ def test_a_node_that_changes_asks_for_a_look_at_the_replicas_that_are_on_it(told
     assert told == [REPLICA, REPLICA]
 
 
+def test_the_status_of_a_statefulset_matters_only_until_its_controller_knows_of_a_change(
+    told: list[Key],
+) -> None:
+    store = Index(told.append).stores["StatefulSet"]
+
+    def tell(version: int, generation: int, **status: int) -> int:
+        """How many looks it asks for."""
+        told.clear()
+        metadata = {
+            "name": "r-l0",
+            "namespace": "default",
+            "uid": "s",
+            "labels": {"medha.dev/replica": "r"},
+            "resourceVersion": str(version),
+            "generation": generation,
+        }
+        store.see("MODIFIED", {"kind": "StatefulSet", "metadata": metadata, "spec": {}, "status": status})
+        return len(told)
+
+    assert tell(5, 1) == 1
+    assert tell(6, 1, observedGeneration=1, readyReplicas=1) == 0
+    assert tell(7, 2, observedGeneration=1, readyReplicas=1) == 1
+    assert tell(8, 2, observedGeneration=2, readyReplicas=1) == 1
+    assert tell(9, 2, observedGeneration=2, readyReplicas=0) == 0
+
+
 def test_an_object_that_makes_no_sense_is_passed_over_and_told_once(
     pods: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
