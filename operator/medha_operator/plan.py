@@ -149,16 +149,19 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     status = _described(status, observed, spec, revision, owner, now)
     again = _soonest(again, later, _unsettled_seconds(status, spec, now))
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
+    made = [*kept, *_objects(owner, spec, revision, observed)]
+    if _is_any_missing(budget, observed):
+        made, budget = [*budget, *made], []
     confirmed: tuple[Action, ...] = ()
-    if _makes_pods(lanes, observed):
-        if observed.status == ReplicaStatus():
-            # Its first status, written before there are pods, is refused for a resource that is gone: no further call.
-            lanes, said = [*said, *lanes], ()
-        else:  # whose status says nothing new before all is done: a refusal would have it change to and fro
-            confirmed = (Confirm(),)
-    made = (*kept, *_objects(owner, spec, revision, observed), *lanes)
+    if observed.status != ReplicaStatus():
+        # The status says nothing new before all is done: a refusal would have it change to and fro.
+        confirmed = (Confirm(),) if _is_any_missing((*made, *lanes), observed) else ()
+    elif _is_any_missing(lanes, observed):
+        # A first status, written before there are pods, is refused for a resource that is gone: no further call.
+        lanes, said = [*said, *lanes], ()
     # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
-    return Plan((*lost, *budget, *confirmed, *made, *said, *replaced, *_history(observed, revision)), again)
+    ending = (*replaced, *_history(observed, revision))
+    return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending), again)
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -215,12 +218,12 @@ def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: O
     return actions
 
 
-def _makes_pods(lanes: Iterable[Action], observed: Observed) -> bool:
-    """Whether one of `lanes` is made anew. One that is only changed is refused by its resourceVersion if it is gone."""
+def _is_any_missing(actions: Iterable[Action], observed: Observed) -> bool:
+    """Whether something is made anew. What is only changed is refused by its resourceVersion if it is gone."""
     return any(
         isinstance(action, Apply)
-        and ("StatefulSet", action.manifest["metadata"]["name"]) not in observed.objects
-        for action in lanes
+        and (action.manifest["kind"], action.manifest["metadata"]["name"]) not in observed.objects
+        for action in actions
     )
 
 

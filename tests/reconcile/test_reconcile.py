@@ -187,10 +187,12 @@ def replaced(stage: Stage, key: Key) -> None:
     [
         ("MedhaReplica", GRID, ("ControllerRevision", "StatefulSet", "Service")),
         ("MedhaReplica", GRID, ("StatefulSet",)),
+        ("MedhaReplica", GRID, ("NetworkPolicy",)),
+        ("MedhaReplica", GRID, ("PodDisruptionBudget",)),
         ("MedhaDeployment", DEPLOYMENT, ("MedhaReplica",)),
     ],
 )
-def test_what_makes_pods_is_not_made_anew_for_a_resource_whose_end_was_not_told(
+def test_nothing_is_made_anew_for_a_resource_whose_end_was_not_told(
     end: Callable[[Stage, Key], None], kind: str, spec: dict[str, object], lost: tuple[str, ...]
 ) -> None:
     """The garbage collector takes the children, and only of them the watch has told."""
