@@ -170,7 +170,8 @@ def test_a_second_interrupt_kills_parts_that_do_not_listen(start: Start) -> None
 
 def test_an_interrupt_before_ready_stops_all_parts_at_once(start: Start) -> None:
     run = start(rank_0="mute")
-    run.until("rank 0     | pid")
+    for name in ("router    ", "controller", "rank 0    "):
+        run.until(f"{name} | pid")  # from there it heeds signals
     run.interrupt()
     run.until("stopping before the replica was ready")
     run.until("controller | stopped in good order")
