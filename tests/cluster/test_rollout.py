@@ -186,7 +186,8 @@ def test_a_pod_that_tolerates_the_cordon_comes_back_to_its_node_once_and_is_left
     plane.kubectl("cordon", node)
     eventually(uids, lambda now: bool(now) and not now & before, _SECONDS)
     eventually(lambda: judged("Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
-    assert judged("Draining") == ("False", "NotDraining")  # though the node is cordoned
+    # Though the node is cordoned; the status says so only some time after the pods are ready.
+    eventually(lambda: judged("Draining"), lambda draining: draining == ("False", "NotDraining"), _SECONDS)
     assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
     plane.kubectl("uncordon", node)
     plane.kubectl("delete", "mr", "bound")
