@@ -156,9 +156,8 @@ class Reconciler:
             try:
                 writes += await self._do(key, resource, action, versions)
             except ApiError as error:
-                if (
-                    error.status in (404, 409) and error.reason != NAME_TAKEN
-                ):  # our view is old: the watch tells late, so ask
+                is_outdated = error.status in (404, 409) and error.reason != NAME_TAKEN
+                if is_outdated:  # the watch tells late, so ask
                     await self._correct(_target(key, action))
                 raise
         return writes
