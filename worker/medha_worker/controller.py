@@ -582,7 +582,8 @@ def _terms(service_class: ServiceClass) -> ServiceClassTerms:
 
 
 def read_settings(path: Path) -> ControllerSettings:
-    """
+    """The settings that a file holds.
+
     Raises:
         ValidationError: the file holds something else.
     """
