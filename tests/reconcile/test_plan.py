@@ -177,6 +177,18 @@ def test_a_pod_that_was_replaced_while_no_operator_ran_is_noticed(world: World) 
     assert world.status.restarts == 1
 
 
+def test_nobody_counts_on_pods_that_are_about_to_end(world: World) -> None:
+    """Though all are ready, a newer one among them: a deployment would let the next replica go."""
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], uid="new", created=world.now + 1)
+    world.now += 2
+    planned = world.plan().actions
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-0", "r-l1-1"}
+    first_end = next(index for index, action in enumerate(planned) if isinstance(action, Delete))
+    world.do(planned[:first_end])
+    assert condition(world, "Ready") == ("False", "MemberLost")
+    assert world.status.ready_pods == 1
+
+
 def test_an_evicted_pod_is_taken_away_with_its_gang(world: World) -> None:
     world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], is_failed=True, is_ready=False)
     before = uids(world)

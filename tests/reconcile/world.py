@@ -82,6 +82,7 @@ class World:
                 case Delete(kind="Pod", name=name, uid=uid):
                     if name in self.pods and self.pods[name].uid == uid:
                         assert not self.pods[name].is_deleting or action.is_forced, f"{name} is deleted twice"
+                        assert action.is_forced or not self.is_told_ready(), f"{name} ends of what is Ready"
                         if action.is_forced:
                             del self.pods[name]
                         else:
@@ -108,6 +109,9 @@ class World:
                 return 0
             self.now += 2
         return self.writes - before
+
+    def is_told_ready(self) -> bool:
+        return any(one.type == "Ready" and one.status == "True" for one in self.status.conditions)
 
     # --- the cluster's side -----------------------------------------------------------------------------
 
