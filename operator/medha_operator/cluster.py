@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
+import orjson
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
@@ -82,7 +83,8 @@ class Cluster:
         else:
             await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=_tls(configuration)), trust_env=True
+            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=_tls(configuration)),
+            proxy=_proxy(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
         )
         return cls(session, configuration, may_write, count, write_seconds)
 
@@ -140,7 +142,7 @@ class Cluster:
                 if response.status != 200:
                     raise _refusal(response, await response.read())
                 async for line in _lines(response.content):
-                    event = json.loads(line)
+                    event = orjson.loads(line)
                     if event["type"] == "ERROR":
                         raise _error_of(event["object"])
                     yield event["type"], event["object"]
@@ -285,7 +287,7 @@ class Cluster:
         seconds: float,
     ) -> Document:
         headers = await self._headers() | {"Content-Type": content_type}
-        data = None if body is None else json.dumps(body).encode()
+        data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.request(
@@ -294,9 +296,9 @@ class Cluster:
                 answer = await response.read()
                 if response.status >= 300:
                     raise _refusal(response, answer)
-                document: Document = json.loads(answer)
+                document: Document = orjson.loads(answer)
                 return document
-        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
             raise _no_answer(error) from error
 
     async def _headers(self) -> dict[str, str]:
@@ -324,6 +326,14 @@ def _tls(configuration: Configuration) -> ssl.SSLContext:
     return context
 
 
+def _proxy(configuration: Configuration) -> str | None:
+    """What stands between us and the API server: by the kubeconfig, or else by the environment."""
+    address = urlsplit(configuration.host)
+    if configuration.proxy or proxy_bypass(address.netloc):
+        return configuration.proxy
+    return getproxies().get(address.scheme)
+
+
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
     """Lines of any length; aiohttp's own reader refuses long ones."""
     rest = b""
@@ -336,7 +346,7 @@ async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 
 def _refusal(response: aiohttp.ClientResponse, body: bytes) -> ApiError:
     try:
-        status = json.loads(body)
+        status = orjson.loads(body)
     except ValueError:
         status = {}
     if not isinstance(status, dict):

@@ -1,4 +1,9 @@
-"""Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later."""
+"""Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later.
+
+After each look a key rests for a multiple of what the look took, and what changes meanwhile is looked at together. So a
+replica whose pods come up one by one costs as many looks as there is time for: all where little goes on, few where many
+compete. What changes after a rest is looked at without delay.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,14 @@ from medha_operator.kinds import Key
 
 FIRST_SECONDS = 0.05
 LONGEST_SECONDS = 60.0
+REST_PER_LOOK = 10.0
+"""Seconds of rest for each second that the look before it took."""
+LONGEST_REST_SECONDS = 2.0
+
+
+def rest_seconds(look_seconds: float) -> float:
+    """How long a key is left alone after a look that took so long."""
+    return min(REST_PER_LOOK * look_seconds, LONGEST_REST_SECONDS)
 
 
 class WorkQueue:
@@ -19,8 +32,9 @@ class WorkQueue:
         self._clock = clock
         self._waiting: deque[tuple[Key, float]] = deque()  # with the time of asking
         self._queued: set[Key] = set()
-        self._working: set[Key] = set()
-        self._again: set[Key] = set()
+        self._working: dict[Key, float] = {}  # since when
+        self._resting: dict[Key, asyncio.TimerHandle] = {}
+        self._again: set[Key] = set()  # asked for while worked on or resting
         self._later: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
         self._failures: dict[Key, int] = {}
         self._filled = asyncio.Event()
@@ -29,8 +43,8 @@ class WorkQueue:
         return len(self._waiting)
 
     def add(self, key: Key) -> None:
-        """Ask for a look now."""
-        if key in self._working:
+        """Ask for a look as soon as the key has rested."""
+        if key in self._working or key in self._resting:
             self._again.add(key)
         elif key not in self._queued:
             self._enqueue(key)
@@ -52,13 +66,18 @@ class WorkQueue:
             self._filled.clear()
             await self._filled.wait()
         key, asked = self._waiting.popleft()
+        now = self._clock()
         self._queued.discard(key)
-        self._working.add(key)
-        return key, self._clock() - asked
+        self._working[key] = now
+        return key, now - asked
 
     def done(self, key: Key) -> None:
         self._failures.pop(key, None)
-        self._leave(key)
+        rest = rest_seconds(self._clock() - self._working.pop(key))
+        if rest > 0:
+            self._resting[key] = asyncio.get_running_loop().call_later(rest, self._has_rested, key)
+        else:
+            self._ask_again(key)
 
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
         """Look again after a back-off, which is returned, or when the key is asked for before.
@@ -71,21 +90,26 @@ class WorkQueue:
             self._again.discard(key)
             pause = at_least_seconds
         self._failures[key] = count + 1
-        self._leave(key)
+        del self._working[key]
+        self._ask_again(key)
         self.add_later(key, pause)
         return pause
 
     def close(self) -> None:
-        for _, handle in self._later.values():
+        for handle in (*self._resting.values(), *(handle for _, handle in self._later.values())):
             handle.cancel()
+        self._resting.clear()
         self._later.clear()
 
     def _come_due(self, key: Key) -> None:
         del self._later[key]
         self.add(key)
 
-    def _leave(self, key: Key) -> None:
-        self._working.discard(key)
+    def _has_rested(self, key: Key) -> None:
+        del self._resting[key]
+        self._ask_again(key)
+
+    def _ask_again(self, key: Key) -> None:
         if key in self._again:
             self._again.discard(key)
             self._enqueue(key)

@@ -20,7 +20,7 @@ def on_stage(
     test: Callable[[Stage], Awaitable[None]], refuse: Callable[[str, str], None] = lambda verb, kind: None
 ) -> None:
     async def run() -> None:
-        stage = Stage(asyncio.get_running_loop().time, FakeCluster(refuse))
+        stage = Stage(FakeCluster(refuse))
         await test(stage)
         stage.queue.close()
 

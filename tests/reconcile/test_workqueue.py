@@ -1,4 +1,4 @@
-"""The queue: no key is worked on twice at a time, none is forgotten, and failures wait longer and longer."""
+"""The queue: no key is worked on twice at a time, none is forgotten, failures wait longer and longer, and looks rest."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from medha_operator.kinds import Key
-from medha_operator.workqueue import FIRST_SECONDS, WorkQueue
+from medha_operator.workqueue import FIRST_SECONDS, WorkQueue, rest_seconds
 
 A, B = (Key("MedhaReplica", "default", name) for name in "ab")
+
+
+class Clock:
+    """A time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def in_a_loop(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
@@ -37,9 +47,31 @@ def test_what_changes_during_a_look_is_looked_at_after_it() -> None:
         queue.add(A)
         assert len(queue) == 0  # nobody else may work on it now
         queue.done(key)
-        assert len(queue) == 1
+        assert (await queue.take())[0] == A
 
     in_a_loop(test)
+
+
+def test_a_key_rests_in_proportion_to_its_look_and_never_long() -> None:
+    assert [rest_seconds(look) for look in (0.0, 0.01, 0.1, 100.0)] == [0.0, 0.1, 1.0, 2.0]
+
+
+def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no_other() -> None:
+    async def run() -> None:
+        clock = Clock()
+        queue = WorkQueue(clock)
+        queue.add(A)
+        key, _ = await queue.take()
+        clock.now += 0.001
+        queue.done(key)
+        for heard in (A, A, B):
+            queue.add(heard)
+        assert len(queue) == 1
+        assert [(await queue.take())[0] for _ in range(2)] == [B, A]
+        assert len(queue) == 0
+        queue.close()
+
+    asyncio.run(run())
 
 
 def test_a_change_during_a_look_that_fails_is_not_lost() -> None:
