@@ -8,8 +8,9 @@ On a real API server (tests/cluster), all processes on this machine:
   in Go sends the calls that the operator's own plans name, for as many other replicas, over 32 connections. Both in one
   run, in turn. The ratio says what is lost to anything but the API server.
 * pods: controllers and a scheduler run, KWOK's nodes of 64 GPUs take the pods. Time from the first object to all pods
-  Ready, once for MedhaReplicas, once for the same objects (StatefulSets and what goes with them), both by `kubectl
-  create`, each on a fresh control plane.
+  Ready, for MedhaReplicas and for the same StatefulSets, both by `kubectl create`; and for everything that the operator
+  would make, by the client in Go (300 replicas only): no operator could add less. Each on a fresh control plane.
+* alone: the same for one replica at a time, in turn with its StatefulSets, on a control plane with nothing else to do.
 
 The exit status is 1 if a claim does not hold.
 """
@@ -59,6 +60,8 @@ LEAST_RATIO = 0.6
 MOST_FURTHER_CALLS = 2
 """Beyond one call for each object of a replica."""
 MOST_ADDED_PERCENT = 10.0
+LEAST_MEASURED = 300
+"""Replicas with which it is measured what the objects alone add."""
 _LIMIT_SECONDS = 400.0
 TYPE = {"apiVersion": REPLICA.api_version, "kind": REPLICA.name}
 _APPLY = "application/apply-patch+yaml"
@@ -312,6 +315,7 @@ def define(plane: ControlPlane) -> None:
 def measure_pods(folder: Path, count: int) -> Row:
     """Seconds until all pods are Ready, by the operator and by kubectl; and what the operator spent."""
     theirs = ready_by_kubectl(folder / f"kubectl-{count}", count)
+    least = ready_by_client(folder / f"client-{count}", count) if count == LEAST_MEASURED else None
     ours = ready_by_operator(folder / f"operator-{count}", count)
     added = 100 * (ours.pop("pods_seconds") / theirs - 1)
     return {
@@ -320,23 +324,36 @@ def measure_pods(folder: Path, count: int) -> Row:
         "kubectl_pods_seconds": round(theirs, 2),
         "operator_pods_seconds": round(theirs * (1 + added / 100), 2),
         "added_percent": round(added, 1),
+        **({} if least is None else {"client_added_percent": round(100 * (least / theirs - 1), 1)}),
         **ours,
     }
 
 
 def ready_by_kubectl(folder: Path, count: int) -> float:
     with plane_with_nodes(folder) as plane, Api(plane) as api:
-        resource = replicas("default", 1)[0]
-        resource["metadata"] |= {"uid": "", "generation": 1, "resourceVersion": "1"}
-        sets = []
-        for document in replicas("default", count):
-            resource["metadata"]["name"] = document["metadata"]["name"]
-            sets += [made for made in planned(resource)[0] if made["kind"] == "StatefulSet"]
-        for document in sets:
-            del document["metadata"]["ownerReferences"]  # of nobody
+        sets = stateful_sets(calls_of_nobody(count))
         began = time.monotonic()
         create(plane, folder, sets)
-        return all_ready(api, count, began) - began
+        return all_ready(api, count * PODS) - began
+
+
+def ready_by_client(folder: Path, count: int) -> float:
+    with plane_with_nodes(folder) as plane, Api(plane) as api:
+        calls = calls_of_nobody(count)
+        began = time.monotonic()
+        send(plane, calls)
+        return all_ready(api, count * PODS) - began
+
+
+def calls_of_nobody(count: int, first: int = 0) -> list[Document]:
+    """What makes the objects of replicas that are not there themselves, numbered from `first` on."""
+    calls: list[Document] = []
+    for document in replicas("default", first + count)[first:]:
+        document["metadata"] |= {"uid": "", "generation": 1, "resourceVersion": "1"}
+        calls += [call for call in calls_for(document) if call["body"]["kind"] != REPLICA.name]
+    for call in calls:
+        call["body"]["metadata"].pop("ownerReferences", None)
+    return calls
 
 
 def ready_by_operator(folder: Path, count: int) -> Row:
@@ -350,7 +367,7 @@ def ready_by_operator(folder: Path, count: int) -> Row:
         cpu, resident = watched.cpu_seconds(), watched.resident_bytes()
         began = time.monotonic()
         create(plane, folder, replicas("default", count))
-        pods_ready = all_ready(api, count, began)
+        pods_ready = all_ready(api, count * PODS)
         described = wait_until(lambda: are_ready(api, count), 0.2)
         metrics = watched.metrics()
         name = "medha_operator_reconcile_seconds"
@@ -379,17 +396,50 @@ def create(plane: ControlPlane, folder: Path, documents: list[Document]) -> None
     plane.kubectl("create", "--validate=false", "-f", str(file))
 
 
-def all_ready(api: Api, count: int, began: float) -> float:
-    """When all pods are Ready. Looks take their share of the API server: so they are rarer the longer it lasts."""
-    wanted = count * PODS
+def stateful_sets(calls: list[Document]) -> list[Document]:
+    return [call["body"] for call in calls if call["body"]["kind"] == "StatefulSet"]
+
+
+def measure_alone(folder: Path, rounds: int) -> Row:
+    """Seconds until the pods of one replica are Ready, by the operator and by kubectl, in turn."""
+    ours, theirs = [], []
+    with (
+        plane_with_nodes(folder) as plane,
+        Api(plane) as api,
+        operator(folder, plane.kubeconfig, lease_seconds=LEASE_SECONDS) as running,
+    ):
+        watched = Watched(running)
+        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
+        for turn in range(2 * rounds):
+            taken, created = (
+                (ours, replicas("default", turn + 1)[-1:])
+                if turn % 2
+                else (theirs, stateful_sets(calls_of_nobody(1, turn)))
+            )
+            time.sleep(2.0)  # what the turn before has left to do
+            began = time.monotonic()
+            create(plane, folder, created)
+            taken.append(all_ready(api, PODS, f"medha.dev/replica=r{turn}", 0.01) - began)
+    return {
+        "rounds": rounds,
+        "kubectl_pods_seconds": round(statistics.median(theirs), 3),
+        "operator_pods_seconds": round(statistics.median(ours), 3),
+        "added_seconds": round(statistics.median(ours) - statistics.median(theirs), 3),
+    }
+
+
+def all_ready(api: Api, wanted: int, selector: str = "", pause_seconds: float = 0.1) -> float:
+    """When so many pods are Ready. Looks take their share of the API server: so they are rarer the longer it lasts."""
+    began = time.monotonic()
 
     def ready() -> int:
-        sets = api.call("GET", KINDS["StatefulSet"].path("default"), resourceVersion="0")["items"] or []
+        path = KINDS["StatefulSet"].path("default")
+        sets = api.call("GET", path, resourceVersion="0", labelSelector=selector)["items"] or []
         return sum(one.get("status", {}).get("readyReplicas", 0) for one in sets)
 
     while ready() < wanted:
         assert time.monotonic() < began + _LIMIT_SECONDS, f"only {ready()} pods are Ready"
-        time.sleep(max(0.1, 0.02 * (time.monotonic() - began)))
+        time.sleep(max(pause_seconds, 0.02 * (time.monotonic() - began)))
     return time.monotonic()
 
 
@@ -447,8 +497,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="100 replicas, and no pods: under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
     arguments = parser.parse_args()
-    rounds = {100: 3} if arguments.quick else {100: 3, 300: 3, 1000: 2}
-    writes, pods = [], []
+    rounds = {100: 3} if arguments.quick else {100: 3, 300: 2, 1000: 2}
+    writes, pods, alone = [], [], None
     with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
         for count, turns in rounds.items():
             writes.append(measure_writes(Path(folder), count, turns))
@@ -456,7 +506,10 @@ def main() -> int:
         for count in () if arguments.quick else rounds:
             pods.append(measure_pods(Path(folder), count))
             tell(pods[-1])
-    result = {"claims": claims(writes, pods), "writes": writes, "pods": pods}
+        if not arguments.quick:
+            alone = measure_alone(Path(folder) / "alone", 10)
+            tell(alone)
+    result = {"claims": claims(writes, pods), "writes": writes, "pods": pods, "alone": alone}
     for claim in result["claims"]:
         mark = "holds" if holds(claim) else "FAILS"
         sys.stdout.write(f"{mark}: {claim['name']}: {claim['value']} {claim['unit']}, goal {claim['goal']}\n")
