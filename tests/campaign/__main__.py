@@ -1,12 +1,11 @@
 """The fault campaign: `make faults`, or `PYTHONPATH=tests python -m campaign [--quick] [--json FILE] [--seed N]`.
 
-Every plan is one run on a real API server. With a file, plans that stand in it are not run again.
+Every plan is one run on a real API server. With a file, plans that stand in it for the present code are not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from campaign.results import Results
 from campaign.runner import Plan, Stage, stage
 from campaign.scenarios import SCENARIOS
 from cluster.control_plane import control_plane
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no run after as long")
     parser.add_argument("--module", default="medha_operator", help="the operator: what `kopf run -m` runs")
     asked = parser.parse_args()
-    done = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json and asked.json.exists() else {}
+    results = Results(asked.json)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-campaign-") as name:
         folder = Path(name)
@@ -72,22 +72,21 @@ def main() -> int:
                 every = [plan for plan in every if plan.fault.startswith(asked.fault)]
                 chosen = sample(every, asked.seed, len(every) if not asked.quick else 24)
                 for plan in chosen:
-                    if plan.name in done or time.monotonic() - began > 60 * asked.minutes:
+                    if plan.name in results.rows or time.monotonic() - began > 60 * asked.minutes:
                         continue
                     outcome = on.run(plan)
-                    done[plan.name] = asdict(outcome)
+                    results.add(plan.name, asdict(outcome))
                     verdict = "; ".join(outcome.wrong)[:300] or "well"
                     sys.stdout.write(
                         f"{plan.name}: {verdict} ({outcome.seconds:g} s, {outcome.writes} writes)\n"
                     )
                     sys.stdout.flush()
-                    if asked.json:
-                        asked.json.write_text(json.dumps(done, indent=1), encoding="utf-8")
                     if outcome.wrong:
                         _keep_log(folder, plan.name)
-    failed = [name for name, outcome in done.items() if outcome["wrong"]]
-    kinds = Counter(name.split("/")[1] for name in done)
-    sys.stdout.write(f"{len(done)} plans of {len(every)} ({dict(kinds)}), {len(failed)} failed: {failed}\n")
+    kinds, failed = Counter(name.split("/")[1] for name in results.rows), results.failed
+    sys.stdout.write(
+        f"{len(results.rows)} plans of {len(every)} ({dict(kinds)}), {len(failed)} failed: {failed}\n"
+    )
     return 1 if failed else 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 from campaign.mutations import Mutation
+from campaign.results import Results
 from campaign.schema import SchemaCampaign, make_ground, trials
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import control_plane
@@ -24,8 +24,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where results are written, and read to go on")
     parser.add_argument("--field", default="", help="only those whose path begins so")
     asked = parser.parse_args()
-    done = json.loads(asked.json.read_text(encoding="utf-8")) if asked.json and asked.json.exists() else {}
-    chosen = [one for one in trials() if one.path.startswith(asked.field) and _name(one) not in done]
+    results = Results(asked.json)
+    chosen = [one for one in trials() if one.path.startswith(asked.field) and _name(one) not in results.rows]
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-fields-") as name:
         folder = Path(name)
@@ -36,20 +36,17 @@ def main() -> int:
             with operator(folder, plane.kubeconfig, lease_namespace="fields", namespaces=["fields"]):
                 campaign = SchemaCampaign(api, "fields", OperatorSettings())
                 for mutation, words in campaign.run(chosen):
-                    done[_name(mutation)] = {
+                    row = {
                         "valid": list(mutation.valid),
                         "refused": [str(value)[:80] for value in mutation.invalid],
                         "wrong": words[:2000],
                     }
+                    results.add(_name(mutation), row)
                     sys.stdout.write(f"{_name(mutation)}: {words[:600] or 'well'}\n")
                     sys.stdout.flush()
-                    if asked.json:
-                        asked.json.write_text(
-                            json.dumps(done, indent=1, sort_keys=True) + "\n", encoding="utf-8"
-                        )
-    failed = [name for name, one in done.items() if one["wrong"]]
+    failed = results.failed
     sys.stdout.write(
-        f"{len(done)} fields, {campaign.changes} specs applied and {campaign.refusals} refused in "
+        f"{len(results.rows)} fields, {campaign.changes} specs applied and {campaign.refusals} refused in "
         f"{time.monotonic() - began:.0f} s; {len(failed)} failed: {failed}\n"
     )
     return 1 if failed else 0

@@ -1,0 +1,32 @@
+"""A campaign goes on where it was, unless the code is another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from campaign import results
+from campaign.results import Results
+
+
+def test_what_was_found_with_the_same_code_is_kept_and_with_other_code_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    first = Results(file)
+    first.add("apply/kill-before/1", {"wrong": []})
+    first.add("apply/kill-before/2", {"wrong": ["an orphan"]})
+    assert Results(file).rows == first.rows
+    assert Results(file).failed == ["apply/kill-before/2"]
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(results, "code", lambda: "other")
+    assert Results(file).rows == {}
+    assert "begin anew" in capsys.readouterr().out
+
+
+def test_they_depend_on_the_operator_and_what_it_imports_and_on_nothing_else() -> None:
+    names = {str(file.relative_to(results.ROOT)) for file in results.read()}
+    assert {"operator/medha_operator/plan.py", "core/medha/api.py", "tests/campaign/runner.py"} <= names
+    assert not {"core/medha/packer.py", "tests/campaign/test_results.py"} & names
+    assert results.code() == results.code()
