@@ -143,6 +143,7 @@ def control_plane(
     scheduler: bool = True,
     gates: Sequence[str] = (),
     runtime_config: Sequence[str] = (),
+    controller_flags: Sequence[str] = (),
 ) -> Iterator[ControlPlane]:
     """Start the servers, yield once the `default` ServiceAccount exists (or the API answers), stop them.
 
@@ -166,7 +167,7 @@ def control_plane(
         etcd_url = _start_etcd(plane)
         _start_api_server(plane, network, etcd_url, [*feature_gates, *_runtime(runtime_config)])
         if controllers:
-            _start_controllers(plane, feature_gates)
+            _start_controllers(plane, [*feature_gates, *controller_flags])
         if scheduler:
             _start_scheduler(plane, feature_gates)
         if controllers:
