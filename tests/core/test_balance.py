@@ -69,14 +69,16 @@ def test_prefill_time_at_and_outside_of_the_announced_points(tokens: int, second
 
 
 @given(linear=st.floats(1e-5, 1e-2), quadratic=st.floats(0, 1e-7), tokens=st.integers(512, 2**20))
-def test_between_points_four_times_apart_the_error_is_below_six_percent(
+def test_between_points_four_times_apart_the_error_is_below_six_and_a_tenth_percent(
     linear: float, quadratic: float, tokens: int
 ) -> None:
+    """By a factor of the root of 9/8 at worst: half way between two points, where both parts are equally large."""
+
     def truth(count: int) -> float:
         return linear * count + quadratic * count**2
 
     points = tuple((512 * 4**power, truth(512 * 4**power)) for power in range(7))
-    assert prefill_seconds(points, tokens) == pytest.approx(truth(tokens), rel=0.06)
+    assert prefill_seconds(points, tokens) == pytest.approx(truth(tokens), rel=0.061)
 
 
 def test_without_points_every_prefill_counts_as_nothing() -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from medha.shards import STRIPE_TOKENS, Segment, ShardMap, place
@@ -130,12 +130,15 @@ def test_no_lane_gets_a_stripe_while_another_with_room_holds_fewer_tokens(case: 
 
 
 @given(case=cases())
+@example(
+    case=Case(prompt=25, reserved=25, free=[4, 24], tokens_per_lane=25, lane_tokens=28)
+)  # short, to the token
 def test_nobody_waits_while_the_lanes_have_room_within_the_cap(case: Case) -> None:
     """All or nothing: a refusal means that room is short, not that a part could not be found."""
     shards = case.place()
     fair_share = -(-case.prompt // len(case.free))
     cap = max(case.tokens_per_lane // BLOCK, blocks(fair_share)) * BLOCK
-    if case.prompt <= cap and case.reserved <= case.lane_tokens:
+    if case.prompt <= max(case.tokens_per_lane, fair_share) and case.reserved <= case.lane_tokens:
         fits = max(case.free) >= blocks(case.reserved) * BLOCK
     else:
         prompt_fits = sum(min(free, cap) for free in case.free) >= case.prompt
