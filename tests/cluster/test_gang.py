@@ -29,6 +29,8 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane
                 tmp_path_factory.mktemp("gang"),
                 gates=GATES,
                 runtime_config=["scheduling.k8s.io/v1alpha1=true"],
+                # Nobody renews the leases of the nodes: they must not be lost before a slow machine is done.
+                controller_flags=["--node-monitor-grace-period=600s"],
             ) as plane,
         ):
             plane.kubectl("apply", "--server-side", "-f", str(CRDS))
@@ -51,7 +53,7 @@ def add_node(plane: ControlPlane, name: str, cpu: int) -> None:
     status = {"capacity": room, "allocatable": room, "conditions": [ready | {"lastTransitionTime": now}]}
     patch = json.dumps({"status": status})
     plane.kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", patch)
-    # Nobody renews its lease: let the lifecycle controller's taint not count.
+    # Every node begins with it; the lifecycle controller is slower to take it away.
     plane.kubectl("taint", "node", name, "node.kubernetes.io/not-ready:NoSchedule-", check=False)
 
 
