@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-_KEPT_WITH = ("crds", "tests/campaign")
-"""Folders beside the operator's own modules of which a result tells something."""
+_LOADED = """
+import sys, medha_operator.handlers, campaign.__main__, campaign.fields
+print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
+"""
+_TOLD_OF = ("operator", "core", "tests/campaign")
+"""Folders whose modules the results tell something of, where a run of the campaign loads them."""
 
 
 def code() -> str:
-    """A digest of the operator's modules, of what they import of Medha, of the definitions and of the campaign."""
+    """A digest of the operator with what it imports of Medha, of the definitions, and of the campaign."""
     told = hashlib.sha256()
     for file in read():
         told.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
@@ -24,15 +29,17 @@ def code() -> str:
 
 def read() -> list[Path]:
     """The files on which the results depend."""
-    loaded = "import sys, medha_operator.handlers; print(*(getattr(one, '__file__', None) for one in sys.modules.values()), sep='\\n')"
-    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True)
-    files = {file for line in done.stdout.splitlines() if (file := Path(line)).is_relative_to(ROOT)}
-    for folder in _KEPT_WITH:
-        found = (ROOT / folder).rglob("*")
-        files |= {
-            file for file in found if file.suffix in (".py", ".yaml") and not file.name.startswith("test_")
-        }
-    return sorted(file for file in files if ".venv" not in file.parts)
+    path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {Path(line) for line in done.stdout.splitlines()}
+    modules = {file for file in loaded if any(file.is_relative_to(ROOT / folder) for folder in _TOLD_OF)}
+    return sorted([*modules, *(ROOT / "crds").glob("*.yaml")])
 
 
 class Results:
