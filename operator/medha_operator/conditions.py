@@ -45,15 +45,15 @@ def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Ju
     loaded = _weights_loaded(current, expected, scheduled)
     serving = _serving(current, expected, loaded)
     degraded = _degraded(observed, current, expected)
-    old = len(observed.pods) - len(current)
+    old = sum(pod.revision != revision for pod in observed.pods)
     if spec.suspend:
         ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
     elif degraded.holds and not serving.holds:
         ready = Judgement("Ready", False, degraded.reason, degraded.message)
-    elif not serving.holds:
-        ready = Judgement("Ready", False, serving.reason, serving.message)
     elif old:
         ready = Judgement("Ready", False, "RevisionChanging", f"{old} pods of an older revision are ending")
+    elif not serving.holds:
+        ready = Judgement("Ready", False, serving.reason, serving.message)
     else:
         ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
     accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
@@ -178,8 +178,11 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
         crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return Judgement("Degraded", True, *crashed)
-        if len(pods) < expected or any(pod.is_failed for pod in pods):
-            return Judgement("Degraded", True, "MemberLost", f"{len(pods)} of {expected} pods are left")
+        left = sum(
+            not pod.is_deleting for pod in observed.pods
+        )  # of an older revision, too, until they are ended
+        if left < expected or any(pod.is_failed for pod in pods):
+            return Judgement("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
     return Judgement("Degraded", False, "Healthy")
 
 

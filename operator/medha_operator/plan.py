@@ -146,7 +146,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
     replaced, status, later = _gang(observed, spec, revision.name, gone, open_since, now)
-    status = _described(status, _after(observed, (*lost, *replaced)), spec, revision, owner, now)
+    status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
     again = _soonest(again, later, _unsettled_seconds(status, spec, now))
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
     made = [*kept, *_objects(owner, spec, revision, observed)]
@@ -463,20 +463,15 @@ def _is_later(time: str | None, than: float) -> bool:
 # --- status ---------------------------------------------------------------------------------------------
 
 
-def _after(observed: Observed, actions: Iterable[Action]) -> Observed:
+def _after(observed: Observed, status: ReplicaStatus, actions: Iterable[Action]) -> Observed:
     """What the status speaks of: pods that the plan ends are as good as gone, or others would count on the replica."""
     ended = {action.name for action in actions if isinstance(action, Delete) and action.kind == "Pod"}
     pods = (replace(pod, is_deleting=pod.is_deleting or pod.name in ended) for pod in observed.pods)
-    return replace(observed, pods=tuple(pods)) if ended else observed
+    return replace(observed, status=status, pods=tuple(pods))
 
 
 def _described(
-    status: ReplicaStatus,
-    observed: Observed,
-    spec: MedhaReplicaSpec,
-    revision: Revision,
-    owner: Owner,
-    now: float,
+    observed: Observed, spec: MedhaReplicaSpec, revision: Revision, owner: Owner, now: float
 ) -> ReplicaStatus:
     shape = spec.parallelism
     pods = shape.stream * shape.kv
@@ -484,7 +479,7 @@ def _described(
     ready = sum(pod.is_ready for pod in current)
     lead = sum(pod.is_ready for pod in current if pod.lane == 0)
     desired = {"lead": shape.stream, "kv": pods - shape.stream}
-    return status.model_copy(
+    return observed.status.model_copy(
         update={
             "observed_generation": observed.generation,
             "conditions": stamped(

@@ -82,6 +82,17 @@ def test_fields_that_restart_replace_all_pods_once(world: World) -> None:
     assert world.status.restarts == 0
 
 
+def test_a_change_is_told_as_a_change_and_never_as_a_loss(world: World) -> None:
+    world.spec = world.spec | {"kvCache": {"size": "1Gi"}}
+    told = []
+    for _ in range(8):
+        world.do(world.plan().actions)
+        told += [condition(world, "Ready"), condition(world, "Degraded")]
+        world.controllers()
+        world.kubelets()
+    assert set(told) == {("False", "RevisionChanging"), ("True", "Serving"), ("False", "Healthy")}
+
+
 def test_fewer_lanes_leave_no_lane_behind(world: World) -> None:
     world.spec = world.spec | {"parallelism": {"tensor": 2, "stream": 2, "kv": 1}}
     assert world.settle() == 0
