@@ -54,6 +54,7 @@ class Admission:
         )
         self._config = config
         self._lanes = tuple(range(config.topology.kv))
+        self._has_one_lane = len(self._lanes) == 1
         self._prefilling_longs: set[str] = set()  # ids
         self._long_blocks = 0
         self._pool_blocks = config.topology.kv * config.kv_blocks
@@ -100,7 +101,7 @@ class Admission:
         wanted, sibling = request.wanted_blocks, request.prompt.sharing
         if sibling is not None:
             lane = sibling.lane
-        elif len(self._lanes) == 1:
+        elif self._has_one_lane:
             lane = 0
         elif request.may_spread:
             lane = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
@@ -110,6 +111,8 @@ class Admission:
             lane = min(with_room, key=key, default=-1)
         if lane not in lanes:
             return None
+        if self._claim is None and not request.is_long and not request.may_spread:
+            return lane if wanted <= self._free_blocks(lane) else None
         free = sum(map(self._free_blocks, self._lanes)) if request.may_spread else self._free_blocks(lane)
         return lane if wanted <= free and self._may_enter(request, wanted, (lane,)) else None
 
@@ -207,7 +210,8 @@ class Admission:
         if request.is_long:
             self._prefilling_longs.add(request.id)
             self._long_blocks += self.blocks_for(request.reservation_tokens)
-        self._note_beside_claim(request, request.wanted_blocks)
+        if self._claim is not None:
+            self._note_beside_claim(self._claim, request, request.wanted_blocks)
         return new_admit(
             id=submit.id,
             prompt=submit.prompt,
@@ -252,10 +256,7 @@ class Admission:
         if self._claim is not None:
             self._claim.beside.pop(request.id, None)
 
-    def _note_beside_claim(self, request: Request, wanted: int) -> None:
-        claim = self._claim
-        if claim is None:
-            return
+    def _note_beside_claim(self, claim: _Claim, request: Request, wanted: int) -> None:
         if claim.request is request:
             self._claim = None
         elif any(lane in claim.lanes for lane in request.held_lanes):

@@ -40,8 +40,10 @@ class Alike:
 
     def enter(self, request: Request) -> list[Request]:
         """It has been admitted and starts its prefill; returns who follows it from now on."""
+        if not request.submit.block_hashes:
+            return []
         self.remove(request)
-        if not request.submit.block_hashes or request.dispatched >= request.prompt.tokens - 1:
+        if request.dispatched >= request.prompt.tokens - 1:
             return []
         self._prefilling.setdefault(_first(request), {})[request.id] = request
         asked = islice(self._waiting.get(_first(request), {}).values(), MOST_ASKED)

@@ -26,6 +26,7 @@ class AttentionSeconds:
         self._kv_seconds_per_token = kv_seconds_per_token
         self._rows_per_token = rows_per_token
         self._small_tiles = tiles[:-1]
+        self._largest_small_tile = max(tiles[:-1], default=0)
         self._tile = tiles[-1]
         self._points = points
 
@@ -36,14 +37,15 @@ class AttentionSeconds:
             return self._sequence_seconds + keys * self._measured_slope(count)
         compute = self.padded(count) * keys * self._seconds_per_pair
         memory = (context if foreign else context + count) * self._kv_seconds_per_token
-        return self._sequence_seconds + (max(memory, compute))
+        return self._sequence_seconds + max(memory, compute)
 
     def padded(self, count: int) -> float:
         """Query tokens, rounded up to whole tiles of rows."""
         rows = count * self._rows_per_token
-        for tile in self._small_tiles:
-            if rows <= tile:
-                return tile / self._rows_per_token
+        if rows <= self._largest_small_tile:
+            for tile in self._small_tiles:
+                if rows <= tile:
+                    return tile / self._rows_per_token
         return -(-rows // self._tile) * self._tile / self._rows_per_token
 
     def _measured_slope(self, count: int) -> float:

@@ -114,6 +114,13 @@ class BlockLedger:
         Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones.
         """
         assert sequence not in self._tables, f"{sequence} already holds KV"
+        runs: list[Run] = []
+        if not cached:
+            wanted = self.blocks_for(tokens)
+            if wanted > self.free_blocks:
+                return False
+            self._extend(sequence, runs, 0, wanted, after=None)
+            return True
         shared = sum(length for _, length in cached)
         wanted = self.blocks_for(tokens) - shared
         assert wanted >= 0, f"{sequence} shares {shared} blocks but reserves {tokens} tokens"
@@ -122,7 +129,6 @@ class BlockLedger:
         for first, length in cached:
             assert self._remembered[first : first + length].all(), f"blocks {first}+{length} are not cached"
         self._share(cached)
-        runs: list[Run] = []
         for run in cached:
             append_run(runs, run)
         self._extend(sequence, runs, shared, wanted, after=_end(runs))
@@ -255,9 +261,9 @@ class BlockLedger:
 
     def _extend(self, sequence: str, runs: list[Run], held: int, wanted: int, after: int | None) -> None:
         """Let a sequence have the table `runs` (`held` blocks), then `wanted` free ones, best those from `after` on."""
-        for first, length in self._free_runs.take(wanted, after):
-            self._holders[first : first + length] = 1
-            append_run(runs, (first, length))
+        for run in self._free_runs.take(wanted, after):
+            self._holders[run[0] : run[0] + run[1]] = 1
+            append_run(runs, run)
         self._tables[sequence] = runs
         self._table_blocks[sequence] = held + wanted
         self._encoded.pop(sequence, None)
@@ -295,12 +301,12 @@ class _FreeRuns:
                 if index == len(self._by_length):  # no run holds all: the longest, of those the first
                     index = bisect_left(self._by_length, (self._by_length[-1][0], -1))
                 first = self._by_length[index][1]
+            if wanted < self._lengths[first]:
+                self._shorten(first, wanted)
+                return [*taken, (first, wanted)]
             length = self._remove(first)
-            used = min(length, wanted)
-            if used < length:
-                self._insert(first + used, length - used)
-            taken.append((first, used))
-            wanted -= used
+            taken.append((first, length))
+            wanted -= length
             after = None
         return taken
 
@@ -316,6 +322,16 @@ class _FreeRuns:
                 length += self._remove(before)
                 first = before
         self._insert(first, length)
+
+    def _shorten(self, first: int, count: int) -> None:
+        """Take the first `count` blocks off a longer run, which keeps its place among the others."""
+        length, by_length = self._lengths.pop(first), self._by_length
+        behind, left = first + count, length - count
+        self._lengths[behind] = left
+        self._by_place[bisect_left(self._by_place, first)] = behind
+        del by_length[bisect_left(by_length, (length, first))]
+        insort(by_length, (left, behind))
+        self.blocks -= count
 
     def _insert(self, first: int, length: int) -> None:
         self._lengths[first] = length

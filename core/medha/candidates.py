@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from medha.request import NOWHERE, Request
 
 _FIRST_CAPACITY = 64
 
+_Lanes = npt.NDArray[np.int16]
 _Item = TypeVar("_Item", bound=np.generic)
 
 
@@ -41,56 +42,42 @@ class Candidates:
         """`by_due`: keep the order of due times, for a policy that reads it."""
         self._keeps_order = by_due
         self.requests: list[Request] = []  # by row
-        self._arrival: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
-        self._deadline: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
-        self._work: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
-        self._remaining: Floats = np.zeros(
-            _FIRST_CAPACITY, dtype=np.float64
-        )  # before the predictor's correction
-        self._busy: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)  # of it, in a stage
-        self._busy_until: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)  # the deadline of that
-        self._tie: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)
-        self._wanted: Ints = np.zeros(
-            _FIRST_CAPACITY, dtype=np.int64
-        )  # blocks of KV to be admitted; 0 once it is
-        self._lane: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # NOWHERE while it waits
-        self._long: Bools = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)
-        self._spread: Bools = np.zeros(_FIRST_CAPACITY, dtype=np.bool_)  # may be cut over several lanes
-        self._held: Bools = np.zeros(
-            _FIRST_CAPACITY, dtype=np.bool_
-        )  # waits for a prefill that it will share
-        self._due: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
-        self._promise: Floats = np.zeros(_FIRST_CAPACITY, dtype=np.float64)
+        # Columns of one type lie in one array, so that a row moves in three operations.
+        self._seconds: Floats = np.zeros((8, _FIRST_CAPACITY), dtype=np.float64)
+        self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
+        self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
+        self._flags: Bools = np.zeros((3, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, in that order
+        self._most_wanted = 0  # no row wants more blocks; fewer, perhaps
+        self._name_columns()
 
     def __len__(self) -> int:
         return len(self.requests)
 
+    def _name_columns(self) -> None:
+        arrival, deadline, work, remaining, busy, busy_until, due, promise = self._seconds
+        self._arrival: Floats = arrival
+        self._deadline: Floats = deadline
+        self._work: Floats = work
+        self._remaining: Floats = remaining  # before the predictor's correction
+        self._busy: Floats = busy  # of it, in a stage
+        self._busy_until: Floats = busy_until  # the deadline of that
+        self._due: Floats = due
+        self._promise: Floats = promise
+        tie, wanted = self._counts
+        self._tie: Ints = tie
+        self._wanted: Ints = wanted  # blocks of KV to be admitted; 0 once it is
+        long, spread, held = self._flags
+        self._long: Bools = long
+        self._spread: Bools = spread  # may be cut over several lanes
+        self._held: Bools = held  # waits for a prefill that it will share
+
     def _double(self) -> None:
         """Room for twice as many rows."""
-        self._arrival = _doubled(self._arrival)
-        self._deadline = _doubled(self._deadline)
-        self._work = _doubled(self._work)
-        self._remaining = _doubled(self._remaining)
-        self._busy = _doubled(self._busy)
-        self._busy_until = _doubled(self._busy_until)
-        self._tie = _doubled(self._tie)
-        self._wanted = _doubled(self._wanted)
-        self._lane = _doubled(self._lane)
-        self._long = _doubled(self._long)
-        self._spread = _doubled(self._spread)
-        self._held = _doubled(self._held)
-        self._due = _doubled(self._due)
-        self._promise = _doubled(self._promise)
+        self._seconds, self._counts = _doubled(self._seconds), _doubled(self._counts)
+        self._flags, self._lane = _doubled(self._flags), _doubled(self._lane)
         self._by_due = _doubled(self._by_due)
-
-    @property
-    def _per_row(self) -> tuple[npt.NDArray[Any], ...]:
-        """Every column that moves with its row."""
-        return (
-            self._arrival, self._deadline, self._work, self._remaining, self._busy, self._busy_until, self._tie,
-            self._wanted, self._lane, self._long, self._spread, self._held, self._due, self._promise,
-        )  # fmt: skip
+        self._name_columns()
 
     # --- rows come, change and go -------------------------------------------------------------------
 
@@ -108,7 +95,7 @@ class Candidates:
         self._work[row] = request.work_seconds
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
         self._tie[row] = request.tie
-        self._wanted[row] = request.wanted_blocks = wanted_blocks
+        self._want(request, wanted_blocks)
         self._lane[row] = request.lane
         self._long[row] = request.is_long
         self._spread[row] = request.may_spread
@@ -118,28 +105,36 @@ class Candidates:
             self._by_due[place + 1 : row + 1] = self._by_due[place:row]
             self._by_due[place] = row
 
+    def _want(self, request: Request, blocks: int) -> None:
+        self._wanted[request.row] = request.wanted_blocks = blocks
+        self._most_wanted = max(self._most_wanted, blocks)
+
     def remove(self, requests: Iterable[Request]) -> None:
         """Their rows go; nothing happens to a request that has none."""
-        before = len(self.requests)
+        by_row = self.requests
+        before = len(by_row)
         gone: list[int] = []
         moved: dict[int, int] = {}  # row -> the row that its request had before
         for request in requests:
-            row, last = request.row, len(self.requests) - 1
+            row = request.row
             if row == NOWHERE:
                 continue
+            replacement = by_row.pop()
+            last = len(by_row)
             gone.append(moved.pop(row, row))
             request.row = NOWHERE
-            replacement = self.requests.pop()
             if row != last:
                 moved[row] = moved.pop(last, last)
-                self.requests[row] = replacement
+                by_row[row] = replacement
                 replacement.row = row
         if gone and self._keeps_order:
             self._leave_order(before, gone, moved)
         if moved:  # all at once: a step ends dozens of prefills
             to, source = np.array([*moved]), np.array([*moved.values()])
-            for column in self._per_row:
-                column[to] = column[source]
+            self._seconds[:, to] = self._seconds.take(source, axis=1)
+            self._counts[:, to] = self._counts.take(source, axis=1)
+            self._flags[:, to] = self._flags.take(source, axis=1)
+            self._lane[to] = self._lane[source]
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
         """Take `gone` of the `before` rows out of the order, and give those that will move their new names."""
@@ -158,11 +153,12 @@ class Candidates:
     def _places(self, before: int, rows: list[int]) -> list[int]:
         """Where `rows` of the first `before` ones stand in the order."""
         due, order = self._due[:before], self._by_due[:before]
-        places: list[int] = due.searchsorted(due[rows], sorter=order).tolist()
-        for index, (row, place) in enumerate(zip(rows, places, strict=True)):
-            if place == before or order[place] != row:  # several are due at once
-                places[index] = int((order == row).argmax())
-        return places
+        wanted = np.array(rows)
+        places = due.searchsorted(due[wanted], sorter=order)
+        for index in (order[places] != wanted).nonzero()[0].tolist():  # several are due at once
+            places[index] = (order == wanted[index]).argmax()
+        found: list[int] = places.tolist()
+        return found
 
     def admitted(self, request: Request) -> None:
         """It holds KV now, and runs on its lane."""
@@ -172,7 +168,7 @@ class Candidates:
     def wants(self, request: Request, blocks: int, left: Alone, busy_until: float, *, held: bool) -> None:
         """What a waiting request needs to be admitted, and whether it must wait for a prefill that it shares."""
         row = request.row
-        self._wanted[row] = request.wanted_blocks = blocks
+        self._want(request, blocks)
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
         self._held[row] = held
         if busy_until != self._busy_until[row]:
@@ -208,14 +204,15 @@ class Candidates:
             tie=self._tie[:rows],
         )
 
-    def stage_columns(self, correction: float, pace: float) -> Columns:
-        """The same with what prefills keep a stage busy, which adds up, and by when that should end."""
+    @property
+    def stage_columns(self) -> Columns:
+        """The same with what prefills keep a stage busy, which adds up, and by when that should end; not corrected."""
         rows = len(self.requests)
         return Columns(
             arrival=self._arrival[:rows],
             deadline=self._busy_until[:rows],
             work_seconds=self._work[:rows],
-            remaining_seconds=self._busy[:rows] * (correction / pace),
+            remaining_seconds=self._busy[:rows],
             tie=self._tie[:rows],
         )
 
@@ -239,8 +236,7 @@ class Candidates:
 
     def busy_seconds(self, requests: Iterable[Request]) -> float:
         """How long what is left of these would keep a stage busy if each were alone; before correction."""
-        busy = self._busy
-        return sum(float(busy[request.row]) for request in requests if request.row != NOWHERE)
+        return sum([float(self._busy[request.row]) for request in requests if request.row != NOWHERE])
 
     def total_remaining_seconds(self) -> float:
         """Of all rows, before correction."""
@@ -272,7 +268,10 @@ class Candidates:
     def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
         """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV."""
         rows = len(self.requests)
-        if rows == 0 or int(self._wanted[:rows].max()) <= room.of_one_lane:
+        if rows == 0 or self._most_wanted <= room.of_one_lane:
+            return None
+        self._most_wanted = int(self._wanted[:rows].max())
+        if self._most_wanted <= room.of_one_lane:
             return None
         blocked = self._without(room) & (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
         if room.of_longs is not None:
@@ -290,13 +289,17 @@ class Candidates:
         """Rows that want more than there is."""
         rows = len(self.requests)
         wanted = self._wanted[:rows]
-        found: Bools = wanted > room.of_one_lane
+        found: Bools
+        if self._most_wanted <= room.of_one_lane:  # as long as KV is not short
+            found = np.zeros(rows, dtype=np.bool_)
+        else:
+            found = wanted > room.of_one_lane
         if room.of_all_lanes > room.of_one_lane:
             found &= ~self._spread[:rows] | (wanted > room.of_all_lanes)
-        if room.of_longs is not None:
+        if room.of_longs is not None and self._most_wanted > room.of_longs:
             found |= self._long[:rows] & (wanted > room.of_longs)
         return found
 
 
-def _doubled(column: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
-    return np.concatenate([column, np.zeros_like(column)])
+def _doubled(columns: npt.NDArray[_Item]) -> npt.NDArray[_Item]:
+    return np.concatenate([columns, np.zeros_like(columns)], axis=-1)

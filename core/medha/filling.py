@@ -12,6 +12,7 @@ import numpy as np
 from medha.admission import Admission
 from medha.candidates import Candidates
 from medha.config import ReplicaConfig
+from medha.context_parallel import ContextParallel
 from medha.lanes import Lanes
 from medha.messages import Admit, Extent, StepEntry
 from medha.pace import Pace
@@ -63,6 +64,7 @@ class Filler:
         self._candidates = candidates
         self._roster = roster
         self._lanes = lanes
+        self._has_one_lane = len(lanes) == 1
         self._long_threshold_tokens = config.long_threshold_tokens
         self._context_parallel = config.context_parallel
         self._stages = config.topology.stream
@@ -77,21 +79,27 @@ class Filler:
         for lane in lanes:
             self._lanes[lane].decodes.put_into(batch, lane, lanes)
 
+        waiting = self._roster.waiting
+
         def admit(prefill: PrefillCandidate) -> bool:
-            request = self._roster.waiting.get(prefill.id)
+            request = waiting.get(prefill.id)
             if request is None or not self.admit(request, admits):
                 return False  # others have taken its place since it was looked at
-            prefill.lane, prefill.context = request.lane, request.dispatched
-            prefill.is_long = request.dispatched >= self._long_threshold_tokens
-            prefill.remaining = min(request.length, request.joins_at) - request.dispatched
-            prefill.rest = max(request.length - request.joins_at, 0)
+            prefill.lane = request.lane
+            if request.is_spread or prefill.context != request.dispatched:
+                prefill.context = request.dispatched
+                prefill.is_long = request.dispatched >= self._long_threshold_tokens
+                prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+                prefill.rest = max(request.length - request.joins_at, 0)
             if request.in_ring:
                 prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
             return request.runs_on(lanes)  # else what is cached couples more of them
 
         targets = self._tpot_targets(lanes)
         packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
-        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
+        decodes: list[Request] = []
+        for lane in lanes:
+            decodes += self._lanes[lane].decodes.take(lanes)
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes)
         alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
@@ -116,14 +124,20 @@ class Filler:
     def _dispatch(self, prefills: list[tuple[Request, int]], entries: list[StepEntry]) -> tuple[float, bool]:
         """Chunks go into a step: what they would keep a stage busy alone, and whether one of the prefills goes on."""
         for request, count in prefills:
-            entries += self._prefill_entries(request, count)
-        alone_seconds = self._candidates.busy_seconds(request for request, _ in prefills)
+            if request.in_ring and self._context_parallel is not None:
+                entries += self._ring_entries(request, count, self._context_parallel)
+            else:
+                entries.append(_entry(request, count))
+        alone_seconds = self._candidates.busy_seconds([request for request, _ in prefills])
+        dispatched: list[Request] = []
         for request, count in prefills:
             request.dispatch(count)
-        dispatched = [request for request, _ in prefills if request.dispatched == request.length]
+            if request.dispatched == request.length:
+                dispatched.append(request)
         self._candidates.remove(dispatched)
         for request in dispatched:
-            self._admission.prefilled(request)
+            if request.is_long:
+                self._admission.prefilled(request)
         go_on = [request for request, _ in prefills if request.row != NOWHERE]
         self._roster.progressed(go_on)
         alone_seconds -= self._candidates.busy_seconds(go_on)
@@ -172,13 +186,13 @@ class Filler:
         extents = self._one_token_at[position] = (new_extent(position, 1),)
         return extents
 
-    def _prefill_entries(self, request: Request, count: int) -> list[StepEntry]:
-        """The next `count` positions of a prompt: several entries where lanes compute it together."""
-        if not request.in_ring or self._context_parallel is None:
-            return [_entry(request, count)]
+    def _ring_entries(
+        self, request: Request, count: int, context_parallel: ContextParallel
+    ) -> list[StepEntry]:
+        """The next `count` positions of a prompt that lanes compute together."""
         assert request.shard_map is not None
         stop = request.dispatched + count
-        return self._context_parallel.entries(
+        return context_parallel.entries(
             request.id,
             request.lanes,
             request.dispatched,
@@ -189,7 +203,7 @@ class Filler:
 
     def _pending_seconds(self) -> list[float]:
         """Prefill seconds ahead of a new request on each lane, steps in flight included."""
-        if len(self._lanes) == 1:
+        if self._has_one_lane:
             return [0.0]
         admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self._predictor.correction
         return [
@@ -241,9 +255,9 @@ class Filler:
                 request = table.requests[row]
                 seen[row] = True
                 lane: int | None = request.lane
-                if request.waits and request.is_long and self._lets_others_first(request, now):
-                    continue
-                if request.waits:
+                if lane == NOWHERE:
+                    if request.is_long and self._lets_others_first(request, now):
+                        continue
                     lane = self._lane_for(request, lanes)
                 elif not request.runs_on(lanes):
                     continue  # admitted with this step, and what is cached of it couples more lanes
@@ -251,7 +265,7 @@ class Filler:
                     yield self._candidate(request, lane, now)
                     continue
                 elsewhere += 1
-                if len(self._lanes) == 1 or elsewhere >= MOST_ELSEWHERE:
+                if self._has_one_lane or elsewhere >= MOST_ELSEWHERE:
                     break
             else:
                 return
@@ -274,27 +288,31 @@ class Filler:
 
     def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
         """A request as the packer sees it; `lane` computes it, or would."""
-        dispatched = request.dispatched
-        if request.waits and request.prompt.sharing is not None:
+        dispatched, length, joins_at = request.dispatched, request.length, request.joins_at
+        waits = request.lane == NOWHERE
+        if waits and request.prompt.sharing is not None:
             dispatched = request.submit.tokens - 1
         is_long = dispatched >= self._long_threshold_tokens
         relative_slack = 0.0
         if is_long:
             remaining = self._candidates.remaining_seconds(request) * self._predictor.correction
             relative_slack = request.relative_slack(remaining, now)
-        return PrefillCandidate(
-            id=request.id,
-            context=dispatched,
-            remaining=min(request.length, request.joins_at) - dispatched,
-            rest=max(request.length - request.joins_at, 0),
-            is_long=is_long,
+        candidate = PrefillCandidate(
+            request.id,
+            dispatched,
+            length - dispatched,
+            is_long,
+            relative_slack,
+            lane,
+            waits=waits,
             of_long_prompt=request.is_long,
-            relative_slack=relative_slack,
-            lane=lane,
-            lane_tokens=request.lane_tokens if len(request.lanes) > 1 else {},
-            waits=request.waits,
             in_ring=request.in_ring,
         )
+        if length > joins_at:
+            candidate.remaining, candidate.rest = joins_at - dispatched, length - joins_at
+        if len(request.lanes) > 1:
+            candidate.lane_tokens = request.lane_tokens
+        return candidate
 
 
 def _limits(config: ReplicaConfig) -> Limits:

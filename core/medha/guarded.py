@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf, isinf, nextafter
 
 import numpy as np
 
@@ -25,6 +26,7 @@ _SINGLE_ROUNDS = 8
 _RETURNS = 4
 _BATCH = 64
 _FEW = 32  # rows
+_FIRST_BAD = 64  # places without room that are looked at before all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +67,21 @@ class Guarded:
         first = self.first(columns, plan, now)
         return _lazily(plan.by_due.copy(), first)  # the caller may move rows before it has read on
 
-    def first(self, columns: Columns, plan: Plan, now: float) -> int | None:
-        """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due."""
+    def first(self, columns: Columns, plan: Plan, now: float, factor: float = 1.0) -> int | None:
+        """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due.
+
+        Remaining work counts `factor` times.
+        """
         rows = len(plan.by_due)
-        if not rows or (rows <= _FEW and self._meets_all(columns, plan, now)):
+        if not rows or (rows <= _FEW and self._meets_all(columns, plan, now, factor)):
             return None
         if rows > self._space.rows:
             self._space = _Space(2 * rows)
-        view = self._feasible(_View(columns, plan, now, self.settings, self._space))
+        view = self._feasible(_View(columns, plan, now, factor, self.settings, self._space))
         place = self._cheap(view)
         return None if place is None else int(plan.by_due[place])
 
-    def _meets_all(self, columns: Columns, plan: Plan, now: float) -> bool:
+    def _meets_all(self, columns: Columns, plan: Plan, now: float, factor: float) -> bool:
         """Whether nobody is given up and every due can be met.
 
         As `_feasible` finds it, to the last digit, but in a fourth of the time for the few rows that most decisions see.
@@ -84,7 +89,7 @@ class Guarded:
         if self.settings.lanes > 1:
             return False
         due, deadline = plan.due.tolist(), columns.deadline.tolist()
-        remaining: list[float] = columns.remaining_seconds.tolist()
+        remaining: list[float] = (columns.remaining_seconds * factor).tolist()
         done = 0.0
         for row in plan.by_due.tolist():
             done += remaining[row]
@@ -100,23 +105,38 @@ class Guarded:
         rounds = 0
         while len(bad := (view.room < -_EPSILON_SECONDS).nonzero()[0]):
             late = view.late[bad]
-            hopeless = bad[~late & (view.remaining[bad] > view.due[bad] + view.grace + _EPSILON_SECONDS)]
-            missed = bad[late & (view.room[bad] + view.load[bad] < -_EPSILON_SECONDS)]
+            kept = bad[~late]
+            hopeless = kept[view.remaining[kept] > view.due[kept] + view.grace + _EPSILON_SECONDS]
             if len(hopeless):
                 view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
-            elif len(missed) and view.is_broken(int(missed[0])):
+            elif (missed := view.missed(bad, late)) is not None and view.is_broken(missed):
                 view = self._renew(view)
             else:
                 worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
-                points = bad if not (worst or late[0]) else self._points(view, bad)
-                if not len(points):
+                point = self._worst_point(view, bad) if worst else self._first_point(view, bad, late)
+                if point is None:
                     break
-                point = points[np.argmin(view.room[points])] if worst else points[0]
-                view = self._give_up(view, _largest(view, int(point)))
+                view = self._give_up(view, _largest(view, point))
             rounds += 1
-        while rounds == 0 and view.any_late and self._take_back(view):
-            pass  # if somebody had to go, there is hardly room for others
+        if rounds == 0 and view.any_late:  # if somebody had to go, there is hardly room for others
+            self._take_back(view)
         return view
+
+    def _first_point(self, view: _View, bad: Ints, late: Bools) -> int | None:
+        """The first of `_points`, which is nearly always one of the first places without room."""
+        if not late[0]:
+            return int(bad[0])
+        if len(bad) > _FIRST_BAD:
+            points = self._points(view, bad[:_FIRST_BAD])
+            if len(points):
+                return int(points[0])
+        points = self._points(view, bad)
+        return int(points[0]) if len(points) else None
+
+    def _worst_point(self, view: _View, bad: Ints) -> int | None:
+        """The one of `_points` with the least room."""
+        points = self._points(view, bad)
+        return int(points[np.argmin(view.room[points])]) if len(points) else None
 
     def _points(self, view: _View, bad: Ints) -> Ints:
         """Those of the places without room for which somebody before them has to go.
@@ -142,47 +162,63 @@ class Guarded:
         One whom the share alone would finish in time is promised to be hardly late: others have to go.
         """
         plan, rows = view.plan, view.plan.by_due[places]
+        if len(places) == 1:  # as nearly always; the same sums as below, without arrays
+            place, row = int(places[0]), int(rows[0])
+            promised = float(plan.promise[row])
+            if isinf(promised):
+                ahead = view.promised_seconds() + float(view.load[place])
+                end = view.now + max(ahead, float(view.remaining[place])) / self.settings.given_up_share
+                promised = max(end, nextafter(float(view.columns.deadline[row]), inf))
+                plan.promise[row] = promised
+            return view.moved_one(place, promised)
         fresh = places[np.isinf(plan.promise[rows])]
         if len(fresh):
-            promise = plan.promise.take(plan.by_due, out=view.scratch, mode="clip")
-            promised = np.multiply(view.load, np.isfinite(promise), out=view.scratch)
-            ahead = float(promised.sum()) + view.load[fresh].cumsum()
-            ends = view.now + np.maximum(ahead, view.remaining[fresh]) / self.settings.given_up_share
-            plan.promise[plan.by_due[fresh]] = np.maximum(ends, np.nextafter(view.deadline[fresh], np.inf))
+            before = view.promised_seconds() + view.load[fresh].cumsum()
+            ends = view.now + np.maximum(before, view.remaining[fresh]) / self.settings.given_up_share
+            fresh_rows = plan.by_due[fresh]
+            plan.promise[fresh_rows] = np.maximum(
+                ends, np.nextafter(view.columns.deadline[fresh_rows], np.inf)
+            )
         return view.moved(places, plan.promise[rows])
 
     def _renew(self, view: _View) -> _View:
         """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
-        alone = np.maximum(view.late_load.cumsum(), view.remaining)
+        late_load = np.multiply(view.load, view.late, out=view.scratch)
+        alone = np.maximum(late_load.cumsum(), view.remaining)
         broken = (view.late & (alone > view.due + _EPSILON_SECONDS)).nonzero()[0]
         promise = view.now + alone[broken] / self.settings.given_up_share
         view.plan.promise[view.plan.by_due[broken]] = promise
         return view.moved(broken, promise)
 
-    def _take_back(self, view: _View) -> bool:
-        """Give one of the smallest given up its deadline again, if everybody else's due can still be met."""
+    def _take_back(self, view: _View) -> None:
+        """Give the smallest given up their deadlines again, as long as everybody else's due can still be met."""
         earliest = np.add(view.remaining, view.now, out=view.scratch)
-        places = (view.late & (view.deadline >= earliest)).nonzero()[0]
-        if len(places) > _RETURNS:
-            places = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
-        for place in places[np.argsort(view.remaining[places], kind="stable")].tolist():
-            deadline, load = float(view.deadline[place]), view.load[place]
-            before = int(view.due.searchsorted(deadline - view.now, side="right"))
-            ahead = view.done[before - 1] if before else 0.0
-            room = min(deadline - view.now - ahead, view.room[before:place].min(initial=np.inf))
-            if load <= room:
-                view.move(place, deadline)
-                return True
-        return False
+        deadline = view.columns.deadline.take(view.plan.by_due, out=view.spare, mode="clip")
+        places = (view.late & (deadline >= earliest)).nonzero()[0]
+        while len(places):
+            smallest = places
+            if len(places) > _RETURNS:
+                smallest = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
+            for place in smallest[np.argsort(view.remaining[smallest], kind="stable")].tolist():
+                if view.can_be_in_time(place):
+                    break
+            else:
+                return
+            to = view.move(place, view.deadline_of(place))
+            places = places[places != place]
+            if to < place:
+                places[(places >= to) & (places < place)] += 1
+            else:
+                places[(places > place) & (places <= to)] -= 1
 
     def _cheap(self, view: _View) -> int | None:
         """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
         if not view.any_late:
             return None
-        view.scratch.fill(np.inf)
-        np.copyto(view.scratch, view.remaining, where=view.late)
+        np.copyto(view.scratch, view.remaining)
+        view.scratch[view.kept()] = np.inf
         place = int(view.scratch.argmin())
-        room = float(view.room[:place].min(initial=np.inf))
+        room = float(view.room[:place].min()) if place else inf
         return place if view.load[place] <= self.settings.given_up_share * room else None
 
 
@@ -217,57 +253,77 @@ class _Space:
         self.rows = rows
         self.columns: list[Floats] = [np.empty(rows) for _ in range(8)]
         self.late: Bools = np.empty(rows, dtype=np.bool_)
+        self.late_rows: Bools = np.empty(rows, dtype=np.bool_)  # the same, by row
 
 
 class _View:
     """Columns in the order of dues (a *place* is an index into them), times counted from now."""
 
     def __init__(
-        self, columns: Columns, plan: Plan, now: float, settings: GuardedSettings, space: _Space
+        self,
+        columns: Columns,
+        plan: Plan,
+        now: float,
+        factor: float,
+        settings: GuardedSettings,
+        space: _Space,
     ) -> None:
-        self.columns, self.plan, self.now, self.settings, self.space = columns, plan, now, settings, space
+        self.columns, self.plan, self.now, self.factor = columns, plan, now, factor
+        self.settings, self.space = settings, space
         by_due, rows = plan.by_due, len(plan.by_due)
-        due, deadline, remaining, load, late_load, done, room, scratch = [
-            column[:rows] for column in space.columns
-        ]
+        columns_here = [column[:rows] for column in space.columns]
+        due, remaining, load, promised, done, room, scratch, spare = columns_here
         self.scratch: Floats = scratch
         """For results that are not kept."""
+        self.spare: Floats = spare
+        """The same."""
         plan.due.take(by_due, out=due, mode="clip")  # any mode but "raise" writes straight into `out`
-        columns.deadline.take(by_due, out=deadline, mode="clip")
         columns.remaining_seconds.take(by_due, out=remaining, mode="clip")
-        self.deadline: Floats = deadline
-        """Absolute."""
+        remaining *= factor
         self.remaining: Floats = remaining
         self.load: Floats = (
             remaining if settings.lanes == 1 else np.divide(remaining, settings.lanes, out=load)
         )
         """What it takes of all lanes together: of one lane, the same array as `remaining`."""
-        self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
+        late = np.greater(plan.due, columns.deadline, out=space.late_rows[:rows])
+        self.late: Bools = late.take(by_due, out=space.late[:rows], mode="clip")
         """Given up."""
         self.any_late = bool(self.late.any())
-        self.late_load: Floats = late_load
-        """The load of the given up, 0 of the others; not set while nobody is."""
-        if self.any_late:
-            np.multiply(self.load, self.late, out=late_load)
         self.grace = 0.0 if self.any_late else settings.grace_seconds
         self.due: Floats = np.subtract(due, now, out=due)
         self.done: Floats = self.load.cumsum(out=done)
         """When it and all before it can be done."""
         self.room: Floats = room
         """By how much it may be delayed."""
-        self._find_rooms(slice(None))
+        self._find_rooms(0, rows)
+        self._promised: Floats = promised
+        """The load of those that have a promise, 0 of the others; not set before it is asked for."""
+        self._knows_promised = False
 
-    def _find_rooms(self, places: slice) -> None:
-        ends, room = self.done[places], self.room[places]
+    def kept(self) -> Ints:
+        """Places of those that are not given up: in overload few."""
+        return (~self.late).nonzero()[0]
+
+    def _find_rooms(self, first: int, stop: int) -> None:
+        due, load, room = self.due[first:stop], self.load[first:stop], self.room[first:stop]
+        ends = self.done[first:stop]
         if self.settings.lanes > 1:
-            ends = np.maximum(ends, self.remaining[places], out=self.scratch[places])
-        np.subtract(self.due[places], ends, out=room)
-        if (
-            self.any_late
-        ):  # a promise keeps its own work once more as a margin, which only small requests may use
-            room -= self.late_load[places]
-        else:
+            ends = np.maximum(ends, self.remaining[first:stop], out=self.scratch[first:stop])
+        np.subtract(due, ends, out=room)
+        if not self.any_late:
             room += self.grace
+            return
+        # A promise keeps its own work once more as a margin, which only small requests may use.
+        kept = (~self.late[first:stop]).nonzero()[0]
+        room -= load
+        room[kept] = due[kept] - ends[kept]
+
+    def missed(self, bad: Ints, late: Bools) -> int | None:
+        """The first of the places `bad` whose promise cannot be kept, even without its margin; `late` are given up."""
+        if not self.any_late:
+            return None
+        found = bad[late & (self.room[bad] + self.load[bad] < -_EPSILON_SECONDS)]
+        return int(found[0]) if len(found) else None
 
     def is_broken(self, place: int) -> bool:
         """Whether the given up until there would be done only behind its due, even without the kept.
@@ -275,18 +331,50 @@ class _View:
         The sum in order is what counts. A plain one is found in a tenth of the time, and says the same unless it comes
         so near that rounding decides: both differ from the true sum by less than `len` roundings of it.
         """
-        loads = self.late_load[: place + 1]
+        until = slice(place + 1)
+        loads = np.multiply(self.load[until], self.late[until], out=self.scratch[until])
         latest, own = float(self.due[place]) + _EPSILON_SECONDS, float(self.remaining[place])
         total = float(loads.sum())
         if abs(total - latest) <= 1e-15 * len(loads) * total:
             total = float(loads.cumsum()[-1])
         return max(total, own) > latest
 
+    def promised_seconds(self) -> float:
+        """The load of all that have a promise, be it that they are not given up any more."""
+        if not self._knows_promised:
+            kept = self.kept()
+            without = kept[np.isinf(self.plan.promise[self.plan.by_due[kept]])]
+            np.copyto(self._promised, self.load)
+            self._promised[without] = 0.0
+            self._knows_promised = True
+        return float(self._promised.sum())
+
+    def deadline_of(self, place: int) -> float:
+        """Absolute."""
+        return float(self.columns.deadline[self.plan.by_due[place]])
+
+    def can_be_in_time(self, place: int) -> bool:
+        """Whether one that was given up can get its deadline again, and everybody else's due still be met."""
+        until = self.deadline_of(place) - self.now
+        before = int(self.due.searchsorted(until, side="right"))
+        ahead = self.done[before - 1] if before else 0.0
+        room = self.room[before:place].min() if before < place else inf
+        return bool(self.load[place] <= min(until - ahead, room))
+
     def moved(self, places: Ints, dues: Floats) -> _View:
         """The view after the requests at these places have got other dues."""
-        if len(places) == 1 and self.any_late:
-            self.move(int(places[0]), float(dues[0]))
-            return self
+        if len(places) == 1:
+            return self.moved_one(int(places[0]), float(dues[0]))
+        return self._sorted_in(places, dues)
+
+    def moved_one(self, place: int, due: float) -> _View:
+        """The view after the request at `place` has got another due, which is its promise."""
+        if not self.any_late:
+            return self._sorted_in(np.array([place]), np.array([due]))
+        self.move(place, due)
+        return self
+
+    def _sorted_in(self, places: Ints, dues: Floats) -> _View:
         plan = self.plan
         rows = plan.by_due[places]
         plan.due[rows] = dues
@@ -295,10 +383,13 @@ class _View:
         plan.by_due[:] = np.insert(
             others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
         )
-        return _View(self.columns, plan, self.now, self.settings, self.space)
+        return _View(self.columns, plan, self.now, self.factor, self.settings, self.space)
 
-    def move(self, place: int, due: float) -> None:
-        """Give the request at `place` another due, and sort it in; the rest of the view follows."""
+    def move(self, place: int, due: float) -> int:
+        """Give the request at `place`, which has a promise, another due, and sort it in; the rest of the view follows.
+
+        Returns its new place.
+        """
         row = int(self.plan.by_due[place])
         self.plan.due[row] = due
         to = int(self.due.searchsorted(due - self.now, side="right"))
@@ -306,19 +397,26 @@ class _View:
         first, last = min(place, to), max(place, to)
         lower, upper = slice(first, last), slice(first + 1, last + 1)
         source, target = (upper, lower) if to > place else (lower, upper)
-        columns = [self.plan.by_due, self.due, self.deadline, self.remaining, self.late, self.late_load]
+        columns = [self.plan.by_due, self.due, self.remaining, self.late, self.done, self.room]
         if self.load is not self.remaining:
             columns.append(self.load)
-        for column in (*columns, self.done, self.room):
+        if self._knows_promised:
+            columns.append(self._promised)
+        for column in columns:
             moving = column[place]
             column[target] = column[source]
             column[to] = moving
-        load = float(self.load[to]) if to < place else -float(self.load[to])
+        own = float(self.load[to])
+        load = own if to < place else -own
         self.done[target] += load
         self.room[target] -= load
         self.due[to] = due - self.now
-        late = self.late[to] = bool(due > self.deadline[to])
-        self.late_load[to] = self.load[to] if late else 0.0
-        self.done[to] = self.load[to] + (self.done[to - 1] if to else 0.0)
-        exact = slice(to, to + 1) if self.settings.lanes == 1 else slice(first, last + 1)
-        self._find_rooms(exact)
+        self.late[to] = bool(due > self.columns.deadline[row])
+        self._promised[to] = own  # it has one
+        self.done[to] = own + (float(self.done[to - 1]) if to else 0.0)
+        if self.settings.lanes > 1:
+            self._find_rooms(first, last + 1)
+        else:
+            room = float(self.due[to]) - float(self.done[to])
+            self.room[to] = room - own if self.late[to] else room
+        return to

@@ -106,7 +106,7 @@ class Batch:
     def add(self, prefill: PrefillCandidate, count: int) -> None:
         """Put a chunk of `count` tokens into the step."""
         if not prefill.lane_tokens:
-            self._tallies[prefill.lane].add(Work(prefill.context, count))
+            self._tallies[prefill.lane].add_chunk(prefill.context, count)
             return
         if prefill.in_ring:
             for holder, work in _shares(prefill, count):
@@ -296,22 +296,18 @@ class _Chunks:
         if held:
             self._batch.remove(prefill, held)
         size = self._size(prefill, held, budget_seconds)
-        if prefill.waits and prefill.of_long_prompt and prefill.lane in self._going_on:
-            return False
-        if prefill.waits and size:
-            before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
-            if not self._admit(prefill):
+        if prefill.waits:
+            if prefill.of_long_prompt and prefill.lane in self._going_on:
                 return False
-            prefill.waits = False
-            if (
-                prefill.context,
-                prefill.remaining,
-                prefill.lane,
-                prefill.in_ring,
-            ) != before:  # cached in part, or cut over lanes
-                size = self._size(prefill, 0, budget_seconds)
-            if prefill.is_long and self.has_long(prefill):
-                return False
+            if size:
+                before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
+                if not self._admit(prefill):
+                    return False
+                prefill.waits = False
+                if (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring) != before:
+                    size = self._size(prefill, 0, budget_seconds)  # cached in part, or cut over lanes
+                if prefill.is_long and self.has_long(prefill):
+                    return False
         if prefill.of_long_prompt and size < prefill.remaining + prefill.rest:
             self._going_on.add(prefill.lane)
         if size == 0:

@@ -128,7 +128,8 @@ class KvPools:
         return self._lanes[lane].ledger
 
     def free_blocks_on(self, lane: int) -> int:
-        return self._lanes[lane].available_blocks
+        here = self._lanes[lane]
+        return here.ledger.free_blocks + here.cache.evictable_blocks
 
     def free_tokens_on(self, lane: int) -> int:
         return self._lanes[lane].available_blocks * self.block_size_tokens
@@ -182,8 +183,9 @@ class KvPools:
         (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of `owners` has to own it.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
-        if any([sequence in lane.releases for lane in self._lanes]):  # noqa: C419 - a generator takes longer
-            return None  # ranks have still to release the earlier sequence of this name
+        for lane in self._lanes:
+            if sequence in lane.releases:
+                return None  # ranks have still to release the earlier sequence of this name
         whole_blocks = prompt_tokens // self.block_size_tokens
         usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
         hashes = block_hashes if usable else ""
@@ -558,24 +560,27 @@ class KvPools:
         here, size = self._lanes[0], self.block_size_tokens
         blocks, unlocked = 0, 0
         runs: tuple[Run, ...] = ()
+        evicts: list[Run] = []
         if hashes:
             match = here.cache.match(hashes, min((prompt - 1) // size, hash_count(hashes)))
             blocks, runs, unlocked = match.blocks, match.runs, match.unlocked
         missing = here.ledger.blocks_for(reserved) - blocks
-        if missing > here.available_blocks - unlocked:
+        free = here.ledger.free_blocks
+        if missing > free + here.cache.evictable_blocks - unlocked:
             return None
         here.cache.lock(sequence, hashes, blocks)  # before anything is evicted
-        evicts = here.make_free(missing)
+        if missing > free:
+            evicts = here.make_free(missing)
         taken = here.ledger.reserve(sequence, reserved, runs)
         assert taken
         shards = ShardMap((Segment(0, 0, reserved),))
         self._held[sequence] = _Held(shards, prompt, {0: hashes} if hashes else {}, hash_count(hashes))
-        self.queried_tokens += prompt if self._prefix_caching else 0
+        if self._prefix_caching:
+            self.queried_tokens += prompt
+        if not (runs or evicts):
+            return Placed(shards)
         self.hit_tokens += blocks * size
-        placed = Placed(shards, blocks * size)
-        if runs or evicts:
-            placed.cached, placed.evicts = tuple(_named(runs, 0)), tuple(_named(evicts, 0))
-        return placed
+        return Placed(shards, blocks * size, (), tuple(_named(runs, 0)), tuple(_named(evicts, 0)))
 
     def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         here = self._lanes[lane]

@@ -74,7 +74,7 @@ class Tally:
     what was added may leave a rounding error in the last digits.
     """
 
-    __slots__ = ("_attention", "_predictor", "_works", "sequences", "tokens")
+    __slots__ = ("_asked", "_attention", "_predictor", "_works", "sequences", "tokens")
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
@@ -82,10 +82,21 @@ class Tally:
         self.sequences = 0  # that may be sampled
         self._works = 0
         self._attention = 0.0  # of one layer, before correction
+        self._asked = (0, 0, 0.0)  # the chunk that was asked for last, and its attention
 
     def add(self, work: Work) -> None:
         """Put `work` into the step."""
         self._count(work, 1)
+
+    def add_chunk(self, context: int, count: int) -> None:
+        """Put in `count` query tokens of a sequence behind `context` tokens of KV."""
+        asked_context, asked_count, seconds = self._asked
+        if asked_context != context or asked_count != count:  # else it was asked for, and is put in now
+            seconds = self._predictor._attention.of(context, count, False)
+        self._works += 1
+        self.tokens += count
+        self.sequences += 1
+        self._attention += seconds
 
     def remove(self, work: Work) -> None:
         """Take out a `work` that was added."""
@@ -108,8 +119,9 @@ class Tally:
     def seconds_with(self, context: int, count: int) -> float:
         """The same, with `count` query tokens behind `context` tokens of KV added."""
         predictor = self._predictor
-        attention = self._attention + predictor._attention.of(context, count, False)
-        return predictor._stage(self.tokens + count, self.sequences + 1, attention)
+        seconds = predictor._attention.of(context, count, False)
+        self._asked = (context, count, seconds)
+        return predictor._stage(self.tokens + count, self.sequences + 1, self._attention + seconds)
 
     def largest(self, context: int, most: int, budget_seconds: float) -> int:
         """The largest count up to `most` behind `context` with which the step ends within the budget, or 0."""
@@ -274,12 +286,13 @@ class Predictor:
 
     def _stage(self, tokens: int, sequences: int, attention: float) -> float:
         """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
-        if tokens >= len(self._per_layer) or sequences >= len(self._head):
+        try:
+            in_layer = self._per_layer[tokens] + attention + self._attention_launch
+            last = self._last_layers * in_layer + self._head[sequences]
+        except IndexError:  # more than was ever asked for
             self._layer_seconds(tokens), self._head_seconds(sequences)
-        in_layer = self._per_layer[tokens] + attention + self._attention_launch
-        last = self._last_layers * in_layer + self._head[sequences]
-        most = self._most_layers * in_layer
-        return (self._launch + (max(most, last))) * self.correction
+            return self._stage(tokens, sequences, attention)
+        return (self._launch + max(self._most_layers * in_layer, last)) * self.correction
 
     def _layer_seconds(self, tokens: int) -> float:
         if tokens >= len(self._per_layer):

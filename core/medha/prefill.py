@@ -80,6 +80,7 @@ class PrefillTable:
         self._sums: Seconds = np.zeros(1)
         self._drains: Seconds = np.zeros(1)  # the longest so far
         self._rows = [(0, 0.0, 0.0)]  # the same three, of which one row is read faster
+        self._end_list = [0]  # and the ends, in which one is found faster
 
     @property
     def ends(self) -> Counts:
@@ -111,8 +112,8 @@ class PrefillTable:
             return NOTHING
         self._reach(tokens)
         rows = self._rows
-        first = bisect_left(rows, (context,))
-        last = bisect_right(rows, (tokens, inf)) - 1
+        first = bisect_left(self._end_list, context)
+        last = bisect_right(self._end_list, tokens) - 1
         if last < first:
             return Alone(stage(context, tokens - context), drain(context, tokens - context))
         end, total, longest = rows[last]
@@ -141,7 +142,8 @@ class PrefillTable:
             position, total = int(starts[-1]) + size, float(run[-1])
         self._ends, self._sums = np.concatenate(ends), np.concatenate(sums)
         self._drains = np.maximum.accumulate(np.concatenate(drains))
-        self._rows = list(zip(self._ends.tolist(), self._sums.tolist(), self._drains.tolist(), strict=True))
+        self._end_list = self._ends.tolist()
+        self._rows = list(zip(self._end_list, self._sums.tolist(), self._drains.tolist(), strict=True))
 
     def _last_start(self, position: int, size: int, goal: int) -> int:
         """The last start before `goal` at which a chunk of `size` tokens still fits the budget."""

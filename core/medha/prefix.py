@@ -235,6 +235,9 @@ class PrefixCache:
     def lock(self, sequence: str, hashes: str, stop: int) -> None:
         """Keep what is remembered of the first `stop` of `hashes` while `sequence` runs."""
         assert sequence not in self._locked, f"{sequence} has locked a prefix already"
+        if stop == 0:
+            self._locked[sequence] = (self._root, 0)
+            return
         node, blocks = self._walk(self._root, hashes, 0, stop)
         self._locked[sequence] = (node, blocks)
         self._add_lock(node, None)

@@ -28,6 +28,7 @@ class Roster:
         self.prompts: dict[str, Prompt] = {}
         self.forgets: dict[str, None] = {}  # prompts whose ids ranks need no more; rides on the next step
         self._config = config
+        self._max_running = config.scheduling.max_running
         self._predictor = predictor
         self._admission = admission
         self._candidates = candidates
@@ -42,7 +43,7 @@ class Roster:
     @property
     def is_full(self) -> bool:
         """No more requests may hold KV."""
-        return len(self.running) >= self._config.scheduling.max_running
+        return len(self.running) >= self._max_running
 
     def refusal(self, submit: Submit) -> intake.Refusal | None:
         """Why a request is not taken, or None."""

@@ -46,9 +46,9 @@ class Piece:
     local_start: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, for speed: every admission makes one
 class ShardMap:
-    """A partition of the positions `0 .. tokens` of one request into segments, in ascending order.
+    """A partition of the positions `0 .. tokens` of one request into segments, in ascending order. It never changes.
 
     `version` rises by one each time that the map grows; what is already placed never moves.
     """
@@ -60,19 +60,20 @@ class ShardMap:
     _tokens_on: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        starts: list[int] = []
-        local_starts: list[int] = []
-        tokens_on: dict[int, int] = {}
+        if len(self.segments) == 1:  # as nearly always
+            segment = self.segments[0]
+            assert segment.start == 0 < segment.stop, f"{segment} begins nowhere"
+            self._starts, self._local_starts, self._tokens_on = [0], [0], {segment.lane: segment.stop}
+            return
+        self._starts, self._local_starts, self._tokens_on = [], [], {}
         position = 0
         for segment in self.segments:
             assert segment.start == position < segment.stop, f"{self.segments} is no partition"
             position = segment.stop
-            starts.append(segment.start)
-            local_starts.append(tokens_on.get(segment.lane, 0))
-            tokens_on[segment.lane] = local_starts[-1] + segment.stop - segment.start
-        object.__setattr__(self, "_starts", starts)
-        object.__setattr__(self, "_local_starts", local_starts)
-        object.__setattr__(self, "_tokens_on", tokens_on)
+            held = self._tokens_on.get(segment.lane, 0)
+            self._starts.append(segment.start)
+            self._local_starts.append(held)
+            self._tokens_on[segment.lane] = held + segment.stop - segment.start
 
     @property
     def tokens(self) -> int:

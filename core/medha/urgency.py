@@ -42,8 +42,7 @@ class Urgency:
         """
         if self._guarded is not None:
             plan = candidates.plan
-            columns = candidates.stage_columns(correction, pace)
-            first = self._guarded.first(columns, plan, now)
+            first = self._guarded.first(candidates.stage_columns, plan, now, correction / pace)
             return lambda chosen: _by_due(plan.by_due, first, chosen)
         columns = candidates.columns(correction)
         urgency, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie

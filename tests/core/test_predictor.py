@@ -121,6 +121,25 @@ def test_what_if_is_what_adding_would_give(name: str, batch: list[Work], context
     assert tally.seconds() == 0
 
 
+CHUNKS = st.tuples(st.integers(0, 10**6), st.integers(1, 5000))
+
+
+@EACH
+@given(batch=BATCHES, chunk=CHUNKS, asked=st.lists(CHUNKS, max_size=2))
+def test_a_chunk_counts_the_same_whatever_was_asked_before(
+    name: str, batch: list[Work], chunk: tuple[int, int], asked: list[tuple[int, int]]
+) -> None:
+    one, other = UNCORRECTED[name].tally(), UNCORRECTED[name].tally()
+    for work in batch:
+        one.add(work)
+        other.add(work)
+    one.add(Work(*chunk))
+    for question in (*asked, chunk, *asked):
+        other.seconds_with(*question)
+    other.add_chunk(*chunk)
+    assert other.seconds() == one.seconds()
+
+
 @EACH
 @given(contexts=st.lists(st.integers(0, 10**6), max_size=30))
 def test_many_decodes_are_added_at_once(name: str, contexts: list[int]) -> None:

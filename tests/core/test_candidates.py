@@ -1,0 +1,71 @@
+"""The table of prefills, where it answers from less than all of its rows."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from medha.candidates import Candidates, Room
+from medha.messages import Submit
+from medha.prefill import Alone
+from medha.request import Prompt, Request
+from medha.slo import Targets
+
+NOW = 100.0
+BLOCKS = st.integers(0, 12)
+
+
+def late_request(number: int, *, is_long: bool) -> Request:
+    id_ = f"request-{number}"
+    return Request(
+        submit=Submit(id_, id_, 1, 1, seed=1),
+        id=id_,
+        prompt=Prompt(id_, 1),
+        tie=number,
+        arrival=float(number),
+        targets=Targets(1.0, 0.05, 0.05),
+        work_seconds=1.0,
+        is_long=is_long,
+        length=1,
+        limit_tokens=2,
+        reservation_tokens=2,
+    )
+
+
+@given(
+    rows=st.lists(st.tuples(BLOCKS, st.booleans(), st.booleans()), max_size=12),
+    room=st.builds(Room, BLOCKS, BLOCKS, st.none() | st.integers(-3, 12)),
+)
+def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone(
+    rows: list[tuple[int, bool, bool]], room: Room
+) -> None:
+    table = Candidates()
+    stay: list[tuple[Request, int]] = []
+    gone: list[Request] = []
+    for number, (blocks, is_long, stays) in enumerate(rows):
+        request = late_request(number, is_long=is_long)
+        table.add(request, Alone(1.0, 0.0), request.deadline, 0)
+        table.wants(request, blocks, Alone(1.0, 0.0), request.deadline, held=False)
+        if stays:
+            stay.append((request, blocks))
+        else:
+            gone.append(request)
+    table.remove(gone)
+    for _ in range(2):  # the second time knows what the first has found
+        of_longs = room.of_longs
+        refused = {
+            request.id
+            for request, blocks in stay
+            if blocks > room.of_one_lane or (request.is_long and of_longs is not None and blocks > of_longs)
+        }
+        admissible = table.admissible(room)
+        assert {table.requests[row].id for row in np.flatnonzero(~admissible)} == refused
+        crowded_out = [
+            request
+            for request, blocks in stay
+            if blocks > room.of_one_lane
+            and not (request.is_long and of_longs is not None and blocks > of_longs)
+        ]
+        first = min(crowded_out, key=lambda request: request.deadline, default=None)
+        assert table.late_without_room(room, NOW, 1.0) is first
