@@ -156,7 +156,7 @@ class Program:
             _log.exception("%s: looks again in %g s", key, self._queue.failed(key))
             reason = "Bug"
         else:
-            self._queue.done(key)
+            self._queue.done(key, goes_on=look.goes_on)
             if look.writes:
                 self._queue.add(key)  # until there is nothing left to do
             if look.again_seconds is not None:

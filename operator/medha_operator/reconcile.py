@@ -58,6 +58,8 @@ class Look:
     """What came of a look."""
 
     writes: int = 0
+    goes_on: bool = False
+    """It has changed objects, from which more may follow: not only the status."""
     again_seconds: float | None = None
     """When to look again though nothing may have happened."""
 
@@ -107,7 +109,7 @@ class Reconciler:
         planned = Plan(())
         try:
             planned, versions = self._plan(key, resource)
-            writes = await self._carry_out(key, resource, planned.actions, versions)
+            writes, goes_on = await self._carry_out(key, resource, planned.actions, versions)
         except Fenced:
             raise
         except Exception as error:
@@ -116,7 +118,7 @@ class Reconciler:
         self._failures.pop(key, None)
         if self._troubles.pop(key, None) is not None:
             writes += 1  # the status without them is yet to be written
-        return Look(writes, planned.again_seconds)
+        return Look(writes, goes_on, planned.again_seconds)
 
     def forget(self) -> None:
         """Take nothing for done any more because it was done once, unless what was seen then is seen still."""
@@ -149,18 +151,20 @@ class Reconciler:
         resource: Document,
         actions: Iterable[Action],
         versions: Versions,
-    ) -> int:
-        """Carry out `actions`; how many of them changed something."""
-        writes = 0
+    ) -> tuple[int, bool]:
+        """Carry out `actions`; how many of them changed something, and whether that was more than the status."""
+        writes, goes_on = 0, False
         for action in actions:
             try:
-                writes += await self._do(key, resource, action, versions)
+                is_changed = await self._do(key, resource, action, versions)
+                writes += is_changed
+                goes_on |= is_changed and not isinstance(action, SetStatus)
             except ApiError as error:
                 is_outdated = error.status in (404, 409) and error.reason != NAME_TAKEN
                 if is_outdated:  # the watch tells late, so ask
                     await self._correct(_target(key, action))
                 raise
-        return writes
+        return writes, goes_on
 
     async def _do(self, key: Key, resource: Document, action: Action, versions: Versions) -> bool:
         """Carry out one action; whether it changed something."""

@@ -1,8 +1,8 @@
 """Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later.
 
-After each look a key rests for a multiple of what the look took, and what changes meanwhile is looked at together. So a
-replica whose pods come up one by one costs as many looks as there is time for: all where little goes on, few where many
-compete. What changes after a rest is looked at without delay.
+After a look that has changed nothing but a status, a key rests for a multiple of what the look took, and what changes meanwhile is
+looked at together. So a replica whose pods come up one by one costs as many looks as there is time for: all where little
+goes on, few where many compete. What changes after a rest is looked at without delay.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ class WorkQueue:
         self._working[key] = now
         return key, now - asked
 
-    def done(self, key: Key) -> None:
+    def done(self, key: Key, *, goes_on: bool = False) -> None:
+        """The key may rest, unless its look was a step of more to come."""
         self._failures.pop(key, None)
-        rest = rest_seconds(self._clock() - self._working.pop(key))
+        look_seconds = self._clock() - self._working.pop(key)
+        rest = 0.0 if goes_on else rest_seconds(look_seconds)
         if rest > 0:
             self._resting[key] = asyncio.get_running_loop().call_later(rest, self._has_rested, key)
         else:

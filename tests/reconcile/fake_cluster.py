@@ -136,7 +136,7 @@ class Stage:
             except ValueError:  # a mistake that a test has planted
                 pauses.append(self.queue.failed(key))
             else:
-                self.queue.done(key)
+                self.queue.done(key, goes_on=look.goes_on)
                 if look.writes:
                     self.queue.add(key)
         return pauses

@@ -74,6 +74,21 @@ def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no
     asyncio.run(run())
 
 
+def test_after_a_step_of_more_to_come_a_key_does_not_rest() -> None:
+    async def run() -> None:
+        clock = Clock()
+        queue = WorkQueue(clock)
+        queue.add(A)
+        key, _ = await queue.take()
+        clock.now += 1.0
+        queue.done(key, goes_on=True)
+        queue.add(key)
+        assert len(queue) == 1
+        queue.close()
+
+    asyncio.run(run())
+
+
 def test_a_change_during_a_look_that_fails_is_not_lost() -> None:
     async def test(queue: WorkQueue) -> None:
         queue.add(A)
