@@ -14,7 +14,6 @@ from medha_operator.cluster import ApiError, Cluster
 from medha_operator.kinds import ROUTER, SECRET, Key
 from medha_operator.render import MANAGER, Manifest, Owner, labels
 from medha_operator.settings import RouterSite
-from medha_operator.store import Document
 
 ROUTER_NOT_FOUND = "RouterNotFound"
 """Reason of a replica whose router has no keys yet, or is none of this installation's."""
@@ -46,32 +45,26 @@ async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key)
 
 
 async def make_router_keys(cluster: Cluster, router: RouterSite, again_seconds: float) -> float:
-    """Make what is missing of a router's two Secrets; seconds until the next look.
+    """Make what is missing of a router's two Secrets, once there is a router; seconds until the next look.
 
-    Both belong to the router's Deployment and go with it. What replicas get is derived from what the router has, so
-    that it makes no difference where an earlier attempt ended.
+    Nobody owns them: a router that is removed and installed anew finds the keys that its replicas know. What replicas
+    get is derived from what the router has, so that it makes no difference where an earlier attempt ended.
     """
-    deployment = await cluster.get(ROUTER, router.namespace, router.name)
-    if deployment is None:
+    if await cluster.get(ROUTER, router.namespace, router.name) is None:
         return _COME_SECONDS
     own, shared = f"{router.name}-keys", f"{router.name}-enrolment"
-    uid = deployment["metadata"]["uid"]
     kept = await cluster.get(SECRET, router.namespace, own)
     if kept is None:
-        kept = await cluster.create(_router_secret(router, own, router_secret(), uid))
-    enrolment = await cluster.get(SECRET, router.namespace, shared)
-    if any(found is not None and _owner_uid(found) not in (uid, None) for found in (kept, enrolment)):
-        return _COME_SECONDS  # of a router that was removed: the garbage collector takes it
+        kept = await cluster.create(_router_secret(router, own, router_secret()))
     if kept is None:
         return _COME_SECONDS  # somebody was faster
-    if enrolment is None:
+    if await cluster.get(SECRET, router.namespace, shared) is None:
         data = {name: b64decode(content) for name, content in kept["data"].items()}
-        await cluster.create(_router_secret(router, shared, enrolment_secret(data), uid))
+        await cluster.create(_router_secret(router, shared, enrolment_secret(data)))
     return again_seconds
 
 
-def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes], uid: str) -> Manifest:
-    owner = {"apiVersion": ROUTER.api_version, "kind": ROUTER.name, "name": router.name, "uid": uid}
+def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes]) -> Manifest:
     labelled = {
         "app.kubernetes.io/name": "medha",
         "app.kubernetes.io/instance": router.name,
@@ -79,25 +72,21 @@ def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes], uid
         "app.kubernetes.io/part-of": "medha",
         "app.kubernetes.io/managed-by": MANAGER,
     }
-    return _secret(router.namespace, name, data, labelled, owner)
+    return _secret(router.namespace, name, data, labelled)
 
 
 def _secret(
-    namespace: str, name: str, data: Mapping[str, bytes], labelled: Mapping[str, str], owner: Manifest
+    namespace: str,
+    name: str,
+    data: Mapping[str, bytes],
+    labelled: Mapping[str, str],
+    owner: Manifest | None = None,
 ) -> Manifest:
+    owned = {} if owner is None else {"ownerReferences": [owner]}
     return {
         "apiVersion": SECRET.api_version,
         "kind": SECRET.name,
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "labels": dict(labelled),
-            "ownerReferences": [owner],
-        },
+        "metadata": {"name": name, "namespace": namespace, "labels": dict(labelled)} | owned,
         "type": "Opaque",
         "data": {entry: b64encode(content).decode() for entry, content in data.items()},
     }
-
-
-def _owner_uid(secret: Document) -> str | None:
-    return next((owner["uid"] for owner in secret["metadata"].get("ownerReferences", ())), None)

@@ -191,6 +191,18 @@ def edited(path: Path, before: str, after: str) -> str:
     return source.replace(before, after)
 
 
+def test_a_chart_that_is_uninstalled_and_installed_anew_finds_the_replica_and_its_router_serves_it(
+    cluster: Cluster,
+) -> None:
+    uids = medha.pod_uids(cluster)
+    cluster.helm("uninstall", "medha", "--namespace", SYSTEM, "--wait")
+    assert replica(cluster)["status"]["readyPods"] == 4
+    medha.install(cluster)
+    eventually(lambda: completion(cluster).status_code, lambda code: code == 200, READY_SECONDS)
+    wait_ready(cluster)
+    assert medha.pod_uids(cluster) == uids
+
+
 def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_renders_them_otherwise(
     cluster: Cluster, archives: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -297,13 +309,16 @@ def test_a_replica_that_is_deleted_while_no_operator_runs_leaves_nothing(
     cluster.kubectl("-n", SYSTEM, "scale", "deployment/medha-operator", "--replicas=1")
 
 
-def test_what_is_uninstalled_leaves_the_definitions_alone(cluster: Cluster) -> None:
+def test_what_is_uninstalled_leaves_the_definitions_and_what_replicas_know_the_router_by(
+    cluster: Cluster,
+) -> None:
     cluster.helm("uninstall", "medha", "--namespace", SYSTEM, "--wait")
     kinds = "deployments,pods,services,serviceaccounts,configmaps,secrets,roles,rolebindings,leases"
     kept = {"configmap/kube-root-ca.crt", "serviceaccount/default"}
+    kept |= {"secret/medha-router-keys", "secret/medha-router-enrolment"}
     eventually(
-        lambda: set(cluster.kubectl("-n", SYSTEM, "get", kinds, "-o", "name").split()) - kept,
-        lambda left: not left,
+        lambda: set(cluster.kubectl("-n", SYSTEM, "get", kinds, "-o", "name").split()),
+        lambda left: left == kept,
         90,
     )
     assert cluster.kubectl("get", "crd", "-o", "name").split() == [
