@@ -349,7 +349,7 @@ def calls_of_nobody(count: int, first: int = 0) -> list[Document]:
     """What makes the objects of replicas that are not there themselves, numbered from `first` on."""
     calls: list[Document] = []
     for document in replicas("default", first + count)[first:]:
-        document["metadata"] |= {"uid": "", "generation": 1, "resourceVersion": "1"}
+        document["metadata"] |= {"uid": "0", "generation": 1, "resourceVersion": "1"}
         calls += [call for call in calls_for(document) if call["body"]["kind"] != REPLICA.name]
     for call in calls:
         call["body"]["metadata"].pop("ownerReferences", None)
