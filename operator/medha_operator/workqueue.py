@@ -1,8 +1,8 @@
 """Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later.
 
-After a look that has changed nothing but a status, a key rests for a multiple of what the look took, and what changes meanwhile is
-looked at together. So a replica whose pods come up one by one costs as many looks as there is time for: all where little
-goes on, few where many compete. What changes after a rest is looked at without delay.
+After a look that has changed nothing but a status, a key rests for a multiple of the time from the asking to the look's
+end, and what changes meanwhile is looked at together. So a replica whose pods come up one by one costs as many looks as
+there is time for: all where little goes on, few where many compete. What changes after a rest is looked at without delay.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from medha_operator.kinds import Key
 
 FIRST_SECONDS = 0.05
 LONGEST_SECONDS = 60.0
-REST_PER_LOOK = 10.0
-"""Seconds of rest for each second that the look before it took."""
+REST_PER_SECOND = 10.0
+"""Seconds of rest for each second from the asking to the end of the look before it."""
 LONGEST_REST_SECONDS = 2.0
 
 
-def rest_seconds(look_seconds: float) -> float:
-    """How long a key is left alone after a look that took so long."""
-    return min(REST_PER_LOOK * look_seconds, LONGEST_REST_SECONDS)
+def rest_seconds(elapsed_seconds: float) -> float:
+    """How long a key is left alone after a look that ended so long after it was asked for."""
+    return min(REST_PER_SECOND * elapsed_seconds, LONGEST_REST_SECONDS)
 
 
 class WorkQueue:
@@ -32,7 +32,7 @@ class WorkQueue:
         self._clock = clock
         self._waiting: deque[tuple[Key, float]] = deque()  # with the time of asking
         self._queued: set[Key] = set()
-        self._working: dict[Key, float] = {}  # since when
+        self._working: dict[Key, float] = {}  # with the time of asking
         self._resting: dict[Key, asyncio.TimerHandle] = {}
         self._again: set[Key] = set()  # asked for while worked on or resting
         self._later: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
@@ -66,16 +66,15 @@ class WorkQueue:
             self._filled.clear()
             await self._filled.wait()
         key, asked = self._waiting.popleft()
-        now = self._clock()
         self._queued.discard(key)
-        self._working[key] = now
-        return key, now - asked
+        self._working[key] = asked
+        return key, self._clock() - asked
 
     def done(self, key: Key, *, goes_on: bool = False) -> None:
         """The key may rest, unless its look was a step of more to come."""
         self._failures.pop(key, None)
-        look_seconds = self._clock() - self._working.pop(key)
-        rest = 0.0 if goes_on else rest_seconds(look_seconds)
+        elapsed_seconds = self._clock() - self._working.pop(key)
+        rest = 0.0 if goes_on else rest_seconds(elapsed_seconds)
         if rest > 0:
             self._resting[key] = asyncio.get_running_loop().call_later(rest, self._has_rested, key)
         else:

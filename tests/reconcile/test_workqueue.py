@@ -52,8 +52,26 @@ def test_what_changes_during_a_look_is_looked_at_after_it() -> None:
     in_a_loop(test)
 
 
-def test_a_key_rests_in_proportion_to_its_look_and_never_long() -> None:
-    assert [rest_seconds(look) for look in (0.0, 0.01, 0.1, 100.0)] == [0.0, 0.1, 1.0, 2.0]
+def test_a_key_rests_in_proportion_to_what_its_look_took_and_never_long() -> None:
+    assert [rest_seconds(elapsed) for elapsed in (0.0, 0.01, 0.1, 100.0)] == [0.0, 0.1, 1.0, 2.0]
+
+
+def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> None:
+    """Where many compete, each is looked at less often."""
+
+    async def run() -> None:
+        clock = Clock()
+        queue = WorkQueue(clock)
+        queue.add(A)
+        clock.now += 0.5
+        key, waited = await queue.take()
+        assert waited == 0.5
+        queue.done(key)
+        queue.add(key)
+        assert len(queue) == 0
+        queue.close()
+
+    asyncio.run(run())
 
 
 def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no_other() -> None:
