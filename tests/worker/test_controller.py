@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -102,6 +103,7 @@ class Stage:
     """A controller process, and the two peers that the test plays."""
 
     def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True) -> None:
+        gc.collect()  # what tests before this one have left closes its descriptors now, and not among ours
         (folder / "tokenizer.json").write_text("{}")
         endpoints = {
             name: f"ipc://{folder}/{name}"
@@ -223,7 +225,20 @@ class Stage:
                 self.say_hello()  # as ranks do: one that is not heard for five seconds is taken for lost
             elif isinstance(received.message, kind):
                 return received
-        raise AssertionError(f"no {kind.__name__}; the controller says: {self.kill()}")
+        raise AssertionError(f"no {kind.__name__}; {self.links_say()}; the controller says: {self.kill()}")
+
+    def links_say(self) -> str:
+        """What has happened to the rank's connections, and what the controller has dropped: for a test that fails."""
+        events = {
+            link.name: [event.name for event in link.connections.take()]
+            for link in (self.rank, self.rank_tokens)
+        }
+        dropped: list[str] = []
+        if self.ready_file.exists():
+            with suppress(httpx.HTTPError):
+                lines = httpx.get(self.metrics_url()).text.splitlines()
+                dropped = [line for line in lines if line.startswith("medha_dropped_messages_total")]
+        return f"connections {events}, dropped {dropped}"
 
     def kill(self) -> str:
         """End the controller; what it has said, which is read once."""
