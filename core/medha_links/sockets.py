@@ -75,8 +75,13 @@ class Opened(Generic[_Socket]):
     connections: Connections
 
     def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
-        self.socket.close(linger_milliseconds)
+        if self.socket.closed:
+            return
+        # What happens while the socket closes is told, too: to nobody, ZeroMQ's thread would wait for a listener for ever,
+        # and with it every other connection of this process.
+        self.socket.monitor(None, 0)
         self.connections.close()
+        self.socket.close(linger_milliseconds)
 
 
 def bind(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import signal
@@ -103,7 +102,6 @@ class Stage:
     """A controller process, and the two peers that the test plays."""
 
     def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True) -> None:
-        gc.collect()  # what tests before this one have left closes its descriptors now, and not among ours
         (folder / "tokenizer.json").write_text("{}")
         endpoints = {
             name: f"ipc://{folder}/{name}"
