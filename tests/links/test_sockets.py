@@ -195,3 +195,47 @@ def test_the_watch_of_a_socket_ends_with_it(context: Context, endpoint: str) -> 
     assert connections.take() == []
     socket.close()
     connections.close()
+
+
+def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_process_alive(
+    tmp_path: Path,
+) -> None:
+    """ZeroMQ's thread, which all of them share, tells of each lost connection: it must not wait for who listens no more."""
+    staying, mine = Context(), Context()
+    stays = Doorkeeper(staying, [CLIENT.public])
+    stay = bind(staying, f"ipc://{tmp_path}/stay", SERVER)
+    kept = connect(mine, f"ipc://{tmp_path}/stay", b"kept", CLIENT, SERVER.public)
+    kept.socket.send(b"here")
+    peer = stay.socket.recv_multipart()[0]
+    is_alive = True
+    for number in range(100):
+        going = Context()
+        goes = Doorkeeper(going, [CLIENT.public])
+        leave = bind(going, f"ipc://{tmp_path}/leave-{number}", SERVER)
+        lost = [
+            connect(mine, f"ipc://{tmp_path}/leave-{number}", b"%d" % index, CLIENT, SERVER.public)
+            for index in range(8)
+        ]
+        for link in lost:
+            link.socket.send(b"here")
+        for _ in lost:
+            leave.socket.recv_multipart()
+        leave.close(0)
+        goes.close()
+        going.term()
+        end = time.monotonic() + SECONDS
+        while zmq.Event.DISCONNECTED not in lost[0].connections.take():
+            assert time.monotonic() < end, "the lost connection is not told of"
+        for link in lost:
+            link.close(0)
+        stay.socket.send_multipart([peer, b"there?"])
+        is_alive = bool(kept.socket.poll(round(SECONDS * 1000)))
+        if not is_alive:
+            break
+        kept.socket.recv()
+    assert is_alive, f"nothing is heard any more after {number + 1} servers have gone"
+    kept.close(0)
+    stay.close(0)
+    stays.close()
+    staying.term()
+    mine.term()
