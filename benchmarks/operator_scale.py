@@ -357,13 +357,7 @@ def calls_of_nobody(count: int, first: int = 0) -> list[Document]:
 
 
 def ready_by_operator(folder: Path, count: int) -> Row:
-    with (
-        plane_with_nodes(folder) as plane,
-        Api(plane) as api,
-        operator(folder, plane.kubeconfig, lease_seconds=LEASE_SECONDS) as running,
-    ):
-        watched = Watched(running)
-        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
+    with plane_with_operator(folder) as (plane, api, watched):
         cpu, resident = watched.cpu_seconds(), watched.resident_bytes()
         began = time.monotonic()
         create(plane, folder, replicas("default", count))
@@ -390,6 +384,19 @@ def plane_with_nodes(folder: Path) -> Iterator[ControlPlane]:
         yield plane
 
 
+@contextmanager
+def plane_with_operator(folder: Path) -> Iterator[tuple[ControlPlane, Api, Watched]]:
+    """The same, and an operator that leads."""
+    with (
+        plane_with_nodes(folder) as plane,
+        Api(plane) as api,
+        operator(folder, plane.kubeconfig, lease_seconds=LEASE_SECONDS) as running,
+    ):
+        watched = Watched(running)
+        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
+        yield plane, api, watched
+
+
 def create(plane: ControlPlane, folder: Path, documents: list[Document]) -> None:
     file = folder / "created.json"
     file.write_text(json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}))
@@ -403,13 +410,7 @@ def stateful_sets(calls: list[Document]) -> list[Document]:
 def measure_alone(folder: Path, rounds: int) -> Row:
     """Seconds until the pods of one replica are Ready, by the operator and by kubectl, in turn."""
     ours, theirs = [], []
-    with (
-        plane_with_nodes(folder) as plane,
-        Api(plane) as api,
-        operator(folder, plane.kubeconfig, lease_seconds=LEASE_SECONDS) as running,
-    ):
-        watched = Watched(running)
-        wait_until(lambda: watched.metrics().get("medha_operator_leading") == 1.0, 0.05)
+    with plane_with_operator(folder) as (plane, api, _):
         for turn in range(2 * rounds):
             taken, created = (
                 (ours, replicas("default", turn + 1)[-1:])

@@ -178,9 +178,8 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
         crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return Judgement("Degraded", True, *crashed)
-        left = sum(
-            not pod.is_deleting for pod in observed.pods
-        )  # of an older revision, too, until they are ended
+        # Those of an older revision count until they are ended: a change is no loss.
+        left = sum(not pod.is_deleting for pod in observed.pods)
         if left < expected or any(pod.is_failed for pod in pods):
             return Judgement("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
     return Judgement("Degraded", False, "Healthy")

@@ -19,15 +19,15 @@ _TOLD_OF = ("operator", "core", "tests/campaign")
 """Folders whose modules the results tell something of, where a run of the campaign loads them."""
 
 
-def code() -> str:
+def code_digest() -> str:
     """A digest of the operator with what it imports of Medha, of the definitions, and of the campaign."""
     told = hashlib.sha256()
-    for file in read():
+    for file in sources():
         told.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
     return told.hexdigest()[:12]
 
 
-def read() -> list[Path]:
+def sources() -> list[Path]:
     """The files on which the results depend."""
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -47,7 +47,7 @@ class Results:
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
-        self._code = code()
+        self._code = code_digest()
         self.rows: dict[str, dict[str, Any]] = {}
         if file is not None and file.exists():
             kept = json.loads(file.read_text(encoding="utf-8"))

@@ -13,7 +13,7 @@ from campaign.results import Results
 def test_what_was_found_with_the_same_code_is_kept_and_with_other_code_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(results, "code", lambda: "this")
+    monkeypatch.setattr(results, "code_digest", lambda: "this")
     file = tmp_path / "found.json"
     first = Results(file)
     first.add("apply/kill-before/1", {"wrong": []})
@@ -21,13 +21,13 @@ def test_what_was_found_with_the_same_code_is_kept_and_with_other_code_is_not(
     assert Results(file).rows == first.rows
     assert Results(file).failed == ["apply/kill-before/2"]
     assert capsys.readouterr().out == ""
-    monkeypatch.setattr(results, "code", lambda: "other")
+    monkeypatch.setattr(results, "code_digest", lambda: "other")
     assert Results(file).rows == {}
     assert "begin anew" in capsys.readouterr().out
 
 
 def test_they_depend_on_the_operator_and_what_it_imports_and_on_nothing_else() -> None:
-    names = {str(file.relative_to(results.ROOT)) for file in results.read()}
+    names = {str(file.relative_to(results.ROOT)) for file in results.sources()}
     assert {"operator/medha_operator/plan.py", "core/medha/api.py", "tests/campaign/runner.py"} <= names
     assert (
         not {"core/medha/packer.py", "tests/campaign/promises.py", "tests/campaign/test_results.py"} & names

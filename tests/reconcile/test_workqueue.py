@@ -21,13 +21,19 @@ class Clock:
         return self.now
 
 
-def in_a_loop(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
+def at_a_clock(test: Callable[[WorkQueue, Clock], Awaitable[None]]) -> None:
     async def run() -> None:
-        queue = WorkQueue(asyncio.get_running_loop().time)
-        await test(queue)
+        clock = Clock()
+        queue = WorkQueue(clock)
+        await test(queue, clock)
         queue.close()
 
     asyncio.run(run())
+
+
+def in_a_loop(test: Callable[[WorkQueue], Awaitable[None]]) -> None:
+    """No look takes time."""
+    at_a_clock(lambda queue, _: test(queue))
 
 
 def test_a_key_that_is_asked_for_often_is_taken_once_and_in_order() -> None:
@@ -59,9 +65,7 @@ def test_a_key_rests_in_proportion_to_what_its_look_took_and_never_long() -> Non
 def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> None:
     """Where many compete, each is looked at less often."""
 
-    async def run() -> None:
-        clock = Clock()
-        queue = WorkQueue(clock)
+    async def test(queue: WorkQueue, clock: Clock) -> None:
         queue.add(A)
         clock.now += 0.5
         key, waited = await queue.take()
@@ -69,15 +73,12 @@ def test_who_waited_for_a_look_rests_though_the_look_itself_took_no_time() -> No
         queue.done(key)
         queue.add(key)
         assert len(queue) == 0
-        queue.close()
 
-    asyncio.run(run())
+    at_a_clock(test)
 
 
 def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no_other() -> None:
-    async def run() -> None:
-        clock = Clock()
-        queue = WorkQueue(clock)
+    async def test(queue: WorkQueue, clock: Clock) -> None:
         queue.add(A)
         key, _ = await queue.take()
         clock.now += 0.001
@@ -87,24 +88,20 @@ def test_what_is_heard_while_a_key_rests_makes_one_look_after_it_and_holds_up_no
         assert len(queue) == 1
         assert [(await queue.take())[0] for _ in range(2)] == [B, A]
         assert len(queue) == 0
-        queue.close()
 
-    asyncio.run(run())
+    at_a_clock(test)
 
 
 def test_after_a_step_of_more_to_come_a_key_does_not_rest() -> None:
-    async def run() -> None:
-        clock = Clock()
-        queue = WorkQueue(clock)
+    async def test(queue: WorkQueue, clock: Clock) -> None:
         queue.add(A)
         key, _ = await queue.take()
         clock.now += 1.0
         queue.done(key, goes_on=True)
         queue.add(key)
         assert len(queue) == 1
-        queue.close()
 
-    asyncio.run(run())
+    at_a_clock(test)
 
 
 def test_a_change_during_a_look_that_fails_is_not_lost() -> None:
