@@ -84,7 +84,7 @@ class Cluster:
             await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=_tls(configuration)),
-            proxy=_proxy(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
+            proxy=proxy_to(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
         )
         return cls(session, configuration, may_write, count, write_seconds)
 
@@ -326,7 +326,7 @@ def _tls(configuration: Configuration) -> ssl.SSLContext:
     return context
 
 
-def _proxy(configuration: Configuration) -> str | None:
+def proxy_to(configuration: Configuration) -> str | None:
     """What stands between us and the API server: by the kubeconfig, or else by the environment."""
     address = urlsplit(configuration.host)
     if configuration.proxy or proxy_bypass(address.netloc):

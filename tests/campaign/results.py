@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from medha_sim.sources import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 _LOADED = """
@@ -20,11 +21,8 @@ _TOLD_OF = ("operator", "core", "tests/campaign")
 
 
 def code_digest() -> str:
-    """A digest of the operator with what it imports of Medha, of the definitions, and of the campaign."""
-    told = hashlib.sha256()
-    for file in sources():
-        told.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
-    return told.hexdigest()[:12]
+    """Of the operator, of what it imports of Medha (the definitions are made of that), and of the campaign."""
+    return digest(sources())
 
 
 def sources() -> list[Path]:
@@ -38,8 +36,7 @@ def sources() -> list[Path]:
         check=True,
     )
     loaded = {Path(line) for line in done.stdout.splitlines()}
-    modules = {file for file in loaded if any(file.is_relative_to(ROOT / folder) for folder in _TOLD_OF)}
-    return sorted([*modules, *(ROOT / "crds").glob("*.yaml")])
+    return sorted(file for file in loaded if any(file.is_relative_to(ROOT / folder) for folder in _TOLD_OF))
 
 
 class Results:

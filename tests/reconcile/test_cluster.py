@@ -6,8 +6,9 @@ import asyncio
 from typing import Any, cast
 
 import pytest
+from kubernetes.aio.client import Configuration
 
-from medha_operator.cluster import ApiError, Cluster
+from medha_operator.cluster import ApiError, Cluster, proxy_to
 
 SECRET = {"kind": "Secret", "metadata": {"name": "r-keys", "namespace": "default"}}
 
@@ -38,3 +39,16 @@ def test_a_conflict_over_something_else_does_not_mean_that_the_object_is_there()
     """A quota's own update may conflict: the campaign found a Secret that was taken for made (resize/answers/5)."""
     with pytest.raises(ApiError, match="Conflict"):
         creating("Conflict", 409)
+
+
+def test_the_proxy_is_the_kubeconfigs_or_else_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    configuration = Configuration(host="https://api.example:6443")
+    for name in ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert proxy_to(configuration) is None
+    monkeypatch.setenv("HTTPS_PROXY", "http://environment:3128")
+    assert proxy_to(configuration) == "http://environment:3128"
+    monkeypatch.setenv("NO_PROXY", "api.example")
+    assert proxy_to(configuration) is None
+    configuration.proxy = "http://kubeconfig:3128"
+    assert proxy_to(configuration) == "http://kubeconfig:3128"
