@@ -7,6 +7,10 @@ tokens in turns, is prefilled and decoded. Everything is real but the prefill, w
 numbers from the beginning. Measured on every rank, of steps that decode one token: the time from the end of a step to the
 start of the next (answer, decision, message, and all bookkeeping in between), the part of a step that is not the model's
 layers, and the bytes of the step's message. None of them may grow with the context.
+
+A step over a long context leaves the processor's caches full of keys and values, and lets every other process sleep for
+longer; whatever comes next then starts cold, were it the same instructions. So there is a peer: 1K of context, whose steps
+read as many bytes as those at 256K do, and throw them away.
 """
 
 from __future__ import annotations
@@ -40,11 +44,13 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.process import free_port
 from medha_worker.supervision.supervisor import Part, supervise
 
-CONTEXTS = (1_000, 32_000, 256_000)
+COLD = 1_500  # a prompt of this length has steps that read LONGEST tokens of the pool for nothing
+CONTEXTS = (1_000, COLD, 32_000, 256_000)
 LONGEST = 262_144
 DECODED = 200
 ROUNDS = 3  # over all contexts, because a shared machine changes its speed by the minute
 FIRST = 20  # decode steps that are not counted
+PEER = "1K whose steps read as many bytes"
 PREFILL_ROWS = 64  # a step of more rows is prefill
 
 
@@ -52,7 +58,8 @@ def rank(settings: str, times_file: Path) -> None:
     """A rank whose prefills compute nothing, and which writes down when its steps began and ended."""
     steps: list[tuple[Step, float, float, float]] = []
     layers_seconds = 0.0
-    serving = False
+    serving = cold = False
+    pools: list[torch.Tensor] = []
     run_step, forward, new_kv_cache = (
         rank_module.Rank._run_step,
         Transformer.forward,
@@ -60,8 +67,9 @@ def rank(settings: str, times_file: Path) -> None:
     )
 
     def timed_step(self: rank_module.Rank, engine: Any, step: Step) -> None:
-        nonlocal layers_seconds, serving
+        nonlocal layers_seconds, serving, cold
         serving, layers_seconds = True, 0.0
+        cold = bool(step.entries) and COLD <= step.entries[0].extents[0].start <= COLD + DECODED
         started = time.perf_counter()
         run_step(self, engine, step)
         steps.append((step, started, time.perf_counter(), layers_seconds))
@@ -72,6 +80,9 @@ def rank(settings: str, times_file: Path) -> None:
             return torch.zeros(batch.shape[0], self.config.hidden_size, dtype=self.dtype)
         started = time.perf_counter()
         hidden = forward(self, batch, *arguments)
+        if cold:
+            for pool in pools:
+                pool[:, :LONGEST].sum()
         layers_seconds += time.perf_counter() - started
         return hidden
 
@@ -79,6 +90,7 @@ def rank(settings: str, times_file: Path) -> None:
         cache = new_kv_cache(self, num_blocks, block_tokens)
         for pool in (*cache.keys, *cache.values):
             pool.normal_()
+            pools.append(pool)
         return cache
 
     rank_module.Rank._run_step = timed_step  # type: ignore[method-assign]
@@ -187,6 +199,7 @@ def main() -> None:
     if arguments.serve:
         sys.exit(serve(arguments.serve))
     claims: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
 
     def claim(name: str, value: float, unit: str, goal: float, peer: str = "") -> None:
         claims.append(
@@ -220,6 +233,11 @@ def main() -> None:
                 ("between steps", "step without layers", "message"), figures, strict=True
             ):
                 found.setdefault(name, []).append(figure)
+            fields = ("between_steps_us", "step_without_layers_us", "message_bytes")
+            rows.append(
+                {"ranks": tensor, "context_tokens": context}
+                | dict(zip(fields, map(round, figures), strict=True))
+            )
             print(
                 f"{tensor} ranks, context {context:>7}: {figures[0]:7.0f} us between steps, {figures[1]:6.0f} us of a "
                 f"step beside its layers, {figures[2]:5.0f} bytes of message"
@@ -227,9 +245,10 @@ def main() -> None:
         for name, values in found.items():
             unit = "bytes" if name == "message" else "us"
             claim(f"{name}, {tensor} ranks, at 256K", values[-1], unit, 1000 if unit == "bytes" else 2000)
-            claim(f"{name}, {tensor} ranks, 256K over 1K", values[-1] / values[0], "x", 1.25, "1K")
+            cold = values[CONTEXTS.index(COLD)]
+            claim(f"{name}, {tensor} ranks, 256K over 1K", values[-1] / cold, "x", 1.25, PEER)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"claims": claims, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class Candidates:
         """`by_due`: keep the order of due times, for a policy that reads it."""
         self._keeps_order = by_due
         self.requests: list[Request] = []  # by row
-        # Columns of one type lie in one array, so that a row moves in three operations.
+        # Columns of one type lie in one array, so that a row moves in four operations.
         self._seconds: Floats = np.zeros((8, _FIRST_CAPACITY), dtype=np.float64)
         self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
