@@ -46,22 +46,19 @@ test: lint types imports tests ## every check that CI makes
 .PHONY: check
 check: lint types imports ## the checks that take seconds: style, types, layers
 
-.PHONY: lint types imports tests binaries
+.PHONY: lint types imports tests
 lint: $(STAMP)
 	@.ci/row lint bash -c '$(BIN)/ruff check . && $(BIN)/ruff format --check .'
 types: $(STAMP)
 	@.ci/row types $(BIN)/mypy
 imports: $(STAMP)
 	@.ci/row imports $(BIN)/lint-imports
-tests: $(STAMP) binaries images
-	@.ci/row tests $(BIN)/python -m pytest
+tests: $(STAMP)
+	@$(BIN)/python .ci/tests.py
 
 .PHONY: test-long
 test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; resumes where it was stopped
 	@$(BIN)/python benchmarks/long.py
-
-binaries: $(STAMP) # of the clusters that tests start: minutes where nothing is kept yet, nothing afterwards
-	@.ci/row binaries $(BIN)/python tests/cluster/binaries.py
 
 .PHONY: binaries-early
 binaries-early: # the same with no environment yet
