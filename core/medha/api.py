@@ -73,9 +73,9 @@ class Architecture(Model):
     """What the checkpoint's `config.json` says, for those who want a shape that cannot work refused when it is applied."""
 
     layers: int = Field(ge=1, le=100_000)
-    """`num_hidden_layers`."""
+    """Transformer layers, `num_hidden_layers`."""
     query_heads: int = Field(ge=1, le=100_000)
-    """`num_attention_heads`."""
+    """Heads of each layer, `num_attention_heads`."""
 
 
 class ModelSpec(Model):
@@ -156,7 +156,7 @@ class SchedulingSpec(Model):
     """Share of step time that the most urgent prefill gets even when decodes alone exceed their target."""
     space_sharing_cap: float = Field(default=0.4, ge=0, le=0.9, json_schema_extra=live())
     """Largest share of a step that a long prefill yields to others (paper B)."""
-    long_threshold_tokens: int | None = Field(default=None, ge=1, json_schema_extra=live())
+    long_threshold_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1, json_schema_extra=live())
     """KV length from which a request is long. Default: where attention FLOPs pass linear FLOPs."""
     max_running: int = Field(default=256, ge=1, le=65536, json_schema_extra=restart())
     """Sequences that hold KV at a time."""
@@ -184,13 +184,16 @@ class ServiceClass(Model):
     name: str = Field(
         min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", json_schema_extra=live()
     )
+    """What a request names in `service_tier`."""
     ttft_floor_seconds: float = Field(default=2.0, gt=0, le=86400, json_schema_extra=live())
+    """Time to first token that even the shortest prompt is given. Seconds."""
     ttft_factor: float = Field(default=3.0, ge=1, le=1000, json_schema_extra=live())
+    """Time to first token of longer ones, as a multiple of what their prefill would take alone."""
     tpot_target_seconds: float = Field(default=0.05, gt=0, le=60, json_schema_extra=live())
     """Time per output token, from which the step budget is taken."""
     tpot_floor_seconds: float = Field(default=0.01, gt=0, le=60, json_schema_extra=live())
     """Tightest TPOT target that a request of this class may ask for; tighter ones are clamped to it."""
-    default_output_tokens: int = Field(default=4096, ge=1, json_schema_extra=live())
+    default_output_tokens: int = Field(default=4096, ge=1, le=2**31 - 1, json_schema_extra=live())
     """Output tokens that KV is reserved for when a request names no `max_tokens`."""
 
     @model_validator(mode="after")
@@ -207,11 +210,12 @@ class RouterSpec(Model):
     """The HTTP door that `medha up` starts."""
 
     host: str = "127.0.0.1"
+    """Address that it listens on; `0.0.0.0` is all of the machine's."""
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes any free port; the table that `medha up` prints names it."""
     max_body_bytes: Quantity = "64Mi"
     """Larger bodies get status 413."""
-    max_waiting: int = Field(default=4096, ge=1)
+    max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
     """Requests that wait for a replica; more get status 429 with Retry-After."""
 
 
@@ -219,11 +223,14 @@ class MetricsSpec(Model):
     """Where the replica controller serves its Prometheus metrics; the router serves its own on its HTTP port."""
 
     host: str = Field(default="127.0.0.1", json_schema_extra=restart())
+    """Address that they are served on; `0.0.0.0` is all of the machine's. Pods always serve them on all."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=restart())
     """0 takes any free port; the table that `medha up` prints names it."""
 
 
 class LifecycleSpec(Model):
+    """How long a replica's start and end may take, and when it is started again."""
+
     drain_seconds: float = Field(default=30.0, ge=0, le=86400, json_schema_extra=restart())
     """How long running requests may take to finish after a stop was asked for."""
     ready_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=restart())
@@ -277,6 +284,7 @@ class MedhaReplicaSpec(Model):
     image_pull_secrets: tuple[ImagePullSecret, ...] = Field(
         default=(), max_length=16, json_schema_extra=restart()
     )
+    """Credentials of the registries that `image` and init containers come from."""
     resources: ResourcesSpec = ResourcesSpec()
     placement: PlacementSpec = PlacementSpec()
     router_ref: RouterReference | None = Field(default=None, json_schema_extra=restart())
@@ -372,7 +380,10 @@ class RolloutSpec(Model):
 
 
 class ReplicaTemplate(Model):
+    """What every replica of a deployment is made of."""
+
     metadata: PodMetadata = PodMetadata()
+    """Labels and annotations of every MedhaReplica."""
     spec: MedhaReplicaSpec
 
 
@@ -380,6 +391,7 @@ class MedhaDeploymentSpec(Model):
     """A number of identical replicas."""
 
     replicas: int = Field(default=1, ge=0, le=10_000)
+    """How many MedhaReplicas there should be; `kubectl scale`, HPA and KEDA set it."""
     template: ReplicaTemplate
     rollout: RolloutSpec = RolloutSpec()
     paused: bool = False

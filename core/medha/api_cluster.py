@@ -13,14 +13,16 @@ class SecretKey(Model):
     """One entry of a Secret in the replica's namespace."""
 
     name: Name
+    """Of the Secret."""
     key: str = Field(default="token", min_length=1, max_length=253)
+    """Entry of its `data`."""
 
 
 class HuggingFaceSource(Model):
     """A repository of the Hugging Face hub, fetched by an init container of each pod."""
 
     repository: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$")
-    """`owner/name`."""
+    """Its id, `owner/name`."""
     revision: str = Field(default="main", min_length=1, max_length=200)
     """Branch, tag or commit. Name a commit to be sure that every restart loads the same weights."""
     token_secret: SecretKey | None = None
@@ -31,6 +33,7 @@ class PersistentVolumeSource(Model):
     """A checkpoint on a volume that every pod of the replica can read."""
 
     claim_name: Name
+    """Of a PersistentVolumeClaim in the replica's namespace, readable from every node that pods run on."""
     path: str = Field(default="", max_length=1024)
     """Directory of the checkpoint inside the volume."""
 
@@ -39,19 +42,25 @@ class HostPathSource(Model):
     """A checkpoint that lies on every node that pods may run on; mounted read-only."""
 
     path: str = Field(min_length=1, max_length=1024, pattern=r"^/")
+    """Absolute path of the checkpoint's directory, the same on every node."""
 
 
 class ImageSource(Model):
     """A checkpoint packed as an OCI image, mounted as a volume (Kubernetes 1.35 with containerd 2)."""
 
     reference: str = Field(min_length=1, max_length=1024)
+    """Registry, repository and tag or digest, as in a container's `image`."""
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When kubelet asks the registry: at every start, if the node has no copy, or never."""
     path: str = Field(default="", max_length=1024)
     """Directory of the checkpoint inside the image."""
 
 
 class ImagePullSecret(Model):
+    """Names a Secret with a registry's credentials."""
+
     name: Name
+    """Of a Secret of type `kubernetes.io/dockerconfigjson` in the replica's namespace."""
 
 
 class ResourcesSpec(Model):
@@ -76,10 +85,12 @@ class LaneTopology(Model):
     key: str = Field(min_length=1, max_length=317)
     """Label of nodes, e.g. `topology.kubernetes.io/zone` or a rack's or an NVLink domain's."""
     mode: Literal["preferred", "required"] = "preferred"
+    """`required` leaves a lane unplaced rather than apart."""
 
 
 class PlacementSpec(Model):
-    """Which scheduler places the pods, and how."""
+    """Which scheduler places the pods, and how. Every gang goes with every topology: the one says when pods are placed, the
+    other where."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -160,13 +171,18 @@ class RestartSpec(Model):
 
 
 class PodMetadata(Model):
+    """Labels and annotations beside those that the operator sets; labels by which it finds its objects stay as they are."""
+
     labels: dict[str, str] = Field(default={}, max_length=64)
+    """Added to each object's own."""
     annotations: dict[str, str] = Field(default={}, max_length=64)
+    """Added to each object's own."""
 
 
 class PodTemplate(Model):
     """Laid over every pod that the operator makes: maps are merged, lists by their entries' `name`."""
 
     metadata: PodMetadata = Field(default=PodMetadata(), json_schema_extra=restart())
+    """Labels and annotations of every pod."""
     spec: dict[str, Any] = Field(default={}, json_schema_extra=restart())
     """Any field of a pod's spec: tolerations, nodeSelector, volumes, a container's environment, ..."""

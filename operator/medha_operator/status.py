@@ -13,7 +13,9 @@ class Condition(Model):
     """One aspect of a resource, in the form of every Kubernetes condition."""
 
     type: str = Field(min_length=1, max_length=316)
+    """Which aspect."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     reason: str = Field(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
     """One word for programs."""
     message: str = Field(default="", max_length=32768)
@@ -35,7 +37,9 @@ class RoleCount(Model):
     role: str = Field(max_length=63)
     """`lead` (lane 0, whose first stage runs the controller) or `kv` (the other lanes)."""
     desired: int = 0
+    """Pods that the grid has of it."""
     ready: int = 0
+    """Those that serve."""
 
 
 class ReplicaStatus(Model):
@@ -51,7 +55,9 @@ class ReplicaStatus(Model):
     accelerators: int = Field(default=0, ge=0)
     """Devices that the replica asks for."""
     pods: int = Field(default=0, ge=0)
+    """Pods of the grid, one for each stage of each lane."""
     ready_pods: int = Field(default=0, ge=0)
+    """Those that serve."""
     ready_text: str = Field(default="", max_length=32)
     """`readyPods/pods`, for `kubectl get`."""
     roles: tuple[RoleCount, ...] = Field(
@@ -59,6 +65,7 @@ class ReplicaStatus(Model):
         max_length=8,
         json_schema_extra=_by("role"),
     )
+    """The same by role."""
     revision: str = Field(default="", max_length=63)
     """Hash of the fields whose change replaces the pods."""
     endpoint: str = Field(default="", max_length=512)
@@ -70,12 +77,14 @@ class ReplicaStatus(Model):
     restarts: int = Field(default=0, ge=0)
     """Gangs replaced since the replica last served for `lifecycle.restart.stableSeconds`."""
     last_restart_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
+    """When the operator replaced a gang last."""
 
 
 class DeploymentStatus(Model):
     """What is known of a deployment's replicas."""
 
     observed_generation: int = Field(default=0, ge=0)
+    """Generation of the spec that this status speaks of."""
     conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=_by("type"))
     """`Ready`, `Progressing`, `Available`, and `Reconciling` and `Stalled`, which kstatus reads."""
     replicas: int = Field(default=0, ge=0)
@@ -83,6 +92,7 @@ class DeploymentStatus(Model):
     updated_replicas: int = Field(default=0, ge=0)
     """Those at the newest revision."""
     ready_replicas: int = Field(default=0, ge=0)
+    """Those whose every pod serves."""
     available_replicas: int = Field(default=0, ge=0)
     """Ready for `minReadySeconds`."""
     selector: str = Field(default="", max_length=512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,20 @@ def test_every_node_has_a_type_and_nothing_that_a_structural_schema_may_not_hold
         assert not {"$ref", "$defs", "title", "x-apply", "const", "examples", "nullable"} & node.keys(), path
         assert not ({"properties", "additionalProperties"} <= node.keys()), path
         assert isinstance(node.get("exclusiveMinimum", True), bool), path
+
+
+@pytest.mark.parametrize("crd", [replica_crd(), deployment_crd()], ids=["replica", "deployment"])
+def test_every_field_says_what_it_is_and_every_number_of_the_spec_has_bounds(crd: dict[str, Any]) -> None:
+    root = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]
+    for part in ("spec", "status"):
+        for path, node in _nodes(root[part], part):
+            for name, field in node.get("properties", {}).items():
+                told = re.sub(r"A change (reaches|replaces) [^.]*\.", "", field.get("description", ""))
+                assert len(told.split()) > 1, f"{path}.{name} has no words of its own"
+    for path, node in _nodes(root["spec"], "spec"):
+        if node.get("type") in ("integer", "number"):
+            assert {"minimum", "exclusiveMinimum"} & node.keys(), f"{path} has no least value"
+            assert {"maximum", "exclusiveMaximum"} & node.keys(), f"{path} has no greatest value"
 
 
 def test_how_a_change_is_applied_is_told_where_kubectl_explain_shows_it() -> None:
