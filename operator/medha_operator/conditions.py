@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
+from medha_operator.nodes import may_drain, on_cordoned_node
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
 
@@ -70,21 +71,6 @@ def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
         Judgement("Reconciling", not is_stalled, reason, "" if is_stalled else message),
         Judgement("Stalled", is_stalled, reason, message if is_stalled else ""),
     )
-
-
-def on_cordoned_node(observed: Observed) -> Pod | None:
-    """A pod that has to leave its node and has not been told to end yet."""
-    for pod in observed.pods:
-        node = observed.nodes.get(pod.node or "")
-        if node is not None and node.is_emptied_of(pod) and not pod.is_deleting:
-            return pod
-    return None
-
-
-def may_drain(observed: Observed) -> bool:
-    """Whether the replica may leave a cordoned node now: a deployment brings up another one first."""
-    gang = observed.status.newest_member
-    return observed.deployment is None or gang is None or observed.may_drain == gang
 
 
 def problems_in(error: ValidationError) -> str:

@@ -15,19 +15,12 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import (
-    judge,
-    may_drain,
-    on_cordoned_node,
-    problems_in,
-    refuse,
-    stamped,
-)
+from medha_operator.conditions import judge, problems_in, refuse, stamped
 from medha_operator.gang import KINDS
+from medha_operator.nodes import has_left_node, on_cordoned_node, on_lost_nodes, open_since
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
-    OPEN_SINCE,
     Manifest,
     Owner,
     config_map,
@@ -141,11 +134,11 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
         told = f"placement.gang {spec.placement.gang} needs that name in the operator's setting gang_apis"
         return _refused(observed, lost, again, "GangUnavailable", told, now)
-    open_since = _open_since(observed, now)
-    budget = _missing(observed, disruption_budget(owner, open_since))
+    opened = open_since(observed, now)
+    budget = _budget(owner, opened, observed)
     revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
-    replaced, status, later = _gang(observed, spec, revision.name, gone, open_since, now)
+    replaced, status, later = _gang(observed, spec, revision.name, gone, opened, now)
     status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
     again = _soonest(again, later, _unsettled_seconds(status, spec, now))
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
@@ -218,6 +211,11 @@ def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: O
     return actions
 
 
+def _budget(owner: Owner, opened: float | None, observed: Observed) -> list[Action]:
+    """The disruption budget, open since then, or closed."""
+    return _missing(observed, disruption_budget(owner, None if opened is None else timestamp(opened)))
+
+
 def _is_any_missing(actions: Iterable[Action], observed: Observed) -> bool:
     """Whether something is made anew. What is only changed is refused by its resourceVersion if it is gone."""
     return any(
@@ -278,7 +276,7 @@ def _gang(
     spec: MedhaReplicaSpec,
     revision: str,
     gone: Set[str],
-    open_since: str | None,
+    opened: float | None,
     now: float,
 ) -> tuple[list[Action], ReplicaStatus, float | None]:
     """Pods that must go beside those that are `gone` with their nodes, the gang's record after it, when to look again.
@@ -305,8 +303,8 @@ def _gang(
         return [told, *ending], status.model_copy(update=_NO_GANG), None
     expected = spec.parallelism.stream * spec.parallelism.kv
     cordoned = on_cordoned_node(observed)
-    if cordoned is not None and open_since is not None:
-        left = seconds(open_since) + EVICTION_SECONDS - now
+    if cordoned is not None and opened is not None:
+        left = opened + EVICTION_SECONDS - now
         if left > 0:
             return [], status, left
         told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
@@ -330,7 +328,7 @@ def _gang(
     members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
     if not members:  # all are gone: those that come are the next gang
         return [], status.model_copy(update=_NO_GANG), None
-    if _has_left_node(observed):
+    if has_left_node(observed):
         told = Tell("NodeCordoned", f"{broken} as a node is being emptied: the replica moves")
         return [told, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
     actions: list[Action] = []
@@ -352,28 +350,6 @@ def _gang(
 _NO_GANG = {"newest_member": None}
 
 
-def _open_since(observed: Observed, now: float) -> str | None:
-    """Since when the budget lets the replica leave a cordoned node; None while there is none, or it must stay."""
-    if on_cordoned_node(observed) is None or not may_drain(observed):
-        return None
-    budget = observed.objects.get(("PodDisruptionBudget", observed.name), {})
-    since = str(budget.get("metadata", {}).get("annotations", {}).get(OPEN_SINCE, ""))
-    try:
-        return since if seconds(since) <= now else timestamp(now)
-    except ValueError:  # not open yet, or somebody has spoilt it
-        return timestamp(now)
-
-
-def _has_left_node(observed: Observed) -> bool:
-    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there."""
-    if not may_drain(observed):
-        return False
-    cordoned = {name for name, node in observed.nodes.items() if node.cordoned}
-    return observed.deployment is not None or any(
-        pod.is_deleting and pod.node in cordoned for pod in observed.pods
-    )
-
-
 def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
     """Why the recorded gang is not whole any more."""
     for pod in alive:
@@ -387,19 +363,12 @@ def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
 
 
 def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], float | None]:
-    """Pods whose node has been silent for too long, which nobody else would ever remove."""
-    restart = _restart_spec(observed.spec)
+    """The end of pods whose nodes are lost, and when to look again."""
+    limit = _restart_spec(observed.spec).node_lost_seconds
+    lost, again = on_lost_nodes(observed, limit, now)
     actions: list[Action] = []
-    again: float | None = None
-    for pod in observed.pods:
-        node = observed.nodes.get(pod.node or "")
-        if node is None or node.unreachable_since is None:
-            continue
-        left = node.unreachable_since + restart.node_lost_seconds - now
-        if left > 0:
-            again = _soonest(again, left)
-            continue
-        reason = f"node {pod.node} is not heard of for {restart.node_lost_seconds:g} s"
+    for pod in lost:
+        reason = f"node {pod.node} is not heard of for {limit:g} s"
         actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
         actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
     return actions, again
@@ -508,9 +477,8 @@ def _refused(
 
     No other replica could be made of such a spec, so that none is waited for.
     """
-    open_since = _open_since(replace(observed, deployment=None), now)
     owner = Owner(observed.name, observed.namespace, observed.uid)
-    budget = _missing(observed, disruption_budget(owner, open_since))
+    budget = _budget(owner, open_since(replace(observed, deployment=None), now), observed)
     conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
     status = observed.status.model_copy(
         update={"observed_generation": observed.generation, "conditions": conditions}

@@ -1,0 +1,71 @@
+"""What nodes ask of a replica: pods on one that is to be emptied must leave it, those on a lost one are gone."""
+
+from __future__ import annotations
+
+from medha_operator.observed import Observed, Pod, seconds
+from medha_operator.render import OPEN_SINCE
+
+# --- nodes that are emptied -----------------------------------------------------------------------------
+
+
+def on_cordoned_node(observed: Observed) -> Pod | None:
+    """A pod that has to leave its node and has not been told to end yet."""
+    for pod in observed.pods:
+        node = observed.nodes.get(pod.node or "")
+        if node is not None and node.is_emptied_of(pod) and not pod.is_deleting:
+            return pod
+    return None
+
+
+def may_drain(observed: Observed) -> bool:
+    """Whether the replica may leave a cordoned node now: a deployment brings up another one first."""
+    gang = observed.status.newest_member
+    return observed.deployment is None or gang is None or observed.may_drain == gang
+
+
+def open_since(observed: Observed, now: float) -> float | None:
+    """Since when the budget lets the replica leave a cordoned node, seconds of Unix time, `now` if it is yet to do so.
+
+    None while there is no such node, or the replica must stay.
+    """
+    if on_cordoned_node(observed) is None or not may_drain(observed):
+        return None
+    try:
+        return min(seconds(_opened(observed)), now)
+    except ValueError:  # not open yet, or somebody has spoilt it
+        return now
+
+
+def has_left_node(observed: Observed) -> bool:
+    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there."""
+    if not may_drain(observed):
+        return False
+    cordoned = {name for name, node in observed.nodes.items() if node.cordoned}
+    return observed.deployment is not None or any(
+        pod.is_deleting and pod.node in cordoned for pod in observed.pods
+    )
+
+
+def _opened(observed: Observed) -> str:
+    """What the budget says of since when it has been open; nothing, while it is closed."""
+    budget = observed.objects.get(("PodDisruptionBudget", observed.name), {})
+    return str(budget.get("metadata", {}).get("annotations", {}).get(OPEN_SINCE, ""))
+
+
+# --- nodes that are lost --------------------------------------------------------------------------------
+
+
+def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> tuple[list[Pod], float | None]:
+    """Pods whose node has been silent for too long, which nobody else would ever remove; when to look again, seconds."""
+    lost: list[Pod] = []
+    waits: list[float] = []
+    for pod in observed.pods:
+        node = observed.nodes.get(pod.node or "")
+        if node is None or node.unreachable_since is None:
+            continue
+        left = node.unreachable_since + node_lost_seconds - now
+        if left > 0:
+            waits.append(left)
+        else:
+            lost.append(pod)
+    return lost, min(waits, default=None)
