@@ -77,9 +77,12 @@ class _Wanted:
 
     def template(self, index: int, child: Child | None) -> KeptTemplate:
         """What the replica with this index is to be made of."""
-        if self.spec.paused or index < self.spec.rollout.partition:
-            return self.kept.get(child.revision, self.current) if child else self.current
-        return self.update
+        if not self.spec.paused and index >= self.spec.rollout.partition:
+            return self.update
+        if child is None:
+            return self.current
+        # Where somebody has deleted the history, it stays as it stands.
+        return self.kept.get(child.revision) or _template_in(child)
 
 
 def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
@@ -90,17 +93,25 @@ def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_W
     actions: list[Action] = []
     if known is not None and any(one.number > known.number for one in observed.templates):
         update = replace(known, number=next_number(observed.templates))  # asked for again: the newest anew
-    if not spec.paused and update != known:
-        actions.append(Apply(_template_manifest(observed, update)))
-        if known is None:
-            actions.append(Tell("RolloutStarted", f"template {update.name} is rolled out"))
     kept = {one.name: one for one in (*observed.templates, update)}
     present = sorted((child for child in observed.children if child.is_ours), key=lambda child: child.index)
     older = [child.revision for child in present if child.revision in kept and child.revision != update.name]
     names = (observed.status.current_revision, *older, update.name)
     current = next(kept[name] for name in names if name in kept)
+    if update != known and (not spec.paused or current.name == update.name):
+        actions.append(Apply(_template_manifest(observed, update)))
+        if known is None and not spec.paused:
+            actions.append(Tell("RolloutStarted", f"template {update.name} is rolled out"))
     surge, unavailable = _bounds(spec)
     return _Wanted(spec, surge, unavailable, update, current, kept), actions
+
+
+def _template_in(child: Child) -> KeptTemplate:
+    """The template of a replica as it stands."""
+    metadata = child.document["metadata"]
+    annotations = {name: text for name, text in metadata.get("annotations", {}).items() if name != MAY_DRAIN}
+    own = {"labels": metadata.get("labels", {}), "annotations": annotations}
+    return KeptTemplate(child.revision, 0, {"metadata": own, "spec": child.document["spec"]})
 
 
 def _bounds(spec: MedhaDeploymentSpec) -> tuple[int, int]:

@@ -127,6 +127,37 @@ def test_a_paused_deployment_is_scaled_and_not_changed(world: DeploymentWorld) -
     assert world.images() == ["b"] * 4
 
 
+def test_a_deployment_that_was_made_paused_holds_back_a_later_template_too() -> None:
+    world = DeploymentWorld(2, paused=True)
+    world.settle()
+    assert world.revisions() == set(world.templates)
+    world.change(template=template(image="b"), replicas=3)
+    assert watched(world)[2] == []
+    assert world.images() == ["", "", ""]
+    assert world.condition("Ready") == ("False", "Paused")
+    world.change(paused=False)
+    watched(world)
+    assert world.images() == ["b", "b", "b"]
+
+
+@pytest.mark.parametrize("held", [{"paused": True}, {"rollout": {"partition": 3}}])
+def test_a_template_that_is_held_back_stays_so_though_the_history_is_deleted(held: dict[str, Any]) -> None:
+    world = DeploymentWorld(3, template=template() | {"metadata": {"labels": {"team": "a"}}})
+    world.settle()
+    world.replicas["d-1"]["metadata"]["labels"]["colour"] = "red"  # by somebody else
+    world.templates.clear()
+    before = copy.deepcopy(world.replicas)
+    world.change(template=template(image="b"), **held)
+    watched(world)
+    assert world.replicas == before
+    world.cordoned = {"d-1"}  # it still leaves its node, as it is
+    assert watched(world)[0] == 3
+    assert world.cordoned == set()
+    assert world.images() == ["", "", ""]
+    assert world.replicas["d-1"]["metadata"]["labels"].items() >= {"team": "a", "colour": "red"}.items()
+    assert "annotations" not in world.replicas["d-1"]["metadata"]
+
+
 def test_a_change_that_never_starts_leaves_all_that_serve(world: DeploymentWorld) -> None:
     world.broken.add("bad")
     world.change(template=template(image="bad"))
