@@ -412,6 +412,15 @@ def test_an_epoch_that_a_rank_has_lost_begins_again_once_all_are_heard(stage: St
     assert stage.process.poll() is None
 
 
+def test_a_step_that_ends_without_a_token_it_was_to_draw_ends_the_epoch(stage: Stage) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a")
+    stage.finish(stage.step())
+    assert told_of_requests(stage) == [Failed("a", "rank_lost", "a rank was lost while a step had it")]
+    assert stage.hello("first").epoch == 1
+
+
 def test_a_cancel_frees_what_the_request_held(stage: Stage) -> None:
     stage.ready()
     stage.send_tokens()

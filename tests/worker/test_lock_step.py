@@ -1,6 +1,6 @@
 """What the lanes of a coupled step report becomes one event."""
 
-from medha.messages import Done, EntryFailed, Sample, StageFree, Step
+from medha.messages import Done, EntryFailed, Extent, Sample, StageFree, Step, StepEntry
 from medha_worker.lock_step import LockStep, bound_seconds
 
 
@@ -69,3 +69,44 @@ def test_a_step_is_overdue_when_it_and_those_ahead_of_it_could_have_ended_many_t
     joined.join(Done(2, lanes=(1,)))
     assert joined.is_idle
     assert joined.overdue(1e9) is None
+
+
+def coupled() -> LockStep:
+    """Lane 0 draws for `a` and lane 1 for `b`; nothing is drawn for `c` yet."""
+    joined = LockStep()
+    entries = (
+        StepEntry("a", 0, (Extent(0, 4),), samples=True),
+        StepEntry("b", 1, (Extent(0, 4),), samples=True),
+        StepEntry("c", 1, (Extent(0, 4),), samples=False),
+    )
+    joined.expect(Step(step_id=1, epoch=0, entries=entries, lanes=(0, 1)), now=0.0)
+    return joined
+
+
+def test_a_token_comes_from_the_lane_that_runs_its_request_and_once() -> None:
+    joined = coupled()
+    for impossible in (
+        Done(1, (Sample("b", 5),), lanes=(0,)),
+        Done(1, (Sample("a", 5), Sample("a", 5)), lanes=(0,)),
+        Done(1, (Sample("c", 5),), lanes=(1,)),
+    ):
+        assert joined.contradiction(impossible, epoch=0, vocab_size=100) is not None, impossible
+    first = Done(1, (Sample("a", 5),), lanes=(0,))
+    assert joined.contradiction(first, epoch=0, vocab_size=100) is None
+    joined.join(first)
+    again = Done(1, (Sample("a", 5), Sample("b", 6)), lanes=(1,))
+    assert joined.contradiction(again, epoch=0, vocab_size=100) is not None
+    assert joined.contradiction(Done(1, (Sample("b", 6),), lanes=(1,)), epoch=0, vocab_size=100) is None
+
+
+def test_a_request_that_gets_neither_its_token_nor_a_reason_is_named_when_the_last_lane_is_done() -> None:
+    joined = coupled()
+    first = Done(1, lanes=(0,))
+    assert joined.undrawn(first) == [], "lane 1 may yet say why there is no token for `a`"
+    joined.join(first)
+    second = Done(1, (Sample("b", 6),), lanes=(1,))
+    assert joined.undrawn(second) == ["a"]
+    told = Done(1, (Sample("b", 6),), (EntryFailed("a", "internal", "masked"),), lanes=(1,))
+    assert joined.undrawn(told) == []
+    joined.join(told)
+    assert joined.undrawn(second) == [], "a late duplicate"

@@ -61,17 +61,30 @@ class LockStep:
             return f"step {part.step_id} took {part.compute_seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
             return f"step {part.step_id} is done already on lanes {part.lanes}"
-        sampling = {entry.id for entry in step.entries if entry.samples}
+        sampling = {entry.id for entry in step.entries if entry.samples and entry.lane in part.lanes}
         running = {entry.id for entry in step.entries}
         drawn = [sample.id for sample in part.samples]
         if len(set(drawn)) < len(drawn) or not sampling.issuperset(drawn):
-            return f"step {part.step_id} does not draw one token each for {drawn[:8]}"
+            return f"step {part.step_id} does not draw one token each for {drawn[:8]} on lanes {part.lanes}"
         outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
         if outside:
             return f"step {part.step_id} drew token {outside[0]} of {vocab_size}"
         if not running.issuperset(failure.id for failure in part.failures):
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
         return "block hashes are not the ranks' to say" if part.block_hashes else None
+
+    def undrawn(self, part: Done) -> list[str]:
+        """Requests that would wait for ever for their token of a step that ends with `part`, which fits it.
+
+        A lane may say why there is none in place of the one that was to draw it, so all lanes are asked at the last.
+        """
+        step = self._steps.get(part.step_id)
+        parts = [*self._done.get(part.step_id, ()), part]
+        if step is None or {lane for one in parts for lane in one.lanes} != set(step.lanes):
+            return []
+        told = {sample.id for one in parts for sample in one.samples}
+        told |= {failure.id for one in parts for failure in one.failures}
+        return [entry.id for entry in step.entries if entry.samples and entry.id not in told]
 
     def ran_out(self, step_id: int, rank: int) -> None:
         """A rank had too little memory for some rows of a step, which are NaN for all others."""

@@ -214,6 +214,10 @@ class RankLinks:
         if contradiction is not None:
             self._control.drop(WireInvalid(contradiction))
             return None
+        undrawn = self._lock_step.undrawn(part) if isinstance(part, Done) else []
+        if undrawn:  # no other report comes, and they would wait for ever
+            self._lost(f"step {part.step_id} ended without a token for {', '.join(undrawn[:8])}")
+            return None
         return self._lock_step.join(part)
 
     def _ready(self, ready: RankReady) -> list[RankReady] | None:
