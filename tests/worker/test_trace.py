@@ -242,3 +242,25 @@ def test_a_file_is_whole_once_it_is_joined(traced: Traced, tmp_path: Path) -> No
     traced.tracing.close()
     traced.tracing.join()
     assert any(event.get("cat") == "request" for event in json.loads(path.read_bytes()))
+
+
+def test_times_that_are_no_numbers_are_left_out_and_the_trace_stays_json(traced: Traced) -> None:
+    nan, inf = float("nan"), float("inf")
+    bad = (
+        StepTimes(1, nan, 100.2),
+        StepTimes(2, 100.1, inf),
+        StepTimes(3, 100.1, 1e305),  # of which microseconds are not finite
+        StepTimes(4, 100.1, 100.2, (("forward", -inf, 100.2),)),
+        StepTimes(5, 100.1, 100.2, (), (("all_reduce", nan),)),
+    )
+    traced.tracing.put(101.0, part(0, *bad, StepTimes(6, 100.1, 100.2)))
+    traced.tracing.put(101.0, part(1, StepTimes(7, 100.1, 100.2), machine="elsewhere", clock=nan))
+    traced.tracing.put(101.0, part(1, StepTimes(8, 100.1, 100.2), machine="elsewhere", clock=100.5))
+    traced.tracing.close()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    events = json.loads(b"".join(traced.tracing.pieces()), parse_constant=refuse)
+    told = [event["name"] for event in events if event["ph"] in "Xi"]
+    assert told == ["step 6", "5 steps were left out", "1 steps were left out", "step 8"]

@@ -49,6 +49,9 @@ MOST_NAMED = 32  # decodes of a step that are named
 COUNTER_SECONDS = 0.02  # counters are written at most this often
 IDLE_SECONDS = 0.5  # how long a writer waits before it sees whether the trace has ended
 
+LARGEST_SECONDS = 1e12
+"""Times of a rank that are larger, or no numbers, are left out: JSON has no word for what is not finite."""
+
 Event = dict[str, Any]
 
 _log = logging.getLogger("medha.trace")
@@ -310,14 +313,17 @@ class TraceFormat:
         return found
 
     def _part(self, at: float, part: TracePart) -> list[Event]:
-        offset = self._offset(at, part)
         here = self._topology.coordinates(part.rank)
         where = {"pid": 1 + here.kv, "tid": part.rank + 1}
+        steps = [times for times in part.steps if _is_time(part.clock_seconds) and _are_times(times)]
+        left_out = part.left_out + len(part.steps) - len(steps)
         found = []
-        for times in part.steps:
-            found += self._step(part.rank, part.epoch, times, offset, where)
-        if part.left_out:
-            found.append(self._event("i", f"{part.left_out} steps were left out", at, **where, s="t"))
+        if steps:
+            offset = self._offset(at, part)
+            for times in steps:
+                found += self._step(part.rank, part.epoch, times, offset, where)
+        if left_out:
+            found.append(self._event("i", f"{left_out} steps were left out", at, **where, s="t"))
         return found
 
     def _offset(self, at: float, part: TracePart) -> float:
@@ -376,6 +382,17 @@ class TraceFormat:
     def _event(self, kind: str, name: str, at: float, **more: Any) -> Event:
         at_microseconds = round(1e6 * (at - self._began), 3)
         return {"ph": kind, "name": name, "ts": at_microseconds, "pid": 0, "tid": 0, **more}
+
+
+def _is_time(seconds: float) -> bool:
+    return abs(seconds) <= LARGEST_SECONDS  # NaN is not
+
+
+def _are_times(times: StepTimes) -> bool:
+    of_spans = (moment for _, since, until in times.spans for moment in (since, until))
+    return all(
+        map(_is_time, (times.started, times.ended, *of_spans, *(seconds for _, seconds in times.waits)))
+    )
 
 
 def _parts(times: StepTimes, *, draws: bool) -> list[tuple[str, float, float]]:
