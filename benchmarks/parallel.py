@@ -154,7 +154,7 @@ class RankProcess:
         if topology.ranks > 1:
             self.grid = Grid(
                 topology, member.rank, member.endpoint, address="127.0.0.1", epoch=0, hidden_size=config.hidden_size,
-                dtype=torch.float32, meet_seconds=60, warm_up_seconds=60,
+                dtype=torch.float32, meet_seconds=60, wait_seconds=60,
             )  # fmt: skip
             model = model.in_grid(self.grid.tensor_group, self.grid)
         self.model = model

@@ -85,7 +85,7 @@ class Ranks:
         def meet(rank: int) -> Grid:
             return Grid(
                 self.topology, rank, endpoint, address="127.0.0.1", epoch=0, hidden_size=size, dtype=torch.float32,
-                meet_seconds=30.0, warm_up_seconds=30.0,
+                meet_seconds=30.0,
             )  # fmt: skip
 
         self._grids = self.on_all(meet)

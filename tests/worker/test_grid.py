@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import pytest
 import torch
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # not declared
 
 from medha.errors import PartFailed
 from medha.topology import Topology
 from medha_worker.grid import WAIT_SECONDS, Grid
+
+FAR_BEYOND_THE_BOUND_SECONDS = 8.0  # of one second
 
 
 def free_endpoint() -> str:
@@ -24,14 +28,16 @@ def free_endpoint() -> str:
 def meet(topology: Topology, rank: int, endpoint: str, epoch: int, seconds: float = 20.0) -> Grid:
     return Grid(
         topology, rank, endpoint, address="127.0.0.1", epoch=epoch, hidden_size=3, dtype=torch.float32, meet_seconds=seconds,
-        warm_up_seconds=20.0, wait_seconds=min(seconds, WAIT_SECONDS),
+        wait_seconds=min(seconds, WAIT_SECONDS),
     )  # fmt: skip
 
 
-def together(topology: Topology, epoch: int = 0) -> list[Grid]:
+def together(topology: Topology, epoch: int = 0, seconds: float = 20.0) -> list[Grid]:
     endpoint = free_endpoint()
     with ThreadPoolExecutor(topology.ranks) as pool:
-        return list(pool.map(lambda rank: meet(topology, rank, endpoint, epoch), range(topology.ranks)))
+        return list(
+            pool.map(lambda rank: meet(topology, rank, endpoint, epoch, seconds), range(topology.ranks))
+        )
 
 
 Result = TypeVar("Result")
@@ -90,7 +96,7 @@ def test_ranks_that_have_failed_to_meet_meet_later_also_with_one_that_is_new() -
     """What a rank has been through must not show in the names under which groups find each other."""
     topology = Topology(stream=2)
     for epoch in range(2):
-        with pytest.raises(PartFailed, match="rank 0 did not meet the other 1"):
+        with pytest.raises(PartFailed, match=r"rank 0 did not meet the other 1 of everyone within 0\.5 s"):
             meet(topology, 0, free_endpoint(), epoch, seconds=0.5)
     grids = together(topology, epoch=2)
     on_all(grids, Grid.close)
@@ -105,3 +111,74 @@ def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
     with pytest.raises(PartFailed, match="rank 1 waits for hidden states of rank 0, and lost it"):
         second.receive_hidden(1)
     second.close()
+
+
+def test_a_port_that_is_taken_and_an_address_that_is_not_ours_are_named() -> None:
+    topology = Topology(stream=2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        endpoint = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(
+            PartFailed, match=rf"rank 0 cannot listen at {endpoint} .*: .*Address already in use"
+        ):
+            meet(topology, 0, endpoint, epoch=0)
+    with pytest.raises(PartFailed, match=r"rank 0 cannot listen at tcp://203\.0\.113\.7:4000 .*: .*assign"):
+        meet(topology, 0, "tcp://203.0.113.7:4000", epoch=0)
+    with pytest.raises(PartFailed, match=r"rank 0 cannot listen at its own address, 203\.0\.113\.7: "):
+        Grid(
+            topology, 0, free_endpoint(), address="203.0.113.7", epoch=0, hidden_size=3, dtype=torch.float32, meet_seconds=1.0
+        )  # fmt: skip
+    nobody = free_endpoint()
+    with pytest.raises(
+        PartFailed, match=rf"rank 1 did not find rank 0 at {nobody} within 0\.5 s: it does not listen"
+    ):
+        meet(topology, 1, nobody, epoch=0, seconds=0.5)
+
+
+def test_who_is_lost_between_two_groups_is_missed_within_the_bound_of_one() -> None:
+    endpoint = free_endpoint()
+
+    def half_meet() -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # as the grid does
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        ProcessGroupGloo(PrefixStore("0/everyone", store), 1, 2, options)  # and is gone at once
+
+    with ThreadPoolExecutor(2) as pool:
+        gone = pool.submit(half_meet)
+        meeting = pool.submit(meet, Topology(stream=2), 0, endpoint, epoch=0, seconds=1.0)
+        gone.result()
+        with pytest.raises(PartFailed, match=r"the other 1 of gathering within 1 s: .* its own log says why"):
+            meeting.result(timeout=FAR_BEYOND_THE_BOUND_SECONDS)
+
+
+def test_ranks_wait_for_one_that_warms_up_and_not_for_one_that_is_silent() -> None:
+    waiting, warming = together(Topology(stream=2), seconds=1.0)
+
+    def warm_up_for_long() -> int:
+        with warming.warming_up():
+            time.sleep(2.0)  # twice what a silent rank is given
+        return warming.smallest(4)
+
+    with ThreadPoolExecutor(1) as pool:
+        warm = pool.submit(warm_up_for_long)
+        assert waiting.smallest(7) == 4
+        assert warm.result() == 4
+        in_vain = pool.submit(waiting.smallest, 7)
+        with pytest.raises(PartFailed, match="rank 0 lost another rank while all of them gathered"):
+            in_vain.result(timeout=FAR_BEYOND_THE_BOUND_SECONDS)
+    waiting.close()
+    warming.close()
+
+
+def test_a_warm_up_during_which_another_rank_was_lost_ends_with_that() -> None:
+    gone, warming = together(Topology(stream=2), seconds=1.0)
+
+    def warm_up() -> None:
+        with warming.warming_up():
+            gone.close()
+            time.sleep(0.3)  # the next round comes before that
+
+    with pytest.raises(PartFailed, match="rank 1 lost another rank while all of them gathered"):
+        warm_up()
+    warming.close()

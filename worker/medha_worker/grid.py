@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from threading import Event
 from typing import Any  # of gloo's groups: torch declares none of their methods
 
 import torch
@@ -33,6 +36,8 @@ from medha.topology import Coordinates, Topology
 
 WAIT_SECONDS = 10.0
 """Bound of each receive and collective once the ranks have met: a rank that is silent for longer is lost."""
+_ROUND_SHARE = 0.1
+"""How often a rank that warms up is heard by those that wait for it, as a share of that bound."""
 
 
 class Grid:
@@ -49,20 +54,20 @@ class Grid:
         hidden_size: int,
         dtype: torch.dtype,
         meet_seconds: float,
-        warm_up_seconds: float,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         """Meet the other ranks at `endpoint` (`tcp://host:port` of rank 0); all of them must call this.
 
         `address` is this rank's own, and the only one on which it listens: the data plane is not encrypted.
-        `hidden_size` and `dtype` are those of the hidden states that travel between stages; `warm_up_seconds` bounds
-        the wait for ranks that are still warming up.
+        `hidden_size` and `dtype` are those of the hidden states that travel between stages. `meet_seconds` bounds the
+        wait for rank 0 to listen, `wait_seconds` each wait after that.
 
         Raises:
-            PartFailed: they did not all come within `meet_seconds`.
+            PartFailed: they did not all come in time, or this one cannot listen where it should.
         """
         self.topology, self.rank = topology, rank
         self._hidden_size, self._dtype = hidden_size, dtype
+        self._wait_seconds = wait_seconds
         self.here = here = topology.coordinates(rank)
         self.lane = here.kv
         self.is_first_stage = here.stream == 0
@@ -72,44 +77,74 @@ class Grid:
         self._sent_hidden = _Sent(2 * topology.stream)
         self._sent_tokens = _Sent((2 * topology.stream + 2) * topology.tensor)
         pod = self._pod(here.kv, here.stream)
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        store = _store(endpoint, rank, topology.ranks, meet_seconds)
         try:
-            listening = None
-            if rank == 0:
-                listening = socket.create_server((host, int(port)), backlog=topology.ranks).detach()
-            store = TCPStore(
-                host,
-                int(port),
-                is_master=rank == 0,
-                timeout=timedelta(seconds=meet_seconds),
-                wait_for_workers=False,
-                master_listen_fd=listening,
-            )
             device = ProcessGroupGloo.create_device(hostname=address)
+        except RuntimeError as error:
+            raise PartFailed(f"rank {rank} cannot listen at its own address, {address}: {error}") from error
 
-            def group(name: str, index: int, size: int, seconds: float) -> Any:
-                options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only so can a device be named
-                options._devices, options._timeout = [device], timedelta(seconds=seconds)
+        def group(name: str, index: int, size: int) -> Any:
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only so can a device be named
+            options._devices, options._timeout = [device], timedelta(seconds=wait_seconds)
+            try:
                 return ProcessGroupGloo(PrefixStore(f"{epoch}/{name}", store), index, size, options)
+            except RuntimeError as error:
+                raise PartFailed(
+                    f"rank {rank} did not meet the other {size - 1} of {name} within {wait_seconds:g} s: one of them ended, is cut "
+                    f"off or did not come, and its own log says why ({_first_line(error)})"
+                ) from error
 
-            self._everyone = group("everyone", rank, topology.ranks, wait_seconds)
-            self._gathering = group("gathering", rank, topology.ranks, warm_up_seconds)
-            tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor, wait_seconds)
-        except (OSError, RuntimeError, ValueError) as error:
-            raise PartFailed(
-                f"rank {rank} did not meet the other {topology.ranks - 1} at {endpoint} within {meet_seconds:g} s: "
-                f"{error}; their own logs say why"
-            ) from error
+        self._everyone = group("everyone", rank, topology.ranks)
+        self._gathering = group("gathering", rank, topology.ranks)
+        tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor)
         self._store = store  # rank 0's serves the others
         self.tensor_group = PodGroup(tensor_ranks, here.tensor, topology.tensor)
 
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """While this lasts, those that wait in `smallest` hear again and again that this rank lives.
+
+        Raises:
+            PartFailed: another rank was lost meanwhile.
+        """
+        ended = Event()
+
+        def tell() -> None:
+            while not ended.wait(_ROUND_SHARE * self._wait_seconds):
+                self._round(is_here=False)
+
+        with ThreadPoolExecutor(1, "warming-up") as pool:
+            telling = pool.submit(tell)
+            try:
+                yield
+            finally:
+                ended.set()
+            telling.result()
+
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values; waits for those that are still warming up."""
-        found = torch.tensor([value], dtype=torch.int64)
+        """The least of all ranks' values; waits for those that are `warming_up`.
+
+        Raises:
+            PartFailed: nothing is heard of one of them.
+        """
+        while (found := self._round(value)) is None:
+            pass
+        return found
+
+    def _round(self, value: int = 0, *, is_here: bool = True) -> int | None:
+        """All ranks say whether they are here, and their values; the least one once all are."""
+        # Each round is short, however long a warm-up takes: so a rank that is lost is missed within the usual bound.
+        found = torch.tensor([int(is_here), value], dtype=torch.int64)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
-        self._gathering.allreduce([found], options).wait()
-        return int(found)
+        try:
+            self._gathering.allreduce([found], options).wait()
+        except RuntimeError as error:
+            raise PartFailed(
+                f"rank {self.rank} lost another rank while all of them gathered: {_first_line(error)}"
+            ) from error
+        all_here, least = found.tolist()
+        return int(least) if all_here else None
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send a step's hidden states to the next stage, without waiting for it to take them."""
@@ -190,6 +225,38 @@ class Grid:
             raise PartFailed(
                 f"rank {self.rank} waits for {what} of rank {rank}, and lost it: {error}"
             ) from error
+
+
+def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStore:
+    """Where the ranks find each other: rank 0 serves it at `endpoint`, and the others call there."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    listening = None
+    if rank == 0:
+        try:
+            listening = socket.create_server((host, int(port)), backlog=ranks).detach()
+        except OSError as error:
+            raise PartFailed(
+                f"rank 0 cannot listen at {endpoint} for the other {ranks - 1}: {error}"
+            ) from error
+    try:
+        return TCPStore(
+            host,
+            int(port),
+            is_master=rank == 0,
+            timeout=timedelta(seconds=meet_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    except RuntimeError as error:
+        raise PartFailed(
+            f"rank {rank} did not find rank 0 at {endpoint} within {meet_seconds:g} s: it does not listen there, as its own log "
+            f"says, or is cut off ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Torch puts its own stack behind it."""
+    return str(error).partition("\n")[0]
 
 
 _PROBE_BYTES, _PROBES = 1 << 22, 3

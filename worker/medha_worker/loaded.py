@@ -134,7 +134,6 @@ class Loaded:
                 hidden_size=config.hidden_size,
                 dtype=self._model.dtype,
                 meet_seconds=MEET_SECONDS,
-                warm_up_seconds=settings.spec.lifecycle.ready_seconds,
             )
         try:
             # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
@@ -206,7 +205,8 @@ class Loaded:
         if not all_warm:
             short: list[None] = []
             model = self._in_grid(grid, lambda: short.append(None))
-            self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0)
+            with grid.warming_up():
+                self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0)
 
     def _warm_up(self, model: Transformer, ran_out: Callable[[], bool]) -> WarmUp:
         scheduling = self._settings.spec.scheduling
