@@ -61,7 +61,7 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     waits: list[float] = []
     for pod in observed.pods:
         node = observed.nodes.get(pod.node or "")
-        if node is None or node.unreachable_since is None:
+        if node is None or node.unreachable_since is None or pod.is_held:
             continue
         left = node.unreachable_since + node_lost_seconds - now
         if left > 0:

@@ -53,6 +53,8 @@ class Pod:
     created: float
     """Seconds of Unix time, by the API server's clock."""
     is_deleting: bool = False
+    is_held: bool = False
+    """It was told to end with no grace, and is there all the same: a finalizer holds it, and no force helps."""
     is_failed: bool = False
     """It has ended for good, e.g. evicted; only its object is left."""
     is_scheduled: bool = False
@@ -113,6 +115,7 @@ def pod_of(document: Object) -> Pod:
         revision=labels.get("medha.dev/revision", ""),
         created=seconds(metadata["creationTimestamp"]),
         is_deleting="deletionTimestamp" in metadata,
+        is_held=metadata.get("deletionGracePeriodSeconds") == 0,
         is_failed=status.get("phase") in ("Failed", "Succeeded"),
         is_scheduled=_is_true(conditions.get("PodScheduled")),
         is_started=bool(containers) and all(_has_started(entry) for entry in containers),

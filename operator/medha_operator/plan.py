@@ -207,7 +207,7 @@ def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: O
     lanes = {lane_name(owner.name, index) for index in range(len(revision.templates))}
     for (kind, name), found in observed.objects.items():
         if kind == "StatefulSet" and name not in lanes:
-            actions.append(_delete(kind, found, f"the grid has {len(lanes)} lanes"))
+            actions += _delete(kind, found, f"the grid has {len(lanes)} lanes")
     return actions
 
 
@@ -259,13 +259,16 @@ def _history(observed: Observed, current: Revision) -> list[Action]:
         for kind in ("ConfigMap", *_GROUPS, *(("ControllerRevision",) if index >= REVISION_HISTORY else ())):
             found = observed.objects.get((kind, name))
             if found is not None:
-                actions.append(_delete(kind, found, f"revision {old.name} is not in use"))
+                actions += _delete(kind, found, f"revision {old.name} is not in use")
     return actions
 
 
-def _delete(kind: str, found: Any, reason: str) -> Delete:
+def _delete(kind: str, found: Any, reason: str) -> list[Action]:
+    """The end of an object; nothing more, where it is told already and a finalizer holds it."""
     metadata = found["metadata"]
-    return Delete(kind, metadata["name"], metadata["uid"], metadata["resourceVersion"], reason)
+    if "deletionTimestamp" in metadata:
+        return []
+    return [Delete(kind, metadata["name"], metadata["uid"], metadata["resourceVersion"], reason)]
 
 
 # --- pods -----------------------------------------------------------------------------------------------

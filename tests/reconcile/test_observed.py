@@ -69,6 +69,18 @@ def test_a_member_asks_for_a_restart_until_it_has_come_up_again_by_itself() -> N
     assert not pod_of(worker(state={"terminated": {"exitCode": 1}}, started=False)).asks_restart
 
 
+@pytest.mark.parametrize(("grace", "is_held"), [(600, False), (0, True)])
+def test_a_pod_that_is_there_though_it_was_told_to_end_at_once_is_held(grace: int, is_held: bool) -> None:
+    document = pod()
+    document["metadata"] |= {
+        "deletionTimestamp": "2030-01-01T00:00:00Z",
+        "deletionGracePeriodSeconds": grace,
+    }
+    found = pod_of(document)
+    assert (found.is_deleting, found.is_held) == (True, is_held)
+    assert not pod_of(pod()).is_held
+
+
 CORDON = {"key": "node.kubernetes.io/unschedulable", "effect": "NoSchedule"}
 KARPENTER = {"key": "karpenter.sh/disrupted", "effect": "NoSchedule"}
 AUTOSCALER = {"key": "ToBeDeletedByClusterAutoscaler", "effect": "NoSchedule"}

@@ -570,6 +570,37 @@ def test_no_pod_is_deleted_twice_in_one_plan(world: World) -> None:
     assert sorted(names) == ["r-l0-0", "r-l0-1", "r-l1-0", "r-l1-1"]
 
 
+def test_a_pod_on_a_lost_node_that_a_finalizer_holds_is_forced_once(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now - 500)
+    world.hold()
+    world.do(world.plan().actions)
+    assert world.pods["r-l1-0"].is_held
+    assert deleted_pods(world.plan()) == set()
+    assert [told.reason for told in world.told].count("NodeLost") == 1
+    world.settle()
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    world.release()
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def test_what_is_too_much_and_held_by_a_finalizer_is_deleted_once(world: World) -> None:
+    old = world.status.revision
+    world.hold()
+    world.spec = world.spec | {"parallelism": {"tensor": 2, "stream": 2, "kv": 1}}
+    world.generation += 1
+    assert world.settle() == 0
+    held = [name for name, found in world.objects.items() if "deletionTimestamp" in found["metadata"]]
+    assert held == [("StatefulSet", "r-l1")]  # the older revision's settings are in use
+    world.pods = {name: pod for name, pod in world.pods.items() if not pod.is_deleting}
+    assert world.settle() == 0
+    assert "deletionTimestamp" in world.objects["ConfigMap", f"r-{old}"]["metadata"]
+    world.release()
+    assert world.settle() == 0
+    assert ("ConfigMap", f"r-{old}") not in world.objects
+
+
 # --- from anywhere --------------------------------------------------------------------------------------
 
 DISTURBANCES = st.one_of(
@@ -580,6 +611,8 @@ DISTURBANCES = st.one_of(
     st.tuples(st.just("die after"), st.integers(0, 12)),
     st.tuples(st.just("wait"), st.sampled_from([1, 40, 1000])),
     st.tuples(st.just("cluster"), st.just(0)),
+    st.tuples(st.just("hold"), st.just(0)),
+    st.tuples(st.just("release"), st.just(0)),
 )
 SPECS: list[dict[str, Any]] = [
     GRID,
@@ -608,6 +641,10 @@ def disturb(world: World, kind: str, index: int) -> None:
         world.do(world.plan().actions[:index])
     elif kind == "wait":
         world.now += index
+    elif kind == "hold":
+        world.hold()
+    elif kind == "release":
+        world.release()
     else:
         world.controllers()
         world.kubelets()
@@ -622,6 +659,8 @@ def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
     world = World(**GRID)
     for kind, index in disturbances:
         disturb(world, kind, index)
+    world.settle()  # with what is held, where no write may follow upon its own success
+    world.release()
     for _ in range(8):  # restarts may have to wait for their back-off
         world.settle()
         world.now += 700

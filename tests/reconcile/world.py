@@ -39,7 +39,11 @@ class World:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.revisions: dict[str, Revision] = {}
         self.pods: dict[str, Pod] = {}
+        self.owners: dict[str, str] = {}
+        """Name of a pod -> UID of the StatefulSet that has made it."""
         self.nodes: dict[str, Node] = {}
+        self.held: set[str] = set()
+        """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.deployment: str | None = None
         self.may_drain: str | None = None
         self.told: list[Tell] = []
@@ -81,18 +85,10 @@ class World:
                     )
                 case Delete(kind="Pod", name=name, uid=uid):
                     if name in self.pods and self.pods[name].uid == uid:
-                        assert not self.pods[name].is_deleting or action.is_forced, f"{name} is deleted twice"
-                        assert action.is_forced or not self.is_told_ready(), f"{name} ends of what is Ready"
-                        if action.is_forced:
-                            del self.pods[name]
-                        else:
-                            self.pods[name] = replace(self.pods[name], is_deleting=True)
+                        self._end_pod(self.pods[name], is_forced=action.is_forced)
                 case Delete(kind=kind, name=name, uid=uid):
                     if (kind, name) in self.objects and self.objects[kind, name]["metadata"]["uid"] == uid:
-                        del self.objects[kind, name]
-                        self.revisions = {
-                            key: one for key, one in self.revisions.items() if f"r-{key}" != name
-                        }
+                        self._end_object(kind, name)
                 case SetStatus(status):
                     self.status = status
                 case Tell():
@@ -115,19 +111,56 @@ class World:
 
     # --- the cluster's side -----------------------------------------------------------------------------
 
+    def hold(self) -> None:
+        """Somebody puts a finalizer on everything that is there."""
+        self.held |= {pod.uid for pod in self.pods.values()}
+        self.held |= {found["metadata"]["uid"] for found in self.objects.values()}
+
+    def release(self) -> None:
+        """The finalizers are taken away: what was told to end does so, pods once their kubelets are heard of."""
+        self.held.clear()
+        self.pods = {name: pod for name, pod in self.pods.items() if not pod.is_held}
+        for (kind, name), found in list(self.objects.items()):
+            if "deletionTimestamp" in found["metadata"]:
+                self._remove(kind, name)
+
+    def _end_pod(self, pod: Pod, *, is_forced: bool) -> None:
+        assert not (pod.is_held if is_forced else pod.is_deleting), f"{pod.name} is deleted twice"
+        assert is_forced or not self.is_told_ready(), f"{pod.name} ends of what is Ready"
+        if is_forced and pod.uid not in self.held:
+            del self.pods[pod.name]
+        else:
+            self.pods[pod.name] = replace(pod, is_deleting=True, is_held=is_forced)
+
+    def _end_object(self, kind: str, name: str) -> None:
+        metadata = self.objects[kind, name]["metadata"]
+        assert "deletionTimestamp" not in metadata, f"{kind} {name} is deleted twice"
+        if metadata["uid"] in self.held:
+            metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
+        else:
+            self._remove(kind, name)
+
+    def _remove(self, kind: str, name: str) -> None:
+        del self.objects[kind, name]
+        self.revisions = {key: one for key, one in self.revisions.items() if f"r-{key}" != name}
+
     def controllers(self) -> None:
-        """StatefulSets make what pods are missing; pods that were told to end have ended."""
-        self.pods = {name: pod for name, pod in self.pods.items() if not self._has_ended(pod)}
-        for (kind, _), found in sorted(self.objects.items()):
-            if kind == "StatefulSet":
-                self._make_pods(found)
-        wanted = {
-            f"{name}-{ordinal}"
-            for (kind, name), found in self.objects.items()
+        """Pods that were told to end have ended, and those of no StatefulSet; StatefulSets make what pods are missing."""
+        sets = {
+            found["metadata"]["uid"]: found
+            for (kind, _), found in sorted(self.objects.items())
             if kind == "StatefulSet"
-            for ordinal in range(found["spec"]["replicas"])
         }
-        self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
+        for name, pod in list(self.pods.items()):
+            lane = sets.get(self.owners[name])
+            is_wanted = lane is not None and int(name.rpartition("-")[2]) < lane["spec"]["replicas"]
+            if (pod.is_deleting or not is_wanted) and not self._is_silent(pod) and pod.uid not in self.held:
+                del self.pods[name]
+            elif not is_wanted:
+                self.pods[name] = replace(pod, is_deleting=True)
+        for lane in sets.values():
+            if "deletionTimestamp" not in lane["metadata"]:
+                self._make_pods(lane)
 
     def kubelets(self) -> None:
         """Every pod is placed, starts, and is ready once all of its gang have started."""
@@ -137,9 +170,6 @@ class World:
             else replace(pod, is_scheduled=True, is_started=True, is_ready=True, node=pod.node or "node")
             for name, pod in self.pods.items()
         }
-
-    def _has_ended(self, pod: Pod) -> bool:
-        return pod.is_deleting and not self._is_silent(pod)
 
     def _is_silent(self, pod: Pod) -> bool:
         node = self.nodes.get(pod.node or "")
@@ -152,6 +182,7 @@ class World:
             if name not in self.pods:
                 self.created_pods += 1
                 self._serial += 1
+                self.owners[name] = lane["metadata"]["uid"]
                 self.pods[name] = Pod(
                     name=name,
                     uid=f"pod-{self._serial}",
@@ -174,5 +205,9 @@ class World:
     def _stored(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self._serial += 1
         stored = copy.deepcopy(manifest)
-        stored["metadata"] |= {"uid": f"uid-{self._serial}", "resourceVersion": str(self._serial)}
+        before = self.objects.get((manifest["kind"], manifest["metadata"]["name"]), {"metadata": {}})[
+            "metadata"
+        ]
+        kept = {name: before[name] for name in ("uid", "deletionTimestamp") if name in before}
+        stored["metadata"] |= {"uid": f"uid-{self._serial}", "resourceVersion": str(self._serial)} | kept
         return stored
