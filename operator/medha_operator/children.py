@@ -50,8 +50,13 @@ class Child:
     is_left_over: bool = False
     """A deployment of the same name, which is gone, is its controller, and it will follow it."""
     is_deleting: bool = False
-    ready_since: float | None = None
-    """Unix time, seconds; None while it is not ready, or its status may speak of pods that its spec has ended."""
+    serving_since: float | None = None
+    """Unix time, seconds; None while it does not serve, or its status may speak of pods that its spec has ended.
+
+    What `Ready` says beside it, as that a write was refused, takes nothing from the pods.
+    """
+    may_serve: bool = False
+    """Its spec is refused, so that its pods, which have all started once, are left alone and nothing tells of them."""
     unplaced_since: float | None = None
     """Since when some of its pods find no node, Unix time."""
     waits_to_drain: bool = False
@@ -99,11 +104,18 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
     labels = metadata.get("labels", {})
     controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
     conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
-    ready, placed = conditions.get("Ready"), conditions.get("Scheduled")
+    ready, serving, placed = (conditions.get(one) for one in ("Ready", "Serving", "Scheduled"))
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
     is_going = drains and gang is None  # its pods are told to end, or have never all started
-    is_told = not is_going and _speaks_of_present_pods(document)
+    is_told = not is_going and _speaks_of_present_pods(document, status.get("observedGeneration", 0))
+    is_unready = is_told and _is(ready, "False")
+    # By the condition's own generation: a look that fails before it has judged the pods leaves it as it was.
+    serves = (
+        serving is not None
+        and _is(serving, "True")
+        and _speaks_of_present_pods(document, serving.get("observedGeneration", 0))
+    )
     return Child(
         index=index,
         document=document,
@@ -118,11 +130,12 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         and controller.get("kind") == "MedhaDeployment"
         and controller.get("name") == metadata["name"].rpartition("-")[0],
         is_deleting="deletionTimestamp" in metadata,
-        ready_since=_since(ready) if is_told and _is(ready, "True") else None,
+        serving_since=_since(serving) if serves and not is_going else None,
+        may_serve=serving is None and gang is not None and _has_pods_asked_for(document),
         unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
         waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
-        trouble=(ready["reason"], ready.get("message", "")) if ready and is_told else ("Starting", ""),
+        trouble=(ready["reason"], ready.get("message", "")) if is_unready and ready else ("Starting", ""),
         is_stalled=is_told and _is(conditions.get("Stalled"), "True"),
     )
 
@@ -155,19 +168,22 @@ def _canonical(template: Mapping[str, Any]) -> Any:
         return template
 
 
-def _speaks_of_present_pods(document: Object) -> bool:
-    """Whether the status may be believed, though the replica's own turn may be still to come.
+def _speaks_of_present_pods(document: Object, observed_generation: int) -> bool:
+    """Whether what was said of this generation may be believed, though the replica's own turn may be still to come.
 
     A change that restarts makes every earlier word void. After one that does not, the pods are what they were.
     """
-    status = document.get("status", {})
-    if status.get("observedGeneration", 0) >= document["metadata"].get("generation", 0):
-        return True
+    is_newest = observed_generation >= document["metadata"].get("generation", 0)
+    return is_newest or _has_pods_asked_for(document)
+
+
+def _has_pods_asked_for(document: Object) -> bool:
+    """Whether the pods that the status speaks of are those that the spec asks for."""
     try:
         spec = MedhaReplicaSpec.model_validate(document["spec"])
     except ValueError:
         return False
-    return not spec.suspend and status.get("revision") == begin(spec, []).name
+    return not spec.suspend and document.get("status", {}).get("revision") == begin(spec, []).name
 
 
 def _lacks_room(placed: Object) -> bool:

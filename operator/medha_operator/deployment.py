@@ -6,7 +6,8 @@ starts them anew, so that no replica ever has two revisions. Meanwhile up to `ma
 on, stand in for those that are away. A change that restarts no pods is applied to all at once.
 
 Two bounds hold in every plan. No further replica is made beyond N + maxSurge; and none that is available is taken down
-unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it.
+unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it. Where
+nothing tells whether a replica serves, it is not counted on, and is taken down as if it served.
 """
 
 from __future__ import annotations
@@ -197,6 +198,8 @@ class _Scene:
     """Indices whose name is in use by what is being deleted, or by somebody else's replica."""
     available: int
     """Replicas available now, less those that this plan takes down."""
+    unsure: int
+    """Replicas that may serve though nothing tells so, less those too."""
     outdated: dict[int, Child]
     """Those whose change would end pods."""
     leaving: dict[int, Child]
@@ -219,10 +222,6 @@ class _Scene:
     def is_available(self, child: Child) -> bool:
         return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
 
-    def may_lose_one(self, unavailable: int) -> bool:
-        """Whether one that serves may be taken down."""
-        return self.available - 1 >= self.replicas - unavailable
-
     def look_again(self, wait_seconds: float) -> None:
         self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
 
@@ -231,11 +230,12 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     ours = [child for child in observed.children if child.is_ours]
     present = {child.index: child for child in ours if not child.is_deleting}
     away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
-    scene = _Scene(observed, wanted, now, present, away, 0, {}, {}, 0, is_starved=False)
+    scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=False)
     for index, child in present.items():
         scene.available += scene.is_available(child)
-        if child.ready_since is not None:
-            left = child.ready_since + wanted.spec.min_ready_seconds - now
+        scene.unsure += child.may_serve
+        if child.serving_since is not None:
+            left = child.serving_since + wanted.spec.min_ready_seconds - now
             if left > 0:
                 scene.look_again(left)
         if _ends_pods(child, scene.manifest(index, child)):
@@ -248,8 +248,10 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
             if left > 0:
                 scene.look_again(left)
     # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
-    changing = [index for index, child in scene.outdated.items() if scene.is_available(child)]
-    moving = [index for index, child in scene.leaving.items() if child.ready_since is not None]
+    changing = [
+        index for index, child in scene.outdated.items() if scene.is_available(child) or child.may_serve
+    ]
+    moving = [index for index, child in scene.leaving.items() if child.serving_since is not None]
     serving = [index for index in (*changing, *moving) if index < scene.replicas]
     scene.surge = min(wanted.surge, len(serving))
     return scene
@@ -258,7 +260,9 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
 def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
     """Whether it has been ready for long enough, and is not about to leave its node."""
     return (
-        child.ready_since is not None and not child.may_drain and now - child.ready_since >= min_ready_seconds
+        child.serving_since is not None
+        and not child.may_drain
+        and now - child.serving_since >= min_ready_seconds
     )
 
 
@@ -296,7 +300,7 @@ def _change(scene: _Scene) -> Iterable[Action]:
     """Replicas that differ from what they are to be: those that serve nobody first, then from the highest index."""
     kept = scene.replicas + scene.surge
     for index, child in sorted(
-        scene.present.items(), key=lambda item: (item[1].ready_since is not None, -item[0])
+        scene.present.items(), key=lambda item: (item[1].serving_since is not None, -item[0])
     ):
         if index >= kept:
             continue
@@ -306,7 +310,7 @@ def _change(scene: _Scene) -> Iterable[Action]:
                 yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
-            if child.ready_since is not None and not scene.is_available(child):
+            if child.serving_since is not None and not scene.is_available(child):
                 continue  # it serves: it moves when its turn comes, though nobody counts on it yet
             # Another one comes first; without it only where there may be no other, or it finds no room.
             has_no_other = scene.wanted.surge == 0 or scene.is_starved
@@ -323,12 +327,19 @@ def _change(scene: _Scene) -> Iterable[Action]:
 
 
 def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
-    """Whether the replica may be taken down now; if so, it is counted. Nobody waits for one that is not available."""
-    if not scene.is_available(child):
-        return True
-    if not scene.may_lose_one(unavailable):
-        return False
-    scene.available -= 1
+    """Whether the replica may be taken down now; if so, it is counted. Nobody waits for one that serves nobody.
+
+    One that may serve goes behind others that may: else none of them could ever be mended.
+    """
+    least = scene.replicas - unavailable
+    if scene.is_available(child):
+        if scene.available - 1 < least:
+            return False
+        scene.available -= 1
+    elif child.may_serve:
+        if scene.available + scene.unsure - 1 < least:
+            return False
+        scene.unsure -= 1
     return True
 
 
@@ -353,7 +364,7 @@ def _remove(scene: _Scene) -> Iterable[Action]:
     """
     kept = scene.replicas + scene.surge
     surplus = [child for index, child in scene.present.items() if index >= kept]
-    for child in sorted(surplus, key=lambda one: (one.ready_since is not None, -one.index)):
+    for child in sorted(surplus, key=lambda one: (one.serving_since is not None, -one.index)):
         if _take_down(scene, child, scene.wanted.unavailable if scene.is_starved else 0):
             yield _delete("MedhaReplica", child.name, child, f"{scene.replicas} replicas are wanted")
 
@@ -397,7 +408,7 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         "observed_generation": observed.generation,
         "replicas": len(scene.present),
         "updated_replicas": updated,
-        "ready_replicas": sum(child.ready_since is not None for child in children),
+        "ready_replicas": sum(child.serving_since is not None for child in children),
         "available_replicas": available,
         "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
         "current_revision": (wanted.update if is_everywhere else wanted.current).name,

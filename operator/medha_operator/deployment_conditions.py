@@ -90,7 +90,7 @@ def _ready(rollout: Rollout) -> Judgement:
     if waiting is None:
         over = len(rollout.children) - rollout.replicas
         return Judgement("Ready", False, "Removing", f"{counted}; {over} too many are going")
-    if waiting.ready_since is not None:
+    if waiting.serving_since is not None:
         text = f"{counted}; replica {waiting.name} is ready, and waits for minReadySeconds"
         return Judgement("Ready", False, "WaitingForMinReady", text)
     reason, message = waiting.trouble
@@ -121,7 +121,7 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
 def _not_available(rollout: Rollout) -> Child | None:
     """The first replica that keeps the others waiting."""
     for child in rollout.children:
-        since = child.ready_since
+        since = child.serving_since
         if since is None or rollout.now - since < rollout.min_ready_seconds:
             return child
     return None

@@ -53,6 +53,10 @@ class DeploymentWorld:
         """Names of replicas that stand on a cordoned node."""
         self.broken: set[str] = set()
         """Images that never start."""
+        self.hindered: set[str] = set()
+        """Names of replicas one of whose objects may not be written: they say so, and their pods go on."""
+        self.refused: set[str] = set()
+        """Names of replicas whose specs are refused: their pods are left alone, and nothing is said of them."""
         self.told: list[Tell] = []
         self.writes = 0
         self._serial = 0
@@ -130,13 +134,17 @@ class DeploymentWorld:
             for name, document in self.replicas.items()
             if "deletionTimestamp" not in document["metadata"]
         }
-        self.cordoned &= self.replicas.keys()
+        for names in (self.cordoned, self.hindered, self.refused):
+            names &= self.replicas.keys()
         placed = sum(bool(one["status"].get("placed")) for one in self.replicas.values())
         for name, document in sorted(self.replicas.items()):
             placed += self._turn(name, document, has_room=placed < self.room)
 
     def _turn(self, name: str, document: dict[str, Any], *, has_room: bool) -> int:
         status, metadata = document["status"], document["metadata"]
+        if name in self.refused:
+            self._tell(name, document)
+            return 0
         pods = _pods_of(json.dumps(document["spec"]))
         had = bool(status.get("placed"))
         leaves = name in self.cordoned and (
@@ -156,8 +164,8 @@ class DeploymentWorld:
         return bool(status.get("placed")) - had
 
     def _tell(self, name: str, document: dict[str, Any]) -> None:
-        status = document["status"]
-        status["observedGeneration"] = document["metadata"]["generation"]
+        status, generation = document["status"], document["metadata"]["generation"]
+        status["observedGeneration"] = generation
         broken = (
             status.get("placed")
             and not status.get("started")
@@ -171,10 +179,16 @@ class DeploymentWorld:
         )  # fmt: skip
         judged = {
             "Ready": (bool(status.get("started")), reason),
+            "Serving": (bool(status.get("started")), reason),
             "Scheduled": (bool(status.get("placed")), reason),
             "Stalled": (bool(broken), reason),
             "Draining": (name in self.cordoned, "NodeCordoned"),
         }
+        no = {"Ready": (False, "Refused"), "Accepted": (False, "Refused"), "Stalled": (True, "Refused")}
+        if name in self.refused:
+            judged = no
+        elif name in self.hindered:
+            judged |= no
         before = {entry["type"]: entry for entry in status.get("conditions", ())}
         status["conditions"] = [
             {
@@ -182,6 +196,7 @@ class DeploymentWorld:
                 "status": str(holds),
                 "reason": why,
                 "message": "",
+                "observedGeneration": generation,
                 "lastTransitionTime": before[kind]["lastTransitionTime"]
                 if kind in before and before[kind]["status"] == str(holds)
                 else timestamp(self.now),
@@ -223,10 +238,20 @@ class DeploymentWorld:
         """Replicas whose pods serve now, whatever their status says."""
         return {name for name, one in self.replicas.items() if one["status"].get("started")}
 
+    def is_ending(self, name: str) -> bool:
+        """Whether it has been changed so that its pods end at its next turn."""
+        one = self.replicas[name]
+        is_changed = _pods_of(json.dumps(one["spec"])) != one["status"].get("revision")
+        return (
+            is_changed
+            or "deletionTimestamp" in one["metadata"]
+            or MAY_DRAIN in one["metadata"].get("annotations", {})
+        )
+
     def ended_by(self, manifest: dict[str, Any]) -> bool:
         """Whether applying `manifest` ends pods of a replica that serves."""
         name = manifest["metadata"]["name"]
-        if name not in self.serving():
+        if name not in self.serving() or self.is_ending(name):
             return False
         leaves = name in self.cordoned and MAY_DRAIN in manifest["metadata"].get("annotations", {})
         return leaves or _pods_of(json.dumps(manifest["spec"])) != self.replicas[name]["status"]["revision"]
