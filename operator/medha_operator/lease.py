@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -158,7 +159,8 @@ class Lease:
         is_same = before.get("holderIdentity") == holder
         spec = {
             "holderIdentity": holder,
-            "leaseDurationSeconds": max(1, round(self._seconds)) if holder else 1,
+            # A whole number, for Kubernetes: never less than what we take ourselves to have.
+            "leaseDurationSeconds": math.ceil(self._seconds) if holder else 1,
             "acquireTime": before.get("acquireTime", now) if is_same else now,
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions", 0)) + (not is_same and bool(holder)),

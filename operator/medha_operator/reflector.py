@@ -17,6 +17,8 @@ _log = logging.getLogger(__name__)
 
 _BACKOFF_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ABSENT_SECONDS = 60.0
+_LASTING_SECONDS = 1.0
+"""A watch that has lasted so long has begun well. What ends before is not asked for again in a loop."""
 
 
 class Reflector:
@@ -40,17 +42,16 @@ class Reflector:
         self._selector = selector
         self._relist_seconds = relist_seconds
         self._is_optional = is_optional
+        self._failures = 0  # since a watch has told something, or lasted
         self.is_synced = asyncio.Event()
         """Whether the store holds a list, be it an old one."""
 
     async def run(self) -> None:
         """Reflect until cancelled."""
-        failures = 0
         while True:
             try:
                 version = await self.refresh()
                 self.is_synced.set()
-                failures = 0
                 await self._follow(version)
             except ApiError as error:
                 if self._is_optional and error.status in (403, 404):
@@ -59,11 +60,13 @@ class Reflector:
                     self.is_synced.set()
                     await asyncio.sleep(_ABSENT_SECONDS)
                     continue
-                if error.status != 410:  # a version that is too old: list at once
-                    pause = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
+                if error.status == 410 and not self._failures:  # a version that is too old: list at once
+                    pause = 0.0
+                else:  # lists that succeed do not count: of many objects one costs much, and a watch is needed
+                    pause = _BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)]
                     _log.warning("%s: %s; listed again in %g s", self._kind.plural, error, pause)
-                    failures += 1
-                    await asyncio.sleep(pause)
+                self._failures += 1
+                await asyncio.sleep(pause)
 
     async def refresh(self) -> str:
         """List now, whatever the watch is at; returns the version of the list.
@@ -102,10 +105,13 @@ class Reflector:
                 ):
                     version = document["metadata"]["resourceVersion"]
                     self._store.see(event, document, self._namespace)
+                    self._failures = 0
             except ApiError as error:
                 if error.status != 0:
                     raise
-            if (
-                clock() - began < 1.0
-            ):  # neither a server that ends at once nor one that is gone is asked in a loop
-                await asyncio.sleep(1.0)
+            finally:
+                has_lasted = clock() - began >= _LASTING_SECONDS
+                if has_lasted:
+                    self._failures = 0
+            if not has_lasted:  # neither a server that ends at once nor one that is gone is asked in a loop
+                await asyncio.sleep(_LASTING_SECONDS)

@@ -58,9 +58,9 @@ class Clock:
 class Party:
     """One of several operators."""
 
-    def __init__(self, kept: Kept, clock: Clock, name: str) -> None:
+    def __init__(self, kept: Kept, clock: Clock, name: str, settings: OperatorSettings = SETTINGS) -> None:
         self.tenure = Tenure(clock)
-        self.lease = Lease(cast(Cluster, kept), self.tenure, name, SETTINGS)
+        self.lease = Lease(cast(Cluster, kept), self.tenure, name, settings)
 
     def tries(self) -> bool:
         return asyncio.run(self.lease._try_to_take())
@@ -101,6 +101,21 @@ def test_others_wait_for_a_whole_lease_without_a_sign(kept: Kept, clock: Clock) 
     clock.now += 0.2
     assert second.tries()
     assert not first.tenure.covers(0.0)  # it had ended for the first before it began for the second
+
+
+@pytest.mark.parametrize("lease_seconds", [1.1, 1.4, 2.5, 15.4])
+def test_a_lease_of_a_broken_number_of_seconds_is_not_over_for_others_before_it_is_for_its_holder(
+    kept: Kept, clock: Clock, lease_seconds: float
+) -> None:
+    settings = OperatorSettings(lease_seconds=lease_seconds)
+    first, second = (Party(kept, clock, name, settings) for name in ("first", "second"))
+    assert first.tries()
+    assert not second.tries()
+    clock.now += lease_seconds - 0.01
+    assert first.tenure.covers(0.0)
+    assert not second.tries()
+    clock.now += 1.0
+    assert second.tries()
 
 
 def test_a_holder_that_finds_another_stops_at_once(kept: Kept, clock: Clock) -> None:

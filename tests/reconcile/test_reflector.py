@@ -29,6 +29,8 @@ class Played:
     def __init__(self, lists: list[Any], watches: list[list[Event] | ApiError]) -> None:
         self.lists, self.watches = lists, watches
         self.asked: list[str] = []
+        self.pauses: list[float] = []
+        """Seconds that the reflector would have slept."""
         self.has_ended = asyncio.Event()
 
     async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
@@ -71,8 +73,13 @@ def reflect(played: Played, kind: Kind = KINDS["Service"], *, is_optional: bool 
         task.cancel()
 
     really = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        played.pauses.append(seconds)
+        await really(0)
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("medha_operator.reflector.asyncio.sleep", lambda _: really(0))
+        patched.setattr("medha_operator.reflector.asyncio.sleep", sleep)
         asyncio.run(run())
     return index
 
@@ -104,6 +111,30 @@ def test_a_list_that_fails_is_asked_for_again() -> None:
     failures = [ApiError(500, "InternalError", "etcd"), ApiError(429, "TooManyRequests", "later")]
     played = Played([*failures, [service(5)]], [])
     assert names(reflect(played)) == ["r"]
+
+
+@pytest.mark.parametrize(
+    ("status", "pauses"),
+    [(500, [0.2, 0.5, 1.0, 2.0]), (403, [0.2, 0.5, 1.0, 2.0]), (410, [0, 0.5, 1.0, 2.0])],
+)
+def test_a_watch_that_is_always_refused_costs_a_list_less_and_less_often(
+    status: int, pauses: list[float]
+) -> None:
+    played = Played(
+        [[service(5)] for _ in range(5)], [ApiError(status, "Reason", "no watch") for _ in range(4)]
+    )
+    reflect(played)
+    assert played.asked == ["list", "watch 5"] * 5
+    assert played.pauses == pauses
+
+
+def test_a_watch_that_has_told_something_is_listed_for_soon_when_it_ends() -> None:
+    refused = ApiError(500, "InternalError", "no watch")
+    told: list[Event] = [("ADDED", service(7, "b"))]
+    played = Played([*[[service(5)]] * 3, [service(8)]], [refused, refused, told, refused])
+    reflect(played)
+    assert played.pauses == [0.2, 0.5, 1.0, 0.2]  # the third one since a watch has ended at once
+    assert played.asked[-3:] == ["watch 7", "list", "watch 8"]
 
 
 def test_nodes_that_may_not_be_read_count_as_none() -> None:
