@@ -2,7 +2,7 @@
 
 The controller and every rank of a lane own one ledger each, and apply the same operations in the same order
 (`medha.pools` names them and replays them), so all of them agree on every block table without one ever crossing
-a wire. `state_hash` makes a disagreement visible.
+a wire. `state_hash` is a part of what makes a disagreement visible.
 
 A block is in one of three states: *held* by one or more sequences, *remembered* by nobody but the prefix cache, or
 *free*. A held block may be remembered too; it then stays when its last sequence releases it. Which blocks are worth
@@ -219,8 +219,11 @@ class BlockLedger:
                 self._idle_blocks -= int(np.count_nonzero(unheld))
                 self._give(first, unheld)
 
-    def state_hash(self) -> int:
-        """A 53-bit digest of every table and of what is remembered; equal on all replicas of this ledger."""
+    def state_hash(self, also: bytes = b"") -> int:
+        """A 53-bit digest of every table, of what is remembered, and `also` of other state that goes with it.
+
+        Equal on all replicas of this ledger.
+        """
         tables: list[bytes] = []
         for sequence in sorted(self._tables):
             encoded = self._encoded.get(sequence)
@@ -233,6 +236,7 @@ class BlockLedger:
             bits = np.packbits(self._remembered).tobytes()
             self._remembered_digest = blake2b(bits, digest_size=8).digest()
         digest.update(self._remembered_digest)
+        digest.update(also)
         return int.from_bytes(digest.digest(), "big") >> 11  # 53 bits fit a JSON number
 
     def check(self) -> None:

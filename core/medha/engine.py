@@ -235,7 +235,7 @@ class ReplicaController:
         hashes: tuple[int, ...] = ()
         everywhere = range(len(self._lanes))
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
-            hashes = tuple(self._pools.state_hash(lane) for lane in everywhere)
+            hashes = self._pools.state_hashes()
         step = new_step(
             step_id=self._next_step_id,
             epoch=self.epoch,

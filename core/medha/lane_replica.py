@@ -1,8 +1,8 @@
 """A rank's part of KV: the ledger of its lane, which replays what `medha.pools` decided.
 
 A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane. It needs no
-token ids, no hashes and no rule of eviction, so it cannot come to other conclusions than the controller; `state_hash` of
-the ledgers shows whether it did.
+token ids, no hashes and no rule of eviction, so it cannot come to other conclusions than the controller; `state_hash`
+shows whether it did.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from medha.blocks import BlockCopy, BlockLedger
 from medha.messages import Admit, BlockRun, Grow, Publish
-from medha.shards import Segment, ShardMap
+from medha.shards import Segment, ShardMap, digest_of
 
 
 class LaneReplica:
@@ -27,6 +27,10 @@ class LaneReplica:
 
     def shards(self, sequence: str) -> ShardMap:
         return self._shards[sequence]
+
+    def state_hash(self) -> int:
+        """A 53-bit digest of the ledger and of every sequence's shard map, as `KvPools.state_hashes` has it."""
+        return self.ledger.state_hash(digest_of(self._shards))
 
     def publish(self, publishes: Iterable[Publish]) -> None:
         for publish in publishes:

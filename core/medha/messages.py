@@ -279,7 +279,8 @@ class StepEntry:
     """The part of one sequence in a step: which positions it computes, where, and whether it then samples.
 
     `strategy` names how attention over several lanes is computed; `local` is one lane's own KV.
-    `shard_map_version` says which shard map of the sequence the step was planned with.
+    `shard_map_version` says which shard map of the sequence the step was planned with, unless it is `local`: a rank that
+    has another one ends the epoch.
     """
 
     id: str
@@ -310,9 +311,7 @@ class Step:
     grows: tuple[Grow, ...] = ()
     admits: tuple[Admit, ...] = ()
     predicted_seconds: float = 0.0
-    state_hash: int | None = (
-        None  # of the ledger once releases, grows and admits are applied; None: unchecked
-    )
+    state_hash: int | None = None  # of ledger and shard maps once all of these are applied; None: unchecked
     lanes: tuple[int, ...] = (0,)  # that run the entries in lock-step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes

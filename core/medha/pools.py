@@ -19,7 +19,7 @@ from medha.blocks import BlockLedger, Run
 from medha.lane_replica import fork_on
 from medha.messages import BlockRun, Grow, Publish
 from medha.prefix import Match, PrefixCache, hash_count, hash_range
-from medha.shards import PROMPT_STRIPE_TOKENS, Segment, ShardMap, deal, is_dealt, place, spreads
+from medha.shards import PROMPT_STRIPE_TOKENS, Segment, ShardMap, deal, digest_of, is_dealt, place, spreads
 
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
@@ -337,8 +337,10 @@ class KvPools:
                 return True
         return False
 
-    def state_hash(self, lane: int = 0) -> int:
-        return self._lanes[lane].ledger.state_hash()
+    def state_hashes(self) -> tuple[int, ...]:
+        """For each lane a 53-bit digest of what its ranks replay: its ledger, and the shard maps of all sequences."""
+        maps = digest_of({name: held.shards for name, held in self._held.items()})
+        return tuple([lane.ledger.state_hash(maps) for lane in self._lanes])
 
     # --- placing --------------------------------------------------------------------------------------
 

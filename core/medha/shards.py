@@ -16,8 +16,9 @@ always holds a whole block of the sequence: whatever is cached by the content of
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 STRIPE_TOKENS = 256
 """Output tokens that go to one lane before the next one's turn; at least one block."""
@@ -58,6 +59,7 @@ class ShardMap:
     _starts: list[int] = field(init=False, repr=False, compare=False)
     _local_starts: list[int] = field(init=False, repr=False, compare=False)
     _tokens_on: dict[int, int] = field(init=False, repr=False, compare=False)
+    _encoded: bytes = field(default=b"", init=False, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self) -> None:
         if len(self.segments) == 1:  # as nearly always
@@ -89,6 +91,14 @@ class ShardMap:
     def lanes(self) -> tuple[int, ...]:
         """Every lane that holds a part, in the order in which they join."""
         return tuple(self._tokens_on)
+
+    @property
+    def encoded(self) -> bytes:
+        """The version and every segment, unlike those of any other map; what `digest_of` reads."""
+        if not self._encoded:
+            runs = "".join([f"{one.lane},{one.start},{one.stop};" for one in self.segments])
+            self._encoded = f"{self.version}:{runs}|".encode()
+        return self._encoded
 
     def tokens_on(self, lane: int) -> int:
         """Tokens to reserve on a lane; 0 if the request has nothing there."""
@@ -160,6 +170,18 @@ class ShardMap:
         if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
             return None
         return ShardMap(tuple(segments), self.version + 1)
+
+
+def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
+    """Eight bytes over the maps of these sequences, with their order, versions and lengths.
+
+    Replicas that have applied the same operations in the same order have the same digest.
+    """
+    digest = blake2b(
+        repr(list(maps)).encode(), digest_size=8
+    )  # quoted, so that no two lists of names look alike
+    digest.update(b"".join([shards.encoded for shards in maps.values()]))
+    return digest.digest()
 
 
 def spreads(

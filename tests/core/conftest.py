@@ -232,7 +232,7 @@ class FakeReplica:
         for admit in step.admits:
             self._admit(admit)
         if step.state_hash is not None:
-            assert step.state_hash == self.ledger.state_hash()
+            assert step.state_hash == self._lane.state_hash()
         self._pipeline.append(_Running(step))
         assert len(self._pipeline) <= self.config.topology.stream
         assert len({entry.id for entry in step.entries}) == len(step.entries)

@@ -105,7 +105,7 @@ class Lanes:
                 assert replica.grow(grow)
         for admit in step.admits:
             self._admit(admit)
-        hashes = tuple(replica.ledger.state_hash() for replica in self.replicas)
+        hashes = tuple(replica.state_hash() for replica in self.replicas)
         if len(hashes) == 1:
             assert step.state_hash in (None, hashes[0])
             assert step.state_hashes == ()

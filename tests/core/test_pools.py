@@ -19,6 +19,7 @@ from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Grow, Sampling
 from medha.pools import KvPools, Placed
 from medha.prefix import HASH_CHARACTERS, PrefixHasher, hash_at
+from medha.shards import Segment
 
 Content = tuple[int, ...]
 
@@ -220,9 +221,11 @@ class PoolsMachine(RuleBasedStateMachine):
 
     def _flush(self) -> None:
         """A step: what was published and released since the last one reaches the ranks."""
-        for lane, ranks in enumerate(self.ranks):
-            ranks.replica.publish(self.pools.take_publishes([lane]))
-            for name in self.pools.take_releases([lane]):
+        publishes = self.pools.take_publishes(range(self.lanes))
+        releases = self.pools.take_releases(range(self.lanes))
+        for ranks in self.ranks:
+            ranks.replica.publish(publishes)
+            for name in releases:
                 ranks.replica.release(name)
 
     def _replay_admit(
@@ -256,7 +259,7 @@ class PoolsMachine(RuleBasedStateMachine):
                 for offset in range(self.size):
                     if (copy.source, offset) in ranks.content:
                         ranks.content[copy.target, offset] = ranks.content[copy.source, offset]
-            assert ranks.replica.ledger.state_hash() == self.pools.state_hash(lane)
+            assert ranks.replica.state_hash() == self.pools.state_hashes()[lane]
             assert ranks.replica.shards(name) == placed.shards
 
     def _write(self, name: str, one: Sequence, position: int) -> None:
@@ -294,3 +297,23 @@ def test_an_output_block_is_kept_only_where_its_hash_belongs_and_its_kv_is_compu
     pools.release("a", computed)
     assert pools.cached_blocks == kept
     assert pools.expected(16, hashes)[0] == 4 * kept
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param((Segment(0, 0, 16), Segment(1, 16, 64), Segment(0, 64, 96)), id="other borders"),
+        pytest.param((Segment(1, 0, 48), Segment(0, 48, 96)), id="another owner"),
+        pytest.param((Segment(0, 0, 48), Segment(1, 48, 95)), id="a shorter one"),
+    ],
+)
+def test_ranks_with_another_shard_map_have_another_hash(other: tuple[Segment, ...]) -> None:
+    """Even where they hold the very same blocks."""
+    hashes = []
+    for segments in ((Segment(0, 0, 48), Segment(1, 48, 96)), other):
+        replica = LaneReplica(BlockLedger(64, 16))
+        tokens = segments[-1].stop
+        assert replica.admit(Admit("a", "p", 64, 64, 1, Sampling(), tokens, segments=segments)) == []
+        assert replica.ledger.runs("a") == [(0, 3)]
+        hashes.append(replica.state_hash())
+    assert hashes[0] != hashes[1]

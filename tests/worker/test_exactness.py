@@ -172,11 +172,10 @@ class Planner:
         lanes = {lane for entry in entries for lane in self._lanes(entry)}
         if self.rng.random() < 0.3:  # some take part without being needed
             lanes = set(range(self.lanes))
-        hashes = tuple(self.pools.state_hash(lane) for lane in range(self.lanes))
         self.steps.append(
             Step(
                 step_id=len(self.steps), epoch=0, entries=tuple(entries), admits=tuple(admits),
-                publishes=publishes, releases=releases, lanes=tuple(sorted(lanes)), state_hashes=hashes,
+                publishes=publishes, releases=releases, lanes=tuple(sorted(lanes)), state_hashes=self.pools.state_hashes(),
             )
         )  # fmt: skip
         for one in self.running:

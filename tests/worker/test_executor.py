@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from medha.blocks import BlockLedger
 from medha.errors import PartFailed, WireInvalid
+from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.executor import Executor
@@ -65,7 +66,7 @@ class Engine:
             clock=lambda: 0.0,
             **more,  # type: ignore[arg-type]
         )
-        self.double = BlockLedger(64, BLOCK_TOKENS)
+        self.double = LaneReplica(BlockLedger(64, BLOCK_TOKENS))
         self.steps = 0
 
     def give(self, name: str, ids: np.ndarray) -> None:
@@ -77,12 +78,9 @@ class Engine:
         for name in step.releases:
             self.double.release(name)
         for grow in step.grows:
-            self.double.grow(grow.id, grow.reserved_tokens)
+            self.double.grow(grow)
         for admit in step.admits:
-            if admit.fork_of is None:
-                self.double.reserve(admit.id, admit.reserved_tokens)
-            else:
-                self.double.fork(admit.fork_of, admit.id, admit.shared_tokens, admit.reserved_tokens)
+            self.double.admit(admit)
         step = replace(step, state_hash=self.double.state_hash())
         self.executor.prepare(step)
         assert self.executor.missing_prompts(step) == []
@@ -285,6 +283,14 @@ def test_the_stage_is_free_before_tokens_are_drawn(model: Transformer) -> None:
     [
         (Step(1, 0, (), state_hash=1), "the ledgers differ"),
         (Step(1, 3, ()), "epoch 3"),
+        (
+            Step(1, 0, (replace(entry("a", 8, 1), strategy="owner", shard_map_version=1),)),
+            "shard map 1 of a is meant, and 0 is here",
+        ),
+        (
+            Step(1, 0, (StepEntry("a", 1, (Extent(8, 1),), True, "owner", 2),), lanes=(0, 1)),
+            "shard map 2 of a is meant, and 0 is here",
+        ),
         (Step(1, 0, (), releases=("b",)), "sequence b is not known"),
         (Step(1, 0, (), grows=(Grow("b", 5),)), "b is not known"),
         (Step(1, 0, (), grows=(Grow("a", 5000),)), "no KV is left to grow a to 5000"),
@@ -453,6 +459,15 @@ def test_an_entry_that_cannot_be_computed_fails_alone(
     (failure,) = done.failures
     assert isinstance(failure, EntryFailed)
     assert detail in failure.detail
+
+
+def test_an_entry_of_another_lane_that_names_no_position_is_that_lanes_to_fail(model: Transformer) -> None:
+    engine = Engine(model)
+    engine.start("a", random_ids(8, 1))
+    engine.start("b", random_ids(8, 2))
+    done = engine.step(StepEntry("a", 1, (), True, "owner"), entry("b", 8, 1), lanes=(0, 1))
+    assert [sample.id for sample in done.samples] == ["b"]
+    assert done.failures == ()
 
 
 def test_an_entry_beyond_its_reservation_fails_alone(model: Transformer) -> None:

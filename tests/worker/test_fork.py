@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from medha.config import derive
 from medha.engine import STATE_HASH_EVERY_STEPS, ReplicaController
 from medha.errors import PartFailed
 from medha.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
+from medha.shards import Segment, ShardMap
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.executor import Executor
 from medha_worker.model.config import ModelConfig
@@ -25,7 +27,28 @@ READY = RankReady(
 )  # fmt: skip
 
 
-def test_a_fork_is_found_within_the_steps_between_two_hashes(tmp_path: Path) -> None:
+def holds_a_block_too_many(executor: Executor) -> None:
+    assert executor.ledger.reserve("of nobody", 1)
+
+
+def has_another_version_of_a_map(executor: Executor) -> None:
+    shards = executor._lane.shards("a")
+    executor._lane._shards["a"] = ShardMap(shards.segments, shards.version + 1)
+
+
+def has_a_map_of_another_length(executor: Executor) -> None:
+    """Of as many blocks, so that no table tells."""
+    tokens = executor._lane.shards("a").tokens
+    assert executor.ledger.blocks_for(tokens - 1) == executor.ledger.blocks_for(tokens)
+    executor._lane._shards["a"] = ShardMap((Segment(0, 0, tokens - 1),))
+
+
+@pytest.mark.parametrize(
+    "part", [holds_a_block_too_many, has_another_version_of_a_map, has_a_map_of_another_length]
+)
+def test_a_fork_is_found_within_the_steps_between_two_hashes(
+    tmp_path: Path, part: Callable[[Executor], None]
+) -> None:
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
     model = Transformer.load(
         tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny", max_model_len=512)
@@ -60,6 +83,6 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(tmp_path: Path) -> 
 
     agreed = 2 * STATE_HASH_EVERY_STEPS + 5
     done = run(event, range(agreed))
-    assert executor.ledger.reserve("of nobody", 1)
-    with pytest.raises(PartFailed, match="the ledgers differ"):
+    part(executor)
+    with pytest.raises(PartFailed, match="the ledgers differ, or the shard maps"):
         run(done, range(agreed, agreed + STATE_HASH_EVERY_STEPS))

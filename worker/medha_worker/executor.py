@@ -32,6 +32,7 @@ from medha.context_parallel import OWNER
 from medha.errors import PartFailed, WireInvalid
 from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Done, EntryFailed, Extent, FailureReason, Sample, Step, StepEntry, Tokens
+from medha.shards import ShardMap
 from medha.wire import TokenIds
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
@@ -368,8 +369,11 @@ class Executor:
         for admit in step.admits:
             copies += self._admit(admit, step)
         state_hash = step.state_hashes[self._lane.lane] if step.state_hashes else step.state_hash
-        if state_hash is not None and state_hash != self.ledger.state_hash():
-            raise self._parted(step, f"the ledgers differ ({self.ledger.held_blocks} blocks are held here)")
+        if state_hash is not None and state_hash != self._lane.state_hash():
+            raise self._parted(
+                step,
+                f"the ledgers differ, or the shard maps ({self.ledger.held_blocks} blocks are held here)",
+            )
         return tuple(copies)
 
     def _admit(self, admit: Admit, step: Step) -> Sequence[BlockCopy]:
@@ -432,7 +436,7 @@ class Executor:
                 EntryFailed(entry.id, "internal", "the sequence is not known here, or no position named")
             )
             return None
-        shards, chunk = self._lane.shards(entry.id), chunks[entry.id]
+        shards, chunk = self._shards(entry, step), chunks[entry.id]
         is_owner = shards.owner == self._lane.lane
         if sequence.fault is not None:  # known to all lanes; one of them says so
             if is_owner:
@@ -467,6 +471,7 @@ class Executor:
             if entry.lane == self._lane.lane or entry.strategy == LOCAL:
                 continue
             sequence = self._sequence(entry.id, step)
+            self._shards(entry, step)
             asked = self._spread_entry(entry, sequence, chunks[entry.id].stop)
             # A ring needs all of its lanes, whatever they hold of one request.
             if sequence.fault is None and (entry.strategy != OWNER or self._lane.lane in asked.holders):
@@ -556,6 +561,16 @@ class Executor:
         part.sequence.append(result.token)
         finish_reason = part.sequence.sampler.append(result.token)
         return Sample(part.entry.id, result.token, finish_reason, result.logprob)
+
+    def _shards(self, entry: StepEntry, step: Step) -> ShardMap:
+        """Where the KV of an entry's sequence lies, which has to be what the step was planned with."""
+        shards = self._lane.shards(entry.id)
+        if entry.strategy != LOCAL and entry.shard_map_version != shards.version:
+            raise self._parted(
+                step,
+                f"shard map {entry.shard_map_version} of {entry.id} is meant, and {shards.version} is here",
+            )
+        return shards
 
     def _table(self, name: str) -> npt.NDArray[np.int64]:
         """Its block table on this lane; empty if it holds nothing here."""
