@@ -5,6 +5,7 @@ stubborn        report ready, ignore SIGTERM
 mute            never report ready, ignore SIGTERM
 parent          as serve, and leave a child process behind
 beat            as serve, and show once a second that it lives, as long as it is not stopped
+stop-when FILE  as beat; once FILE exists, remove it and stop before the first beat
 crash           end with status 3 before being ready
 crash-when FILE report ready, end with status 4 once FILE exists
 """
@@ -23,6 +24,9 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
     if behaviour == "crash":
         print("first line\nthe model is upside down", file=sys.stderr)
         return 3
+    if behaviour == "stop-when" and Path(arguments[0]).exists():
+        Path(arguments[0]).unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
     handler = signal.SIG_IGN if behaviour in ("stubborn", "mute") else lambda *_: terminated.append(True)
     signal.signal(signal.SIGTERM, handler)
     if behaviour == "parent":
@@ -33,7 +37,7 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
         ready.touch()
     beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     while not terminated:
-        if behaviour == "beat":
+        if behaviour in ("beat", "stop-when"):
             beats.sendto(b"WATCHDOG=1", os.environ["NOTIFY_SOCKET"].replace("@", "\0"))
         if behaviour == "crash-when" and Path(arguments[0]).exists():
             print("out of luck")

@@ -10,6 +10,7 @@ import sys
 
 from medha_worker.supervision.heartbeat import (
     AWAY_SECONDS,
+    IMPORT_SECONDS,
     LOOK_SECONDS,
     SILENT_SECONDS,
     STOPPED_SECONDS,
@@ -48,6 +49,19 @@ def test_a_part_that_the_kernel_calls_stopped_counts_sooner_and_one_that_is_only
     assert beats.silent(0.0, lambda _: True) == {}
     assert beats.silent(late, lambda process_id: process_id == 7) == {7: late}
     assert BEAT_SECONDS < STOPPED_SECONDS < SILENT_SECONDS
+
+
+def test_a_part_that_was_started_has_longer_until_its_first_sign_of_life_unless_it_was_stopped() -> None:
+    beats = Beats()
+    beats.started(7, 0.0)
+    beats.started(8, 0.0)
+    assert looked_at_often(beats, 0.0, IMPORT_SECONDS) == []
+    assert list(beats.silent(IMPORT_SECONDS, lambda process_id: process_id == 8)) == [8]
+    beats.heard(8, IMPORT_SECONDS)
+    beats.started(8, IMPORT_SECONDS)  # it was heard before it could be said that it was started
+    assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + 0.1) == [7]
+    beats.forget(7)
+    assert looked_at_often(beats, IMPORT_SECONDS, IMPORT_SECONDS + SILENT_SECONDS + 0.1) == [8]
 
 
 def test_the_kernel_knows_who_was_stopped() -> None:

@@ -209,3 +209,18 @@ def test_a_part_that_is_stopped_is_killed_and_started_again(start: Start) -> Non
     assert not victim.is_running()
     run.interrupt()
     assert run.end() == 0
+
+
+def test_a_part_that_is_stopped_before_its_first_sign_of_life_is_killed_and_started_again(
+    start: Start, tmp_path: Path
+) -> None:
+    mark = tmp_path / "stop"
+    run = start(rank_0=f"stop-when:{mark}")
+    run.until("READY")
+    mark.touch()
+    run.part("rank 0").kill()
+    run.until("rank 0 shows no sign of life")
+    run.until_next("rank 0     | pid")
+    assert not mark.exists()
+    run.interrupt()
+    assert run.end() == 0

@@ -2,8 +2,8 @@
 
 The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, `WATCHDOG=1` says "I get on", and a line
 `X_MEDHA_STATE=` says what the part is at (`part_state`). The
-kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. A part is watched
-from its first sign of life on: what it does before, such as importing its libraries, is bounded elsewhere.
+kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. Until its first
+sign of life a part has longer: it imports its libraries, perhaps from a slow disk.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ SILENT_SECONDS = 5.0
 """A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
 STOPPED_SECONDS = 2.0
 """The same for a part that the kernel calls stopped: no slow machine looks like that, and it does not go on by itself."""
+IMPORT_SECONDS = 60.0
+"""The same for a part that was never heard yet: its imports take seconds, on a busy machine many of them."""
 LOOK_SECONDS = 1.0  # how often it is looked for silent parts
 DATAGRAM_BYTES = 8192
 AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
@@ -34,21 +36,31 @@ class Beats:
     """When each process was heard last, in seconds on any one clock."""
 
     def __init__(self) -> None:
-        self._heard_at: dict[int, float] = {}
+        self._heard_at: dict[int, float] = {}  # or started
+        self._unheard: set[int] = set()  # since they were started
         self._looked_at: float | None = None
         self._lock = Lock()  # between the thread that listens and the one that looks
+
+    def started(self, process_id: int, now: float) -> None:
+        """From here on it is watched; it may have been heard already."""
+        with self._lock:
+            if process_id not in self._heard_at:
+                self._heard_at[process_id] = now
+                self._unheard.add(process_id)
 
     def heard(self, process_id: int, now: float) -> None:
         with self._lock:
             self._heard_at[process_id] = now
+            self._unheard.discard(process_id)
 
     def forget(self, process_id: int) -> None:
         """It has ended, or is about to."""
         with self._lock:
             self._heard_at.pop(process_id, None)
+            self._unheard.discard(process_id)
 
     def silent(self, now: float, is_stopped: Callable[[int], bool] = lambda _: False) -> dict[int, float]:
-        """Processes that were heard once, and not for SILENT_SECONDS, or STOPPED_SECONDS: for how many seconds.
+        """Processes that were not heard for SILENT_SECONDS, or STOPPED_SECONDS, or IMPORT_SECONDS: for how many seconds.
 
         Call it every LOOK_SECONDS.
 
@@ -59,11 +71,14 @@ class Beats:
             self._looked_at = now
             if was_away:  # what was said meanwhile may not have been read yet
                 self._heard_at = dict.fromkeys(self._heard_at, now)
-            quiet = {one: now - heard_at for one, heard_at in self._heard_at.items()}
+            quiet = {
+                one: (now - heard_at, IMPORT_SECONDS if one in self._unheard else SILENT_SECONDS)
+                for one, heard_at in self._heard_at.items()
+            }
         return {
             one: seconds
-            for one, seconds in quiet.items()
-            if seconds > SILENT_SECONDS or (seconds > STOPPED_SECONDS and is_stopped(one))
+            for one, (seconds, limit) in quiet.items()
+            if seconds > limit or (seconds > STOPPED_SECONDS and is_stopped(one))
         }
 
 

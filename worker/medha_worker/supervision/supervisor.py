@@ -146,6 +146,10 @@ def supervise(
     listener = Listener(beats, lambda process_id, state: events.put(Told(process_id, state)))
     running: dict[str, _Process] = {}
 
+    def start(part: Part) -> None:
+        running[part.name] = process = _Process(part, events, listener.address)
+        beats.started(process.pid, time.monotonic())
+
     def silent() -> list[Silent]:
         found = beats.silent(time.monotonic(), is_stopped)
         return [
@@ -159,7 +163,7 @@ def supervise(
         with _stop_signals(events):
             display.starting([part.name for part in parts])
             for part in parts:
-                running[part.name] = _Process(part, events, listener.address)
+                start(part)
             state = begin(
                 names,
                 time.monotonic(),
@@ -195,7 +199,7 @@ def supervise(
                             beats.forget(running[name].pid)
                             running[name].kill()
                         case Start(name):
-                            running[name] = _Process(by_name[name], events, listener.address)
+                            start(by_name[name])
                         case Present():
                             display.ready({name: process.pid for name, process in running.items()})
                         case Say(text):
