@@ -208,12 +208,20 @@ class Rank:
 
     @contextmanager
     def _surviving(self, epoch: int) -> Iterator[None]:
-        """Around what needs the other ranks: if it fails, the epoch is lost and not this process."""
+        """Around what needs the other ranks: if it fails, the epoch is lost and not this process.
+
+        Whatever a step raises may be due to one request, which must not cost the process. While ranks meet there is no
+        request, and what says that the replica cannot be served as it is set up ends the process at any time.
+        """
         try:
             yield
-        except (RuntimeError, MemoryError, PartFailed, WireInvalid) as error:
-            if self._settings.topology.ranks == 1:
+        except Exception as error:
+            is_known = isinstance(error, (RuntimeError, MemoryError, PartFailed, WireInvalid))
+            may_be_a_requests = self._engine is not None and not isinstance(error, MedhaError)
+            if self._settings.topology.ranks == 1 or not (is_known or may_be_a_requests):
                 raise
+            if not is_known:
+                _log.exception("a step of epoch %d has failed", epoch)
             if self._engine is None:
                 self._unmet = epoch, str(error)
             self._lose(epoch, f"{type(error).__name__}: {error}")
