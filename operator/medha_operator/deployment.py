@@ -33,7 +33,7 @@ from medha_operator.children import (
     next_number,
 )
 from medha_operator.conditions import problems_in, refuse, stamped
-from medha_operator.deployment_conditions import Rollout, judge_rollout
+from medha_operator.deployment_conditions import Rollout, begins_to_move, judge_rollout
 from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
@@ -414,14 +414,6 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         "current_revision": (wanted.update if is_everywhere else wanted.current).name,
         "update_revision": wanted.update.name,
     }
-    has_moved = (
-        before.last_progress_time is None
-        or seconds(before.last_progress_time) > now  # somebody has spoilt it
-        or any(getattr(before, name) != value for name, value in counts.items())
-    )
-    last_progress = timestamp(now) if has_moved else before.last_progress_time
-    assert last_progress is not None
-    left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
     rollout = Rollout(
         replicas=scene.replicas,
         least_available=max(0, scene.replicas - wanted.unavailable),
@@ -439,11 +431,22 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         has_change_waiting=wanted.spec.paused
         and any(child.revision != wanted.update.name for child in children),
         is_blocked=scene.is_starved and wanted.unavailable == 0,
-        is_late=left <= 0,
+        is_late=False,
         min_ready_seconds=wanted.spec.min_ready_seconds,
         now=now,
     )
-    conditions = stamped(judge_rollout(rollout), before.conditions, observed.generation, now)
+    has_moved = (
+        before.last_progress_time is None
+        or seconds(before.last_progress_time) > now  # somebody has spoilt it
+        or begins_to_move(rollout, before.conditions)
+        or any(getattr(before, name) != value for name, value in counts.items())
+    )
+    last_progress = timestamp(now) if has_moved else before.last_progress_time
+    assert last_progress is not None
+    left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
+    conditions = stamped(
+        judge_rollout(replace(rollout, is_late=left <= 0)), before.conditions, observed.generation, now
+    )
     if left > 0 and not rollout.is_complete:
         scene.look_again(left)
     return before.model_copy(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from medha_operator.children import Child
 from medha_operator.conditions import Judgement
+from medha_operator.status import Condition
+
+_RESTS = frozenset({"Complete", "SurgeUnschedulable", "InsufficientCapacity"})
+"""Reasons of a deployment that rests, for as long as it takes, until something around it changes."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,11 @@ class Rollout:
             and len(self.children) == self.replicas == self.available
         )
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Nothing moves before somebody does something."""
+        return self.is_complete or self.has_change_waiting or _stalled(self) is not None
+
 
 def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
     """Every condition of a deployment whose spec is valid."""
@@ -56,7 +66,7 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
         counted if enough else f"{counted}; at least {rollout.least_available} should be",
     )  # fmt: skip
     stalled = _stalled(rollout)
-    is_at_rest = ready.holds or stalled is not None or ready.reason == "Paused"
+    is_at_rest = rollout.is_at_rest
     moves = not is_at_rest or ready.holds
     progressing = Judgement("Progressing", moves, ready.reason, ready.message)
     return (
@@ -66,6 +76,14 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
         Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
         Judgement("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),
     )
+
+
+def begins_to_move(rollout: Rollout, before: Iterable[Condition]) -> bool:
+    """Whether it moves after a rest, however long that was: its conditions were `before`."""
+    rested = any(
+        one.type == "Reconciling" and one.status == "False" and one.reason in _RESTS for one in before
+    )
+    return rested and not replace(rollout, is_late=False).is_at_rest
 
 
 def _ready(rollout: Rollout) -> Judgement:

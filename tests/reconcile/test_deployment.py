@@ -341,6 +341,42 @@ def test_no_progress_for_too_long_is_reported_and_progress_later_takes_it_back()
     assert world.condition("Progressing") == ("True", "Complete")
 
 
+def late(world: DeploymentWorld, rounds: int = 30) -> bool:
+    """Whether it is said on the way to rest that nothing moves."""
+    said = set()
+    for _ in range(rounds):
+        world.do(world.plan().actions)
+        said.add(world.condition("Stalled"))
+        world.operate()
+        world.now += 5
+    assert world.plan().actions == ()
+    return ("True", "ProgressDeadlineExceeded") in said
+
+
+@pytest.mark.parametrize("rollout", [{"maxSurge": 1}, {"maxSurge": 0, "maxUnavailable": 1}])
+def test_a_drain_after_a_long_rest_is_not_late_from_the_beginning(rollout: dict[str, Any]) -> None:
+    world = DeploymentWorld(2, rollout=rollout)
+    world.settle()
+    world.now += 100_000
+    world.cordoned.add("d-1")
+    world.operate()
+    assert not late(world)
+    assert world.condition("Ready") == ("True", "Complete")
+
+
+def test_room_that_comes_late_is_used_in_time() -> None:
+    world = DeploymentWorld(1, room=0)
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    world.now += 100_000
+    world.do(world.plan().actions)
+    assert world.condition("Stalled") == ("True", "InsufficientCapacity")
+    world.room = 1
+    world.operate()
+    assert not late(world)
+
+
 def test_progress_that_is_to_come_was_made_by_nobody(world: DeploymentWorld) -> None:
     world.status = world.status.model_copy(update={"last_progress_time": "2099-01-01T00:00:00Z"})
     world.settle()
