@@ -163,7 +163,7 @@ OPERATOR_METRICS = (
     Metric("medha_operator_queue_seconds", "histogram", "seconds", "Time that a resource waited for its look.", (), _WORK_SECONDS),
     Metric("medha_operator_writes", "counter", "requests", "Writes to the API server without renewals of the Lease, by verb.", ("verb",)),
     Metric("medha_operator_resources", "gauge", "", "Resources by kind, condition, its status (`True`, `False`, `Unknown`) and reason.", ("kind", "condition", "status", "reason")),
-    Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from the first look at a change of it (condition `Reconciling`) to its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
+    Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from its creation or, when it was at rest since, from the first look at what changed it (condition `Reconciling`), to its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
     Metric("medha_operator_leading", "gauge", "", "1 while this process holds the Lease and acts, else 0."),
 )  # fmt: skip
 """What the operator exports."""

@@ -18,9 +18,9 @@ from prometheus_client import start_http_server
 
 from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.index import Index
-from medha_operator.kinds import DEPLOYMENT, NODE, REPLICA, ROUTER, Key, Kind
+from medha_operator.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
 from medha_operator.lease import Lease, Tenure, write_seconds
-from medha_operator.reconcile import NAME_TAKEN, REFUSALS, Reconciler
+from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, REFUSALS, Reconciler
 from medha_operator.reflector import Reflector
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
@@ -114,7 +114,8 @@ class Program:
                 namespace=namespace,
                 selector=self.index.watched[kind],
                 relist_seconds=self._settings.resync_seconds,
-                is_optional=kind is NODE,  # which an installation for single namespaces may not read
+                # Nodes may not be read by an installation for single namespaces; a gang scheduler may not be there.
+                is_optional=kind is NODE or kind in GANGS.values(),
             )
             for namespace in namespaces
         ]
@@ -172,5 +173,5 @@ def _unix_seconds() -> float:
 
 def least_pause(error: ApiError) -> float:
     """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
-    lasts = error.status in REFUSALS or error.reason == NAME_TAKEN
+    lasts = error.status in REFUSALS or error.reason in (NAME_TAKEN, GANG_UNAVAILABLE)
     return error.retry_after_seconds or (_REFUSED_SECONDS if lasts else 0.0)

@@ -16,7 +16,7 @@ from medha_operator.conditions import Judgement, refuse, stamped
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
-from medha_operator.kinds import DEPLOYMENT, KINDS, REPLICA, ROUTER, SECRET, Key
+from medha_operator.kinds import DEPLOYMENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
 from medha_operator.plan import (
     Action,
     Apply,
@@ -44,13 +44,36 @@ REFUSALS = frozenset({400, 403, 422})
 """Answers that do not change by themselves: a user must hear of them."""
 NAME_TAKEN = "NameTaken"
 """Reason of a resource one of whose objects would have the name of somebody else's."""
-TOLD_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_TAKEN})
+GANG_UNAVAILABLE = "GangUnavailable"
+"""Reason of a replica whose gang scheduler's objects the API server does not know."""
+TOLD_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_TAKEN, GANG_UNAVAILABLE})
 """Reasons of ours, beside them."""
 _MERGED = frozenset({"Service"})
 """Kinds of which ours can be laid over another's without a conflict: of others, what must differ is one field, or is
 fixed, or the name holds a hash."""
 TOLD_FAILURES = 5
 """Looks in a row that end with any other error before a user hears of it."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why looks at a resource fail."""
+
+    reason: str
+    message: str
+    is_refusal: bool
+    """A user must do something; else it may pass by itself."""
+
+    def over(self, status: ReplicaStatus | DeploymentStatus) -> tuple[Judgement, ...]:
+        """Conditions to lay over `status`. What is ready as its spec asks serves on, and so stays ready."""
+        is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
+        if self.is_refusal and not is_ready:
+            return refuse(self.reason, self.message)
+        return (
+            Judgement("Reconciling", True, self.reason, self.message),
+            Judgement("Stalled", False, self.reason),
+            *(() if is_ready else (Judgement("Ready", False, self.reason, self.message),)),
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +109,7 @@ class Reconciler:
         self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
         self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
         self._failures: dict[Key, int] = {}  # looks in a row that have failed
-        self._troubles: dict[Key, tuple[Judgement, ...]] = {}  # what is told until a look succeeds
+        self._troubles: dict[Key, Trouble] = {}  # what is told until a look succeeds
 
     async def look(self, key: Key) -> Look:
         """Look at `key` once.
@@ -160,9 +183,12 @@ class Reconciler:
                 writes += is_changed
                 goes_on |= is_changed and not isinstance(action, SetStatus)
             except ApiError as error:
-                is_outdated = error.status in (404, 409) and error.reason != NAME_TAKEN
-                if is_outdated:  # the watch tells late, so ask
-                    await self._correct(_target(key, action))
+                target = _target(key, action)
+                if error.status in (404, 409) and error.reason != NAME_TAKEN:  # the watch tells late, so ask
+                    await self._correct(target)
+                is_new = (target.kind, target.name) not in versions
+                if is_new and error.status == 404 and KINDS[target.kind] in GANGS.values():
+                    raise _no_gang(target) from error
                 raise
         return writes, goes_on
 
@@ -276,14 +302,15 @@ class Reconciler:
         """Write the status of `resource` with the present trouble laid over it; whether it says anything new."""
         if key in self._troubles:
             before = _read_status(key, resource)
-            told = stamped(self._troubles[key], before.conditions, status.observed_generation, self._now())
+            trouble = self._troubles[key].over(status)
+            told = stamped(trouble, before.conditions, status.observed_generation, self._now())
             status = _overlaid(status, told)
             if status == before:
                 return False
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         answer = await self._cluster.write_status(key, resource["metadata"], written)
         self._index.offer(answer, quiet=key)  # who looks needs not be told of what it has said
-        self._telemetry.described(key.kind, resource.get("status", {}), written, self._now())
+        self._telemetry.described(resource, written, self._now())
         if "newestMember" in resource.get("status", {}) and "newestMember" not in written:
             self._index.secrets.pop(resource["metadata"]["uid"], None)  # which the next gang will mount
         return True
@@ -297,16 +324,11 @@ class Reconciler:
         statuses = [action.status for action in planned.actions if isinstance(action, SetStatus)]
         generation = {"observed_generation": resource["metadata"]["generation"]}
         status = (statuses[0] if statuses else _read_status(key, latest)).model_copy(update=generation)
-        if isinstance(error, ApiError) and error.status in REFUSALS:
-            trouble = refuse("Refused", f"the API server refused: {error}")
-        elif isinstance(error, ApiError) and error.reason in TOLD_REASONS:
-            trouble = refuse(error.reason, str(error))
-        elif count >= TOLD_FAILURES:
-            trouble = _hindered(status, error)
-        else:
+        trouble = _trouble_of(error, count)
+        if trouble is None:
             return
         self._troubles[key] = trouble
-        told = Tell(trouble[0].reason, trouble[0].message, is_warning=True)
+        told = Tell(trouble.reason, trouble.message, is_warning=True)
         try:
             if await self._describe(key, latest, status):
                 await self._tell(key, latest, told)
@@ -369,15 +391,26 @@ def _waiting(resource: Document, now: float) -> Plan:
     return Plan(() if status == before else (SetStatus(status),))
 
 
-def _hindered(status: ReplicaStatus | DeploymentStatus, error: Exception) -> tuple[Judgement, ...]:
-    """Conditions of a resource with which we get nowhere, though we go on trying. What serves goes on serving."""
+def _trouble_of(error: Exception, failures: int) -> Trouble | None:
+    """What to tell after so many looks in a row that have failed, the last one with `error`; None: nothing new yet."""
+    if isinstance(error, ApiError) and error.status in REFUSALS:
+        return Trouble("Refused", f"the API server refused: {error}", is_refusal=True)
+    if isinstance(error, ApiError) and error.reason in TOLD_REASONS:
+        return Trouble(error.reason, str(error), is_refusal=True)
+    if failures < TOLD_FAILURES:
+        return None
     if isinstance(error, ApiError):
-        reason, message = "ApiServerFails", f"the API server did not do what was asked: {error}"
-    else:
-        reason, message = "OperatorFails", f"a mistake of the operator: {type(error).__name__}: {error}"
-    is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
-    return (
-        Judgement("Reconciling", True, reason, message),
-        Judgement("Stalled", False, reason),
-        *(() if is_ready else (Judgement("Ready", False, reason, message),)),
+        text = f"the API server did not do what was asked: {error}"
+        return Trouble("ApiServerFails", text, is_refusal=False)
+    text = f"a mistake of the operator: {type(error).__name__}: {error}"
+    return Trouble("OperatorFails", text, is_refusal=False)
+
+
+def _no_gang(target: Key) -> ApiError:
+    """The kind that a gang scheduler reads is unknown: the scheduler is not installed, or another release of it."""
+    return ApiError(
+        404,
+        GANG_UNAVAILABLE,
+        f"the API server knows no {target.kind} of {KINDS[target.kind].api_version}, which placement.gang needs: "
+        "install that gang scheduler, or ask for another one",
     )

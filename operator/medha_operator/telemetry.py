@@ -14,6 +14,7 @@ from medha.metrics import OPERATOR_METRICS
 from medha_operator.index import Index
 from medha_operator.kinds import DEPLOYMENT, REPLICA
 from medha_operator.observed import seconds
+from medha_operator.store import Document
 from medha_operator.workqueue import WorkQueue
 
 _CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
@@ -48,14 +49,18 @@ class Telemetry:
     def leads(self) -> None:
         self._leading.set(1)
 
-    def described(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any], now: float) -> None:
-        """A status was written; `before` and `after` are the two."""
-        old, new = _conditions(before), _conditions(after)
+    def described(self, resource: Document, after: Mapping[str, Any], now: float) -> None:
+        """The status of `resource`, as it was before, became `after`. `now` is Unix time, seconds."""
+        old, new = _conditions(resource.get("status", {})), _conditions(after)
         is_ready = new.get("Ready", {}).get("status") == "True"
         was_ready = old.get("Ready", {}).get("status") == "True"
         began = old.get("Reconciling", {})
         if is_ready and not was_ready and began.get("status") == "True":
-            self._ready.labels(kind).observe(max(0.0, now - seconds(began["lastTransitionTime"])))
+            since = seconds(began["lastTransitionTime"])
+            if since == min(seconds(condition["lastTransitionTime"]) for condition in old.values()):
+                # On its way since its first status, which is written some time after it was asked for.
+                since = seconds(resource["metadata"]["creationTimestamp"])
+            self._ready.labels(resource["kind"]).observe(max(0.0, now - since))
 
     def _counter(self, name: str) -> Counter:
         wanted = _CATALOGUE[name]

@@ -93,9 +93,10 @@ class FakeCluster:
 class Stage:
     """A reconciler before a fake cluster, with a queue that nobody works on but `work`."""
 
-    def __init__(self, cluster: FakeCluster) -> None:
+    def __init__(self, cluster: FakeCluster, settings: OperatorSettings | None = None) -> None:
         self.queue = WorkQueue(lambda: 0.0)  # no look takes time, so that none has to rest from it
-        self.index = Index(self.queue.add)
+        self.settings = settings or OperatorSettings()
+        self.index = Index(self.queue.add, self.settings.gang_apis)
         self.cluster = cluster
         self.restart()
 
@@ -104,7 +105,7 @@ class Stage:
         self.reconciler = Reconciler(
             cast(Cluster, self.cluster),
             self.index,
-            OperatorSettings(),
+            self.settings,
             Telemetry(self.index, self.queue),
             holder="test",
             now=lambda: 1893456000.0,

@@ -11,16 +11,19 @@ from medha_operator.cluster import ApiError
 from medha_operator.kinds import Key
 from medha_operator.program import least_pause
 from medha_operator.reconcile import TOLD_FAILURES
+from medha_operator.settings import OperatorSettings
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 DEPLOYMENT = {"replicas": 2, "template": {"spec": GRID}}
 
 
 def on_stage(
-    test: Callable[[Stage], Awaitable[None]], refuse: Callable[[str, str], None] = lambda verb, kind: None
+    test: Callable[[Stage], Awaitable[None]],
+    refuse: Callable[[str, str], None] = lambda verb, kind: None,
+    settings: OperatorSettings | None = None,
 ) -> None:
     async def run() -> None:
-        stage = Stage(FakeCluster(refuse))
+        stage = Stage(FakeCluster(refuse), settings)
         await test(stage)
         stage.queue.close()
 
@@ -278,8 +281,9 @@ def test_an_object_of_ours_that_the_watch_has_not_told_of_is_taken_back_from_who
 def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
     """The one member of `r`; it has a node."""
     template = stage.cluster.objects["StatefulSet", "default", "r-l0"]["spec"]["template"]
-    container = {"name": "worker", "started": is_started, "ready": is_started}
+    container = {"name": "worker", "started": is_started, "ready": is_started, "state": {"running": {}}}
     placed = {"type": "PodScheduled", "status": "True"}
+    ready = {"type": "Ready", "status": str(is_started)}
     labels = template["metadata"]["labels"]
     metadata = {"name": "r-l0-0", "namespace": "default", "uid": uid, "labels": labels}
     return {
@@ -287,7 +291,7 @@ def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
         "kind": "Pod",
         "metadata": metadata,
         "spec": {"nodeName": "n"},
-        "status": {"conditions": [placed], "containerStatuses": [container]},
+        "status": {"conditions": [placed, ready], "containerStatuses": [container]},
     }
 
 
@@ -318,3 +322,125 @@ def test_a_gang_that_begins_anew_has_its_secrets_made_sure_of() -> None:
         assert stage.cluster.calls_of("create", "Secret") == 2
 
     on_stage(test)
+
+
+async def serving(stage: Stage, spec: dict[str, object] = GRID) -> Key:
+    """A replica whose one pod is ready."""
+    key = stage.see(resource("MedhaReplica", spec))
+    await stage.work()
+    stage.see(pod(stage, "a", is_started=True))
+    await stage.work()
+    assert stage.condition(key)[:2] == ("True", "Serving")
+    return key
+
+
+def refuse_kind(kind: str, status: int = 403) -> Callable[[str, str], None]:
+    """Every write of that kind is refused, in the same words."""
+
+    def refuse(_: str, a_kind: str) -> None:
+        if a_kind == kind:
+            raise ApiError(status, "Refusal", "by policy")
+
+    return refuse
+
+
+def test_a_refused_write_is_told_of_a_replica_that_serves_and_leaves_it_ready() -> None:
+    """A deployment counts on what is ready: if it were not, the next template would take it down beside others."""
+
+    async def test(stage: Stage) -> None:
+        key = await serving(stage)
+        since = stage.cluster.objects[key]["status"]["conditions"]
+        stage.cluster.refuse = refuse_kind("PodDisruptionBudget")
+        stage.lose("PodDisruptionBudget")
+        assert await stage.work() == [least_pause(ApiError(403, "", ""))]
+        assert stage.condition(key)[:2] == ("True", "Serving")
+        assert stage.condition(key, "Accepted")[0] == "True"
+        assert stage.condition(key, "Stalled")[0] == "False"
+        assert stage.condition(key, "Reconciling")[:2] == ("True", "Refused")
+        assert "by policy" in stage.condition(key, "Reconciling")[2]
+        assert stage.cluster.told == ["Refused"]
+        stage.cluster.refuse = lambda verb, kind: None
+        stage.queue.add(key)
+        assert await stage.work() == []
+        assert stage.cluster.objects[key]["status"]["conditions"] == since
+
+    on_stage(test)
+
+
+def test_a_name_that_somebody_takes_from_a_replica_that_serves_leaves_it_ready() -> None:
+    async def test(stage: Stage) -> None:
+        key = await serving(stage)
+        stage.lose("PodDisruptionBudget")
+        stage.cluster.put({"kind": "PodDisruptionBudget", "metadata": {"name": "r", "namespace": "default"}})
+        await stage.work()
+        assert stage.condition(key)[:2] == ("True", "Serving")
+        assert stage.condition(key, "Reconciling")[:2] == ("True", "NameTaken")
+
+    on_stage(test)
+
+
+def test_a_new_revision_that_is_refused_is_not_ready_whatever_serves() -> None:
+    async def test(stage: Stage) -> None:
+        key = await serving(stage)
+        stage.cluster.refuse = refuse_kind("StatefulSet")
+        changed = stage.cluster.objects[key]
+        changed["spec"] = GRID | {"image": "another"}
+        changed["metadata"]["generation"] += 1
+        stage.see(changed)
+        await stage.work()
+        assert stage.condition(key)[:2] == ("False", "Refused")
+        assert stage.condition(key, "Stalled")[:2] == ("True", "Refused")
+
+    on_stage(test)
+
+
+def test_what_is_told_of_a_refusal_follows_whether_the_replica_serves() -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        stage.cluster.refuse = refuse_kind("PodDisruptionBudget")
+        stage.lose("PodDisruptionBudget")
+        await stage.work()
+        assert stage.condition(key)[:2] == ("False", "Refused")
+        stage.see(pod(stage, "a", is_started=True))
+        await stage.work()
+        assert stage.condition(key)[:2] == ("True", "Serving")
+        stage.lose("Pod")
+        await stage.work()
+        assert stage.condition(key)[:2] == ("False", "Refused")
+
+    on_stage(test)
+
+
+VOLCANO = GRID | {"placement": {"gang": "volcano"}}
+WITH_VOLCANO = OperatorSettings(gang_apis=("volcano",))
+
+
+def test_a_gang_scheduler_that_is_not_there_is_told_of_the_replicas_that_ask_for_it_until_it_comes() -> None:
+    async def test(stage: Stage) -> None:
+        key = stage.see(resource("MedhaReplica", VOLCANO))
+        other = stage.see(resource("MedhaReplica", name="other"))
+        assert await stage.work() == [least_pause(ApiError(403, "", ""))]
+        assert stage.condition(other)[1] == "CreatingPods"
+        assert stage.condition(key)[:2] == ("False", "GangUnavailable")
+        assert "no PodGroup of scheduling.volcano.sh/v1beta1" in stage.condition(key)[2]
+        assert stage.condition(key, "Stalled")[:2] == ("True", "GangUnavailable")
+        assert stage.cluster.told == ["GangUnavailable"]
+        stage.cluster.refuse = lambda verb, kind: None
+        stage.queue.add(key)
+        assert await stage.work() == []
+        assert stage.condition(key)[1] == "CreatingPods"
+
+    on_stage(test, refuse_kind("PodGroup", 404), WITH_VOLCANO)
+
+
+def test_a_gang_scheduler_that_goes_leaves_ready_what_serves() -> None:
+    async def test(stage: Stage) -> None:
+        key = await serving(stage, VOLCANO)
+        stage.cluster.refuse = refuse_kind("PodGroup", 404)
+        stage.lose("PodGroup")
+        await stage.work()
+        assert stage.condition(key)[:2] == ("True", "Serving")
+        assert stage.condition(key, "Reconciling")[:2] == ("True", "GangUnavailable")
+
+    on_stage(test, settings=WITH_VOLCANO)
