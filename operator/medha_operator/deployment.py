@@ -231,6 +231,7 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     present = {child.index: child for child in ours if not child.is_deleting}
     away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
     scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=False)
+    noted = _unplaced_since(observed, now)
     for index, child in present.items():
         scene.available += scene.is_available(child)
         scene.unsure += child.may_serve
@@ -243,7 +244,8 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
         elif child.waits_to_drain:
             scene.leaving[index] = child
         if child.unplaced_since is not None:
-            left = child.unplaced_since + settings.surge_wait_seconds - now
+            # It may have had no node before for another reason, as while it was suspended.
+            left = max(child.unplaced_since, noted) + settings.surge_wait_seconds - now
             scene.is_starved |= left <= 0
             if left > 0:
                 scene.look_again(left)
@@ -255,6 +257,14 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     serving = [index for index in (*changing, *moving) if index < scene.replicas]
     scene.surge = min(wanted.surge, len(serving))
     return scene
+
+
+def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
+    """Since when the deployment's status says that a replica finds no room, Unix time; `now` where it does not yet."""
+    for one in observed.status.conditions:
+        if one.type == "Scheduled" and one.status == "False":
+            return min(seconds(one.last_transition_time), now)
+    return now
 
 
 def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:

@@ -65,6 +65,11 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
         "Available", enough, "EnoughReplicas" if enough else "TooFewReplicas",
         counted if enough else f"{counted}; at least {rollout.least_available} should be",
     )  # fmt: skip
+    unplaced = [child.name for child in rollout.children if child.unplaced_since is not None]
+    scheduled = Judgement(
+        "Scheduled", not unplaced, "InsufficientCapacity" if unplaced else "Placed",
+        f"{', '.join(unplaced)}: no room for all pods" if unplaced else "",
+    )  # fmt: skip
     stalled = _stalled(rollout)
     is_at_rest = rollout.is_at_rest
     moves = not is_at_rest or ready.holds
@@ -72,6 +77,7 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
     return (
         ready,
         available,
+        scheduled,
         progressing,
         Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
         Judgement("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),

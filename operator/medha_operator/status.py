@@ -86,7 +86,7 @@ class DeploymentStatus(Model):
     observed_generation: int = Field(default=0, ge=0)
     """Generation of the spec that this status speaks of."""
     conditions: tuple[Condition, ...] = Field(default=(), max_length=16, json_schema_extra=_by("type"))
-    """`Ready`, `Progressing`, `Available`, and `Reconciling` and `Stalled`, which kstatus reads."""
+    """`Ready`, `Progressing`, `Available`, `Scheduled`, and `Reconciling` and `Stalled`, which kstatus reads."""
     replicas: int = Field(default=0, ge=0)
     """Replicas that exist."""
     updated_replicas: int = Field(default=0, ge=0)
@@ -102,4 +102,5 @@ class DeploymentStatus(Model):
     update_revision: str = Field(default="", max_length=63)
     """Template that the spec asks for."""
     last_progress_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})
-    """When the counts above changed last, from which `progressDeadlineSeconds` runs."""
+    """When the counts above changed last, or the deployment began to move after a rest; `progressDeadlineSeconds` run
+    from it."""

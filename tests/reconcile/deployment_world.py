@@ -151,7 +151,10 @@ class DeploymentWorld:
             status.get("newestMember") is None
             or metadata.get("annotations", {}).get(MAY_DRAIN) == status["newestMember"]
         )
-        if status.get("revision") != pods or leaves:  # all pods end, and start anew in a later turn
+        is_suspended = document["spec"].get("suspend", False)
+        if (
+            status.get("revision") != pods or leaves or is_suspended
+        ):  # all pods end, and start anew in a later turn
             status.update(placed=False, started=False, newestMember=None, revision=pods)
             self.cordoned.discard(name)
         elif not status.get("placed"):
@@ -174,6 +177,7 @@ class DeploymentWorld:
         reason = (
             "Serving" if status.get("started")
             else "CrashLooping" if broken
+            else "Suspended" if document["spec"].get("suspend")
             else "InsufficientCapacity" if not status.get("placed")
             else "Loading"
         )  # fmt: skip

@@ -229,6 +229,28 @@ def test_without_room_the_bound_of_unavailable_ones_is_used() -> None:
     assert world.images() == ["b", "b"]
 
 
+def test_room_is_waited_for_since_it_was_looked_for_not_since_the_pods_were_missing() -> None:
+    """A replica that was suspended had no node for a day; an autoscaler gets its time all the same."""
+    world = DeploymentWorld(2, room=1, template=template(suspend=True))
+    world.settle()
+    assert world.condition("Scheduled") == ("True", "Placed")
+    world.now += 86_400
+    world.change(template=template(suspend=False))
+    for _ in range(4):
+        world.do(world.plan().actions)
+        world.operate()
+    assert world.condition("Scheduled") == ("False", "InsufficientCapacity")
+    assert world.condition("Stalled")[0] == "False"
+    planned = world.plan()
+    assert planned.again_seconds == 300
+    world.now += 300
+    world.do(world.plan().actions)
+    assert world.condition("Stalled") == ("True", "InsufficientCapacity")
+    world.room = 2
+    watched(world)
+    assert world.condition("Scheduled") == ("True", "Placed")
+
+
 # --- scale ----------------------------------------------------------------------------------------------
 
 
