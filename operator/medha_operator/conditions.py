@@ -42,7 +42,7 @@ def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Ju
     """Every condition of an accepted replica."""
     expected = 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
-    scheduled = _scheduled(current, expected, spec)
+    scheduled = _scheduled(observed, current, expected, spec)
     loaded = _weights_loaded(current, expected, scheduled)
     serving = _serving(current, expected, loaded)
     degraded = _degraded(observed, current, expected)
@@ -109,7 +109,7 @@ def _timestamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _scheduled(pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgement:
+def _scheduled(observed: Observed, pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgement:
     placed = sum(pod.is_scheduled for pod in pods)
     if spec.suspend:
         return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
@@ -120,9 +120,22 @@ def _scheduled(pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgem
     if told is not None:
         return Judgement("Scheduled", False, told[0], f"{counted}; {told[1]}")
     if len(pods) < expected:
-        text = f"{len(pods)} of {expected} pods exist; if it stays so, see the events of the StatefulSets"
+        text = f"{len(pods)} of {expected} pods exist; {_hindrance(observed)}"
         return Judgement("Scheduled", False, "CreatingPods", text)
     return Judgement("Scheduled", False, "Placing", counted)
+
+
+def _hindrance(observed: Observed) -> str:
+    """What keeps pods from being made, as far as pods tell: an earlier one keeps its name until it has ended."""
+    ending = sorted(
+        (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
+        key=lambda pod: (not pod.is_held, pod.name),
+    )
+    if not ending:
+        return "if it stays so, see the events of the StatefulSets"
+    if ending[0].is_held:
+        return f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
+    return f"an earlier pod {ending[0].name} has yet to end"
 
 
 def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
@@ -154,8 +167,8 @@ def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
 
 
 def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
-    """Whether something broke in what was complete before."""
-    for pod in observed.pods:
+    """Whether something broke in what was complete before, or a lost node keeps it from being complete."""
+    for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
             text = f"node {pod.node} of pod {pod.name} is not heard of"

@@ -84,9 +84,9 @@ class Index:
         children = [entry for kind in self._children for entry in self.stores[kind.name].of(key)]
         mine = [entry for entry in children if entry.owner in (uid, None)]
         lanes = {entry.uid for entry in mine if entry.document["kind"] == "StatefulSet"}
-        pods = tuple(
-            entry.document for entry in self.stores[POD.name].of(key) if entry.owner in (None, *lanes)
-        )
+        labelled = self.stores[POD.name].of(key)
+        pods = tuple(entry.document for entry in labelled if entry.owner in (None, *lanes))
+        earlier = tuple(entry.document for entry in labelled if entry.owner not in (None, *lanes))
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
         objects |= {("Secret", name): {} for name in self.secrets.get(uid, ())}
         if any(pod.is_started for pod in pods):  # which needed the keys to start
@@ -106,7 +106,8 @@ class Index:
             objects=objects,
             revisions=tuple(_revisions(mine, metadata["name"])),
             pods=pods,
-            nodes=self._nodes(pods),
+            earlier_pods=earlier,
+            nodes=self._nodes((*pods, *earlier)),
         )
 
     def observe_deployment(self, key: Key) -> ObservedDeployment | None:

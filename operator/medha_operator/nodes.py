@@ -56,10 +56,13 @@ def _opened(observed: Observed) -> str:
 
 
 def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> tuple[list[Pod], float | None]:
-    """Pods whose node has been silent for too long, which nobody else would ever remove; when to look again, seconds."""
+    """Pods whose node has been silent for too long, which nobody else would ever remove; when to look again, seconds.
+
+    Those of earlier StatefulSets are among them once they were told to end, as the garbage collector does.
+    """
     lost: list[Pod] = []
     waits: list[float] = []
-    for pod in observed.pods:
+    for pod in (*observed.pods, *(pod for pod in observed.earlier_pods if pod.is_deleting)):
         node = observed.nodes.get(pod.node or "")
         if node is None or node.unreachable_since is None or pod.is_held:
             continue

@@ -92,6 +92,9 @@ class Observed:
     """(kind, name) -> object, of those that we render."""
     revisions: tuple[Revision, ...] = ()
     pods: tuple[Pod, ...] = ()
+    earlier_pods: tuple[Pod, ...] = ()
+    """Those of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they keep the names of
+    pods that are to come."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
 
 

@@ -123,10 +123,12 @@ class Plan:
 
 def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
-    if observed.is_deleting:
-        return Plan(())  # the garbage collector takes everything that is owned
-    owner = Owner(observed.name, observed.namespace, observed.uid)
     lost, again = _from_lost_nodes(observed, now)
+    if (
+        observed.is_deleting
+    ):  # the garbage collector takes everything that is owned, but waits for pods to end
+        return Plan(tuple(lost), again)
+    owner = Owner(observed.name, observed.namespace, observed.uid)
     try:
         spec = MedhaReplicaSpec.model_validate(observed.spec)
     except ValidationError as error:

@@ -57,10 +57,19 @@ def test_pods_know_their_revision_so_that_their_ranks_meet_no_other(world: World
 
 
 def test_a_replica_that_is_being_deleted_is_left_to_the_garbage_collector(world: World) -> None:
-    from medha_operator.plan import plan
-    from reconcile.world import SETTINGS
+    world.is_deleting = True
+    assert world.plan() == Plan(())
 
-    assert plan(replace(world.observe(), is_deleting=True), world.now, SETTINGS).actions == ()
+
+def test_a_replica_that_waits_for_its_pods_to_end_is_rid_of_those_on_a_lost_node(world: World) -> None:
+    """As with `kubectl delete --cascade=foreground`."""
+    world.is_deleting = True
+    world.pods = {name: replace(pod, is_deleting=True) for name, pod in world.pods.items()}
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    assert world.plan() == Plan((), again_seconds=120)
+    world.now += 120
+    assert deleted_pods(world.plan()) == {"r-l1-0"}
 
 
 def test_live_fields_reach_the_settings_and_no_pod_is_touched(world: World) -> None:
@@ -585,6 +594,46 @@ def test_a_pod_on_a_lost_node_that_a_finalizer_holds_is_forced_once(world: World
     assert condition(world, "Ready") == ("True", "Serving")
 
 
+def lose_lane_and_node(world: World) -> None:
+    """The lane `r-l1` is deleted, and the kubelet of one of its pods cannot confirm its end."""
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    del world.objects["StatefulSet", "r-l1"]
+    world.controllers()  # the garbage collector among them
+    assert world.settle() == 0
+
+
+def test_a_pod_of_an_earlier_statefulset_on_a_lost_node_gives_its_name_free(world: World) -> None:
+    lose_lane_and_node(world)
+    before = world.pods["r-l1-0"]
+    assert condition(world, "Ready") == ("False", "NodeUnreachable")
+    world.now += 120
+    assert world.settle() == 0
+    assert world.pods["r-l1-0"].uid != before.uid
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert condition(world, "Degraded") == ("False", "Healthy")
+
+
+def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: World) -> None:
+    """It has another owner, and nobody has told it to end."""
+    world.pods["theirs"] = replace(world.pods["r-l1-0"], name="theirs", uid="theirs", node="lost")
+    world.owners["theirs"] = "a Job"
+    world.nodes["lost"] = Node(unreachable_since=world.now - 500)
+    assert world.plan().actions == ()
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize(("is_held", "words"), [(False, "has yet to end"), (True, "a finalizer holds")])
+def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, is_held: bool, words: str) -> None:
+    world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, is_held=is_held)}
+    world.owners["r-l0-1"] = "an earlier StatefulSet"
+    world.do(world.plan().actions)
+    told = next(entry for entry in world.status.conditions if entry.type == "Scheduled")
+    assert told.reason == "CreatingPods"
+    assert words in told.message
+    assert "r-l0-1" in told.message
+
+
 def test_what_is_too_much_and_held_by_a_finalizer_is_deleted_once(world: World) -> None:
     old = world.status.revision
     world.hold()
@@ -612,6 +661,7 @@ DISTURBANCES = st.one_of(
     st.tuples(st.just("wait"), st.sampled_from([1, 40, 1000])),
     st.tuples(st.just("cluster"), st.just(0)),
     st.tuples(st.just("hold"), st.just(0)),
+    st.tuples(st.just("silence"), st.integers(0, 7)),
     st.tuples(st.just("release"), st.just(0)),
 )
 SPECS: list[dict[str, Any]] = [
@@ -641,6 +691,10 @@ def disturb(world: World, kind: str, index: int) -> None:
         world.do(world.plan().actions[:index])
     elif kind == "wait":
         world.now += index
+    elif kind == "silence" and world.pods:
+        name = sorted(world.pods)[index % len(world.pods)]
+        world.pods[name] = replace(world.pods[name], node="lost")
+        world.nodes.setdefault("lost", Node(unreachable_since=world.now))
     elif kind == "hold":
         world.hold()
     elif kind == "release":

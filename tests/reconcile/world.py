@@ -44,6 +44,7 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
+        self.is_deleting = False
         self.deployment: str | None = None
         self.may_drain: str | None = None
         self.told: list[Tell] = []
@@ -54,6 +55,10 @@ class World:
     # --- the operator's side ----------------------------------------------------------------------------
 
     def observe(self) -> Observed:
+        sets = {
+            found["metadata"]["uid"] for (kind, _), found in self.objects.items() if kind == "StatefulSet"
+        }
+        lanes = {name: self.owners[name] in sets for name in self.pods}
         return Observed(
             name="r",
             namespace="default",
@@ -66,7 +71,9 @@ class World:
             may_drain=self.may_drain,
             objects=copy.deepcopy(self.objects),
             revisions=tuple(self.revisions.values()),
-            pods=tuple(self.pods.values()),
+            pods=tuple(pod for name, pod in self.pods.items() if lanes[name]),
+            earlier_pods=tuple(pod for name, pod in self.pods.items() if not lanes[name]),
+            is_deleting=self.is_deleting,
             nodes=dict(self.nodes),
         )
 

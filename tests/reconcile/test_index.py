@@ -1,0 +1,54 @@
+"""Facts of one replica out of what is known of the whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from reconcile.fake_cluster import FakeCluster, Stage, resource
+
+SILENT_SINCE = "2029-12-31T20:00:00Z"
+
+
+def node(name: str, status: str, since: str = SILENT_SINCE) -> dict[str, Any]:
+    ready = {"type": "Ready", "status": status, "lastTransitionTime": since}
+    metadata = {"name": name, "namespace": ""}
+    return {"apiVersion": "v1", "kind": "Node", "metadata": metadata, "status": {"conditions": [ready]}}
+
+
+def pod_of_lane(lane: dict[str, Any], **metadata: Any) -> dict[str, Any]:
+    """The first pod of a StatefulSet, on the node `n`."""
+    name, labels = lane["metadata"]["name"], lane["spec"]["template"]["metadata"]["labels"]
+    owner = {"kind": "StatefulSet", "name": name, "uid": lane["metadata"]["uid"], "controller": True}
+    common = {"name": f"{name}-0", "namespace": "default", "labels": labels, "ownerReferences": [owner]}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": common | metadata,
+        "spec": {"nodeName": "n"},
+        "status": {},
+    }
+
+
+def test_a_replica_that_is_made_anew_is_rid_of_the_pod_of_its_predecessor_on_a_lost_node() -> None:
+    """Its kubelet cannot confirm its end, and it keeps the name of the pod that is to come."""
+
+    async def test() -> None:
+        stage = Stage(FakeCluster())
+        stage.see(resource("MedhaReplica"))
+        await stage.work()
+        old = stage.cluster.objects["StatefulSet", "default", "r-l0"]
+        stage.lose(
+            "MedhaReplica", *{kind for kind, _, _ in stage.cluster.objects} - {"MedhaReplica", "Secret"}
+        )
+        key = stage.see(resource("MedhaReplica"))
+        stage.see(pod_of_lane(old, deletionTimestamp="2029-12-31T23:00:00Z"))
+        stage.see(node("n", "Unknown"))
+        stage.see(node("other", "True"))
+        observed = stage.index.observe(key)
+        assert observed is not None
+        assert ([pod.name for pod in observed.earlier_pods], observed.pods) == (["r-l0-0"], ())
+        await stage.work()
+        assert ("Pod", "default", "r-l0-0") not in stage.cluster.objects
+
+    asyncio.run(test())
