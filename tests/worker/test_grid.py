@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from medha.errors import PartFailed
 from medha.topology import Topology
-from medha_worker.grid import WAIT_SECONDS, Grid
+from medha_worker.grid import MOST_WAIT_SECONDS, WAIT_SECONDS, Grid
 
 FAR_BEYOND_THE_BOUND_SECONDS = 8.0  # of one second
 
@@ -182,3 +182,45 @@ def test_a_warm_up_during_which_another_rank_was_lost_ends_with_that() -> None:
     with pytest.raises(PartFailed, match="rank 1 lost another rank while all of them gathered"):
         warm_up()
     warming.close()
+
+
+@pytest.mark.parametrize("shape", [{"stream": 2}, {"tensor": 2}, {"kv": 2}], ids=str)
+def test_who_waits_gives_a_step_as_much_time_as_it_was_predicted_to_take_many_times_over(
+    shape: dict[str, int],
+) -> None:
+    grids = together(Topology(**shape), seconds=0.5)
+
+    def meet_in_step(grid: Grid, late_seconds: float) -> None:
+        time.sleep(late_seconds if grid is grids[0] else 0.0)
+        one = torch.ones(1, 3)
+        if "tensor" in shape:
+            grid.tensor_group.all_reduce(one)
+        elif "kv" in shape:
+            other = 1 - grid.lane
+            grid.finish(grid.start({other: one}, {other: torch.empty(1, 3)}))
+        elif grid.is_first_stage:
+            grid.send_hidden(one)
+        else:
+            grid.receive_hidden(1)
+
+    on_all(grids, lambda grid: grid.begin_step(0.3))
+    on_all(grids, lambda grid: meet_in_step(grid, 1.2))
+    for _ in range(2):  # the one before may not have ended
+        on_all(grids, lambda grid: grid.begin_step(0.01))
+    with pytest.raises((PartFailed, RuntimeError), match=r"[Tt]imed out waiting 500ms"):
+        meet_in_step(grids[1], 0.0)
+    on_all(grids, Grid.close)
+
+
+def test_a_short_step_behind_a_long_one_may_have_to_wait_for_that() -> None:
+    grids = together(Topology(stream=2))
+    found = [[grid.begin_step(seconds) for seconds in (30.0, 0.01, 0.02)] for grid in grids]
+    assert found == [[30.0, 30.0, 0.02]] * 2
+    on_all(grids, Grid.close)
+
+
+def test_no_step_is_waited_for_without_end() -> None:
+    grids = together(Topology(tensor=2))
+    grids[0].begin_step(float("inf"))
+    assert grids[0]._wait.total_seconds() == MOST_WAIT_SECONDS
+    on_all(grids, Grid.close)

@@ -36,6 +36,12 @@ from medha.topology import Coordinates, Topology
 
 WAIT_SECONDS = 10.0
 """Bound of each receive and collective once the ranks have met: a rank that is silent for longer is lost."""
+PATIENCE = 10.0
+"""Where a stage takes seconds, it may be silent for so many times as long as was predicted: ranks may share their cores.
+
+Half of what the watchdog allows (`lock_step.PATIENCE`), so that who waits leaves before it is itself taken for stuck.
+"""
+MOST_WAIT_SECONDS = 3600.0
 _ROUND_SHARE = 0.1
 """How often a rank that warms up is heard by those that wait for it, as a share of that bound."""
 
@@ -68,6 +74,8 @@ class Grid:
         self.topology, self.rank = topology, rank
         self._hidden_size, self._dtype = hidden_size, dtype
         self._wait_seconds = wait_seconds
+        self._wait = timedelta(seconds=wait_seconds)  # of the step that runs
+        self._predicted_seconds: deque[float] = deque(maxlen=topology.stream * topology.kv)
         self.here = here = topology.coordinates(rank)
         self.lane = here.kv
         self.is_first_stage = here.stream == 0
@@ -146,9 +154,22 @@ class Grid:
         all_here, least = found.tolist()
         return int(least) if all_here else None
 
+    def begin_step(self, predicted_seconds: float) -> float:
+        """The next step begins, which takes a stage so long; seconds that any step in flight takes one at the most.
+
+        That bounds the waits from here on: another lane may still be at a step ahead of one that is shared with it.
+        """
+        self._predicted_seconds.append(predicted_seconds)
+        longest_seconds = max(self._predicted_seconds)
+        seconds = min(max(self._wait_seconds, PATIENCE * longest_seconds), MOST_WAIT_SECONDS)
+        self._wait = timedelta(seconds=seconds)
+        self.tensor_group.wait_at_most(self._wait)
+        return longest_seconds
+
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send a step's hidden states to the next stage, without waiting for it to take them."""
-        self._sent_hidden.keep(*self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1)))
+        work, kept = self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1))
+        self._sent_hidden.keep(work, kept, self._wait)
 
     def receive_hidden(self, rows: int) -> torch.Tensor:
         """What the previous stage sends next: [rows, hidden_size]."""
@@ -161,7 +182,7 @@ class Grid:
         """From the rank that has drawn: the tokens of a step, to every rank of the lane's first stage but itself."""
         for rank in self._pod(self.here.kv, 0):
             if rank != self.rank:
-                self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank))
+                self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank), self._wait)
 
     def receive_tokens(self, count: int) -> list[int]:
         """On the first stage: the next step's tokens, from the rank that has drawn them."""
@@ -181,7 +202,7 @@ class Grid:
         """Wait for all that was started."""
         try:
             for work in works:
-                work.wait()
+                work.wait(self._wait)
         except RuntimeError as error:
             raise PartFailed(f"rank {self.rank} lost another lane in a shared step: {error}") from error
 
@@ -220,7 +241,7 @@ class Grid:
 
     def _receive(self, tensor: torch.Tensor, rank: int, what: str) -> None:
         try:
-            self._everyone.recv([tensor], rank, _TAG).wait()
+            self._everyone.recv([tensor], rank, _TAG).wait(self._wait)
         except RuntimeError as error:
             raise PartFailed(
                 f"rank {self.rank} waits for {what} of rank {rank}, and lost it: {error}"
@@ -276,10 +297,10 @@ class _Sent:
     def __len__(self) -> int:
         return len(self._works)
 
-    def keep(self, work: Work, tensor: torch.Tensor) -> None:
+    def keep(self, work: Work, tensor: torch.Tensor, wait: timedelta) -> None:
         self._works.append((work, tensor))
         while len(self._works) > self._most:
-            self._works.popleft()[0].wait()
+            self._works.popleft()[0].wait(wait)
 
     def forget(self) -> None:
         self._works.clear()
@@ -291,6 +312,10 @@ class PodGroup:
     def __init__(self, group: Any, index: int, size: int) -> None:
         self._group: Any = group
         self._index, self._size = index, size
+
+    def wait_at_most(self, wait: timedelta) -> None:
+        """Bound what is begun from here on."""
+        self._group.set_timeout(wait)
 
     def all_reduce(self, x: torch.Tensor) -> None:
         if self._size > 1:

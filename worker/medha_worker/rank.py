@@ -259,7 +259,10 @@ class Rank:
 
     def _run_step(self, engine: Engine, step: Step) -> None:
         executor, grid = engine.executor, engine.grid
-        self._watchdog.allow(bound_seconds(step.predicted_seconds), f"step {step.step_id}")
+        predicted_seconds = (
+            step.predicted_seconds if grid is None else grid.begin_step(step.predicted_seconds)
+        )
+        self._watchdog.allow(bound_seconds(predicted_seconds), f"step {step.step_id}")
         prepared = self._ahead.take(step)
         self._running_step = step.step_id
         self._recorder.begin(step.step_id)
