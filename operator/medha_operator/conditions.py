@@ -172,6 +172,9 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
             text = f"node {pod.node} of pod {pod.name} is not heard of"
+            if observed.any_heard_since is None:
+                text += ", nor is any other: is the control plane cut off? No pod is replaced until one is heard of"
+                return Judgement("Degraded", True, "NoNodeHeard", text)
             return Judgement("Degraded", True, "NodeUnreachable", text)
     if observed.status.newest_member is not None and expected:
         crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")

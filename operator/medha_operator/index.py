@@ -17,7 +17,7 @@ from medha_operator.children import (
     child_of,
 )
 from medha_operator.kinds import CHILDREN, DEPLOYMENT, GANGS, NODE, POD, REPLICA, Key, Kind
-from medha_operator.observed import Node, Observed, Pod, node_of, pod_of
+from medha_operator.observed import Node, Observed, Pod, any_heard_since, node_of, pod_of
 from medha_operator.render import MANAGER, Owner, keys_name
 from medha_operator.revision import Revision
 from medha_operator.status import DeploymentStatus, ReplicaStatus
@@ -92,6 +92,8 @@ class Index:
         if any(pod.is_started for pod in pods):  # which needed the keys to start
             objects["Secret", keys_name(Owner(metadata["name"], metadata["namespace"], uid))] = {}
         owner = _controller(metadata)
+        nodes = self._nodes((*pods, *earlier))
+        is_any_silent = any(node.unreachable_since is not None for node in nodes.values())
         return Observed(
             name=metadata["name"],
             namespace=metadata["namespace"],
@@ -107,7 +109,8 @@ class Index:
             revisions=tuple(_revisions(mine, metadata["name"])),
             pods=pods,
             earlier_pods=earlier,
-            nodes=self._nodes((*pods, *earlier)),
+            nodes=nodes,
+            any_heard_since=any_heard_since(self._all_nodes()) if is_any_silent else None,
         )
 
     def observe_deployment(self, key: Key) -> ObservedDeployment | None:
@@ -165,6 +168,10 @@ class Index:
             for name in names
             for entry in self.stores[NODE.name].of(Key(NODE.name, "", name))
         }
+
+    def _all_nodes(self) -> Iterator[Node]:
+        store = self.stores[NODE.name]
+        return (entry.document for node in store.groups() for entry in store.of(node))
 
     def _told(self, key: Key) -> None:
         if key.kind != NODE.name:  # a pod concerns its node, too, only to be found by it

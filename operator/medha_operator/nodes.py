@@ -5,6 +5,9 @@ from __future__ import annotations
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.render import OPEN_SINCE
 
+CUT_OFF_SECONDS = 10.0
+"""How long until the next look while no node at all is heard of: of nodes without its pods a replica is not told."""
+
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
 
@@ -59,6 +62,9 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     """Pods whose node has been silent for too long, which nobody else would ever remove; when to look again, seconds.
 
     Those of earlier StatefulSets are among them once they were told to end, as the garbage collector does.
+
+    A silence counts only while some other node is heard of: where none is, the control plane is cut off, and pods may well
+    serve. So the node controller of Kubernetes holds back, too, and begins to count anew when it hears of nodes again.
     """
     lost: list[Pod] = []
     waits: list[float] = []
@@ -66,7 +72,10 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
         node = observed.nodes.get(pod.node or "")
         if node is None or node.unreachable_since is None or pod.is_held:
             continue
-        left = node.unreachable_since + node_lost_seconds - now
+        if observed.any_heard_since is None:
+            waits.append(CUT_OFF_SECONDS)
+            continue
+        left = max(node.unreachable_since, observed.any_heard_since) + node_lost_seconds - now
         if left > 0:
             waits.append(left)
         else:

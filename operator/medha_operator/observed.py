@@ -29,6 +29,8 @@ class Node:
 
     unreachable_since: float | None = None
     """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
+    heard_since: float | None = None
+    """Since when it has been heard of without a break at least, seconds of Unix time; None while it is not."""
     cordoned: bool = False
     """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
     cordoned_since: float | None = None
@@ -96,6 +98,8 @@ class Observed:
     """Those of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they keep the names of
     pods that are to come."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
+    any_heard_since: float | None = None
+    """Since when some node of the cluster has been heard of; None: none is. It matters where a pod's node is silent."""
 
 
 def seconds(timestamp: str) -> float:
@@ -143,17 +147,24 @@ def node_of(document: Object) -> Node:
         None,
     )
     spec = document.get("spec", {})
-    silent = ready is not None and ready["status"] == "Unknown"
+    since_when = ready.get("lastTransitionTime") if ready is not None else None
+    is_silent = ready is not None and ready["status"] == "Unknown"
     taints, is_cordoned = spec.get("taints", ()), bool(spec.get("unschedulable"))
     marks = [
         taint for taint in taints if taint["key"] in _EMPTIED_BY or (is_cordoned and taint["key"] == _CORDON)
     ]
     since = [time for time in map(_added, marks) if time is not None]
     return Node(
-        unreachable_since=seconds(ready["lastTransitionTime"]) if ready is not None and silent else None,
+        unreachable_since=seconds(since_when) if since_when and is_silent else None,
+        heard_since=seconds(since_when) if since_when and not is_silent else None,
         cordoned=is_cordoned or bool(marks),
         cordoned_since=max(since, default=None),
     )
+
+
+def any_heard_since(nodes: Iterable[Node]) -> float | None:
+    """Since when at least one of `nodes` has been heard of without a break, seconds of Unix time; None: none is."""
+    return min((node.heard_since for node in nodes if node.heard_since is not None), default=None)
 
 
 def _added(taint: Object) -> float | None:

@@ -52,3 +52,18 @@ def test_a_replica_that_is_made_anew_is_rid_of_the_pod_of_its_predecessor_on_a_l
         assert ("Pod", "default", "r-l0-0") not in stage.cluster.objects
 
     asyncio.run(test())
+
+
+def test_a_silent_node_is_judged_by_all_nodes_of_the_cluster() -> None:
+    async def test() -> None:
+        stage = Stage(FakeCluster())
+        key = stage.see(resource("MedhaReplica"))
+        await stage.work()
+        stage.see(pod_of_lane(stage.cluster.objects["StatefulSet", "default", "r-l0"]))
+        for other, status, expected in (("n", "Unknown", None), ("other", "True", 1893441600.0)):
+            stage.see(node(other, status))
+            observed = stage.index.observe(key)
+            assert observed is not None
+            assert observed.any_heard_since == expected
+
+    asyncio.run(test())

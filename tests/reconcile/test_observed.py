@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.observed import Node, node_of, pod_of
+from medha_operator.observed import Node, any_heard_since, node_of, pod_of
 
 
 def pod(**status: Any) -> dict[str, Any]:
@@ -115,6 +115,25 @@ SINCE = 1893456000.0  # 2030-01-01T00:00:00Z
 )
 def test_a_node_is_to_be_emptied_by_people_and_by_autoscalers(spec: dict[str, Any], expected: Node) -> None:
     assert node_of({"spec": spec}) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("Unknown", Node(unreachable_since=SINCE)),
+        ("True", Node(heard_since=SINCE)),
+        ("False", Node(heard_since=SINCE)),  # not ready, but its kubelet says so
+    ],
+)
+def test_a_node_whose_kubelet_is_not_heard_of_is_unknown(status: str, expected: Node) -> None:
+    ready = {"type": "Ready", "status": status, "lastTransitionTime": "2030-01-01T00:00:00Z"}
+    assert node_of({"status": {"conditions": [ready]}}) == expected
+
+
+def test_some_node_is_heard_of_since_the_first_of_those_that_are() -> None:
+    silent = Node(unreachable_since=SINCE)
+    assert any_heard_since([Node(heard_since=SINCE + 60), silent, Node(heard_since=SINCE + 5)]) == SINCE + 5
+    assert any_heard_since([silent, Node()]) is None
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,36 @@ def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(wor
     assert world.status.restarts == 1
 
 
+def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None:
+    """The control plane is cut off from kubelets, whose pods serve; or the one node there is has a kubelet that hangs."""
+    before = uids(world)
+    for index, (name, pod) in enumerate(sorted(world.pods.items())):
+        world.pods[name] = replace(pod, node=f"node{index}")
+        world.nodes[f"node{index}"] = Node(unreachable_since=world.now)
+    world.other_nodes = [Node(unreachable_since=world.now)]
+    for _ in range(5):
+        world.now += 120
+        assert world.settle() == 0
+        assert world.plan().again_seconds is not None
+    assert uids(world) == before
+    assert condition(world, "Degraded") == ("True", "NoNodeHeard")
+
+
+def test_a_silence_is_counted_anew_when_a_first_node_is_heard_of_again(world: World) -> None:
+    """The others are about to be heard of as well."""
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.other_nodes = [Node(unreachable_since=world.now)]
+    world.now += 1000
+    assert deleted_pods(world.plan()) == set()
+    world.other_nodes = [Node(heard_since=world.now), Node(heard_since=world.now + 60)]
+    assert world.plan().again_seconds == 120
+    world.do(world.plan().actions)
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    world.now += 120
+    assert deleted_pods(world.plan()) >= {"r-l1-0"}
+
+
 def test_a_node_that_comes_back_in_time_costs_nothing(world: World) -> None:
     before = uids(world)
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="slow")
@@ -662,6 +692,7 @@ DISTURBANCES = st.one_of(
     st.tuples(st.just("cluster"), st.just(0)),
     st.tuples(st.just("hold"), st.just(0)),
     st.tuples(st.just("silence"), st.integers(0, 7)),
+    st.tuples(st.just("cut off"), st.just(0)),
     st.tuples(st.just("release"), st.just(0)),
 )
 SPECS: list[dict[str, Any]] = [
@@ -695,6 +726,8 @@ def disturb(world: World, kind: str, index: int) -> None:
         name = sorted(world.pods)[index % len(world.pods)]
         world.pods[name] = replace(world.pods[name], node="lost")
         world.nodes.setdefault("lost", Node(unreachable_since=world.now))
+    elif kind == "cut off":
+        world.other_nodes = []
     elif kind == "hold":
         world.hold()
     elif kind == "release":
@@ -715,6 +748,7 @@ def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
         disturb(world, kind, index)
     world.settle()  # with what is held, where no write may follow upon its own success
     world.release()
+    world.other_nodes = [Node(heard_since=world.now)]
     for _ in range(8):  # restarts may have to wait for their back-off
         world.settle()
         world.now += 700

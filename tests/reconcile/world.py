@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from medha_operator.observed import Node, Observed, Pod
+from medha_operator.observed import Node, Observed, Pod, any_heard_since
 from medha_operator.plan import (
     Action,
     Apply,
@@ -42,6 +42,8 @@ class World:
         self.owners: dict[str, str] = {}
         """Name of a pod -> UID of the StatefulSet that has made it."""
         self.nodes: dict[str, Node] = {}
+        self.other_nodes: list[Node] = [Node(heard_since=0.0)]
+        """Those without pods of the replica."""
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.is_deleting = False
@@ -75,6 +77,7 @@ class World:
             earlier_pods=tuple(pod for name, pod in self.pods.items() if not lanes[name]),
             is_deleting=self.is_deleting,
             nodes=dict(self.nodes),
+            any_heard_since=any_heard_since([*self.nodes.values(), *self.other_nodes]),
         )
 
     def plan(self) -> Plan:
