@@ -9,12 +9,15 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import yaml
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 from .test_serving import reference_text, text_of
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "grid.yaml"
 SHAPES = [
-    pytest.param((2, 2, 2, "ownerCompute"), id="TP2 x SPP2 x KVP2"),
+    pytest.param(None, id="TP2 x SPP2 x KVP2, as in examples/grid.yaml"),
+    pytest.param((2, 2, 2, "ownerCompute"), id="TP2 x SPP2 x KVP2", marks=pytest.mark.long),
     pytest.param((1, 1, 2, "auto"), id="KVP2, context parallel"),
     # More tensor ranks than KV heads.
     pytest.param((4, 1, 1, "ownerCompute"), id="TP4", marks=pytest.mark.long),
@@ -31,10 +34,23 @@ SHAPES = [
 def grid(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    tensor, stream, kv, strategy = request.param
-    port = free_port()
-    manifest = write_manifest(
-        tmp_path_factory.mktemp("grid") / "grid.yaml",
+    port, path = free_port(), tmp_path_factory.mktemp("grid") / "grid.yaml"
+    running = start(manifest(request.param, path, checkpoint, port), port, checkpoint)
+    yield running
+    stop(running)
+
+
+def manifest(shape: tuple[int, int, int, str] | None, path: Path, checkpoint: Path, port: int) -> Path:
+    """A grid of this shape, whose lanes take little; or the example's, of which nothing but model path and port changes."""
+    if shape is None:
+        example = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+        example["spec"]["model"]["source"]["path"] = str(checkpoint)
+        example["spec"]["router"] = {"port": port}
+        path.write_text(yaml.safe_dump(example), encoding="utf-8")
+        return path
+    tensor, stream, kv, strategy = shape
+    return write_manifest(
+        path,
         checkpoint,
         port,
         model={"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 8192},
@@ -43,9 +59,6 @@ def grid(
         scheduling={"maxChunkTokens": 128, "longThresholdTokens": 400, "prefillStrategy": strategy},
         kvCache={"size": "16Mi", "tokensPerLane": 400},
     )
-    running = start(manifest, port, checkpoint)
-    yield running
-    stop(running)
 
 
 def complete(url: str, prompts: list[str], **options: object) -> list[str]:

@@ -300,6 +300,17 @@ def steps_with_chunks(events: list[dict[str, Any]], lane: int) -> list[int]:
     return [event["args"]["step"] for event in found if event["args"].get("chunks")]
 
 
+def overlapping(events: list[dict[str, Any]], lane: int, steps: list[int]) -> list[bool]:
+    """Of those half of the steps that take longest in stage 1: whether the next one was in stage 0 meanwhile.
+
+    The others may be over before the controller has had a turn: the machine has fewer cores than there are ranks.
+    """
+    first, second = spans(events, 0, lane), spans(events, 1, lane)
+    both = [(second[one], first[after]) for one, after in pairwise(steps) if one in second and after in first]
+    both.sort(key=lambda pair: pair[0][1] - pair[0][0])
+    return [max(one[0], after[0]) < min(one[1], after[1]) for one, after in both[len(both) // 2 :]]
+
+
 def prepared_ahead(events: list[dict[str, Any]]) -> int:
     """Steps that a rank planned while it ran another one."""
     ranks, count = 4, 0
@@ -328,13 +339,9 @@ def test_the_trace_shows_chunks_of_one_prompt_in_both_stages_at_once(
     chunks = {lane: steps_with_chunks(events, lane) for lane in (0, 1)}
     owner = max(chunks, key=lambda lane: len(chunks[lane]))
     assert len(chunks[owner]) > 20
-    first, second = spans(events, 0, owner), spans(events, 1, owner)
-    overlaps = 0
-    for before, after in pairwise(chunks[owner]):
-        if before in second and after in first:
-            since, until = max(second[before][0], first[after][0]), min(second[before][1], first[after][1])
-            overlaps += until > since
-    assert overlaps >= 3, "chunk i was never in stage 1 while chunk i+1 was in stage 0"
+    overlaps = overlapping(events, owner, chunks[owner])
+    assert len(overlaps) > 10
+    assert sum(overlaps) >= len(overlaps) / 3, "chunk i was rarely in stage 1 while chunk i+1 was in stage 0"
     assert prepared_ahead(events) >= 3, "no step was prepared while the one before it ran"
     arrows = {kind: {event["id"]: event["ts"] for event in events if event["ph"] == kind} for kind in "sf"}
     both = arrows["s"].keys() & arrows["f"].keys()
