@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
-from medha_operator.nodes import may_drain, on_cordoned_node
+from medha_operator.nodes import LET_GO, may_drain, on_cordoned_node
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
 
@@ -194,7 +194,7 @@ def _draining(observed: Observed) -> Judgement:
         return Judgement("Draining", False, "NotDraining")
     text = f"node {pod.node} of pod {pod.name} is being emptied"
     if may_drain(observed):
-        return Judgement("Draining", True, "NodeCordoned", text)
+        return Judgement("Draining", True, LET_GO, text)
     told = f"{text}; it serves on until its deployment has another replica"
     return Judgement("Draining", True, "AwaitingReplacement", told)
 

@@ -7,6 +7,8 @@ from medha_operator.render import OPEN_SINCE
 
 CUT_OFF_SECONDS = 10.0
 """How long until the next look while no node at all is heard of: of nodes without its pods a replica is not told."""
+LET_GO = "NodeCordoned"
+"""Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
 
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
@@ -40,12 +42,18 @@ def open_since(observed: Observed, now: float) -> float | None:
 
 
 def has_left_node(observed: Observed) -> bool:
-    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there."""
+    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there.
+
+    They may be gone before anybody looks: then the budget, or what the last look has said, tells that it was let go.
+    """
     if not may_drain(observed):
         return False
     cordoned = {name for name, node in observed.nodes.items() if node.cordoned}
-    return observed.deployment is not None or any(
-        pod.is_deleting and pod.node in cordoned for pod in observed.pods
+    return (
+        observed.deployment is not None
+        or _opened(observed) != ""
+        or any(said.type == "Draining" and said.reason == LET_GO for said in observed.status.conditions)
+        or any(pod.is_deleting and pod.node in cordoned for pod in observed.pods)
     )
 
 

@@ -17,7 +17,7 @@ from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
 from medha_operator.conditions import judge, problems_in, refuse, stamped
 from medha_operator.gang import KINDS
-from medha_operator.nodes import has_left_node, on_cordoned_node, on_lost_nodes, open_since
+from medha_operator.nodes import LET_GO, has_left_node, on_cordoned_node, on_lost_nodes, open_since
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
@@ -312,7 +312,7 @@ def _gang(
         left = opened + EVICTION_SECONDS - now
         if left > 0:
             return [], status, left
-        told = Tell("NodeCordoned", f"node {cordoned.node} is being emptied: the replica moves")
+        told = Tell(LET_GO, f"node {cordoned.node} is being emptied: the replica moves")
         ending = _end(alive, "its node is being emptied")
         return [told, *ending], status.model_copy(update=_NO_GANG), None
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
@@ -334,7 +334,7 @@ def _gang(
     if not members:  # all are gone: those that come are the next gang
         return [], status.model_copy(update=_NO_GANG), None
     if has_left_node(observed):
-        told = Tell("NodeCordoned", f"{broken} as a node is being emptied: the replica moves")
+        told = Tell(LET_GO, f"{broken} as a node is being emptied: the replica moves")
         return [told, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
     actions: list[Action] = []
     if status.restarted_member != status.newest_member:

@@ -434,6 +434,29 @@ def test_evictors_take_the_pods_of_a_cordoned_node_and_the_rest_follows_as_a_mov
     assert world.created_pods == 8
 
 
+@pytest.mark.parametrize("forgotten", [None, "budget", "status"])
+def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
+    world: World, forgotten: str | None
+) -> None:
+    """A user may delete the budget, and a refusal end the look that had opened it before it wrote the status."""
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = world.status
+    world.do(world.plan().actions)
+    del world.pods["r-l0-1"]
+    if forgotten == "budget":
+        del world.objects["PodDisruptionBudget", "r"]
+    elif forgotten == "status":
+        world.status = before
+    assert world.settle() == 0
+    assert world.status.restarts == 0
+    assert allowed_away(world) == 0
+    assert [told.reason for told in world.told] == ["NodeCordoned"]
+    del world.pods["r-l0-1"]
+    world.settle()
+    assert world.status.restarts == 1
+
+
 def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) -> None:
     for name in ("r-l0-1", "r-l1-0"):
         world.pods[name] = replace(world.pods[name], node="a")
