@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_operator.children import child_of
+from medha_operator.children import Child, child_of
 from medha_operator.plan import Apply, Delete, Plan
+from medha_operator.settings import OperatorSettings
 from reconcile.deployment_world import DeploymentWorld, template
+from reconcile.world import World
 
 
 def applied(planned: Plan) -> list[str]:
@@ -426,6 +428,31 @@ def test_replicas_that_serve_though_something_is_refused_are_changed_behind_othe
     names.clear()
     assert watched(world)[0] == 3
     assert world.images() == ["b", "b", "b"]
+
+
+def test_a_replica_whose_gang_is_not_to_be_had_any_more_may_serve_until_it_is_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the replica's own planner writes of such a one, as the deployment reads it."""
+
+    def seen() -> Child:
+        named = {"name": "d-0", "uid": "v", "resourceVersion": "1", "generation": replica.generation}
+        metadata = named | {"creationTimestamp": "2030-01-01T00:00:00Z"}
+        status = replica.status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return child_of({"metadata": metadata, "spec": replica.spec, "status": status}, 0, "u")
+
+    monkeypatch.setattr("reconcile.world.SETTINGS", OperatorSettings(gang_apis=("core",)))
+    replica = World(placement={"gang": "core"})
+    replica.settle()
+    assert (seen().serving_since is not None, seen().may_serve) == (True, False)
+    monkeypatch.setattr("reconcile.world.SETTINGS", OperatorSettings())
+    replica.settle()
+    assert seen().trouble[0] == "GangUnavailable"
+    assert (seen().serving_since, seen().may_serve) == (None, True)
+    replica.spec = replica.spec | {"image": "b"}
+    replica.generation += 1
+    replica.settle()
+    assert (seen().serving_since, seen().may_serve) == (None, False)
 
 
 def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_long_anew() -> None:
