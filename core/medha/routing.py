@@ -166,13 +166,18 @@ class RoutingLimits:
     """How long a sequence that was taken waits for a replica to come back, before it ends `unavailable`."""
     fetch_seconds: float = 10.0
     """After which a bundle that was asked for is asked for again."""
-    max_attempts: int = 4
-    """Attempts of one sequence that may be lost with their replicas, before it is taken for the cause and ends."""
+    max_losses: int = 2
+    """Losses in a row after which a sequence is taken for what its replicas die of, and ends.
 
-    @property
-    def suspect_losses(self) -> int:
-        """From so many losses on a sequence is a suspect: a replica gets one at a time, which ends or clears it."""
-        return max(1, self.max_attempts // 2)
+    A loss is a replica's end while a step had the sequence, before it drew a token there. From the first one on it is a
+    suspect: a replica gets one suspect at a time, so that the second loss has no other. The third death of a process
+    within a minute ends the replica.
+    """
+    trial_seconds: float = 30.0
+    """Who was sent to a replica so long ago does not kill it at once: its losses begin anew. No process dies thrice in a
+    minute of what needs longer."""
+    max_attempts: int = 16
+    """Attempts in a row that may end with their replicas for whatever reason, without a token of the sequence."""
 
 
 @dataclass(slots=True)
@@ -183,7 +188,10 @@ class _Sequence:
     order: tuple[float, int]  # queue key: deadline, then arrival
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0
-    losses: int = 0  # attempts that ended because the replica did
+    lost_attempts: int = 0  # that ended because the replica did, since its last token
+    losses: int = 0  # of those, what speaks against it (`RoutingLimits.max_losses`)
+    gets_on: bool = False  # this attempt has drawn a token
+    sent_at: float = 0.0  # when this attempt began
     replica: str | None = None
     wire_id: str = ""  # differs from attempt to attempt, so that a late message of an old one is recognised
 
@@ -404,7 +412,8 @@ class RouterCore:
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
         sequence.emitted.extend(emit.tokens)
         if emit.tokens:
-            sequence.losses = 0  # it gets on: it is not what its replicas die of
+            sequence.gets_on = True  # so it is not what its replicas die of
+            sequence.losses = sequence.lost_attempts = 0
         if emit.finish_reason is not None:
             self._forget(sequence)
         return [Deliver(sequence.new.id, emit.tokens, emit.finish_reason, emit.logprobs, emit.cached_tokens)]
@@ -430,7 +439,9 @@ class RouterCore:
             return []
         if failed.reason == "rank_lost":
             self._replicas[replica].full = True  # until it announces how it goes on
-            return self._resume(sequence) + self._dispatch(now)
+            self._count_loss(sequence, now)
+            is_cause = sequence.losses >= self._limits.max_losses
+            return (self._convict(sequence) if is_cause else self._resume(sequence)) + self._dispatch(now)
         kind: FailureKind = "out_of_memory" if failed.reason == "out_of_memory" else "internal"
         return [self._fail(sequence, kind, failed.detail or f"the replica failed: {failed.reason}")]
 
@@ -511,7 +522,7 @@ class RouterCore:
             if not with_room:
                 break
             seen += 1
-            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt))
+            chosen = self._choose(sequence, with_room, names.get(sequence.new.prompt), now)
             if chosen is None:
                 kept.append(sequence)
                 continue
@@ -522,13 +533,15 @@ class RouterCore:
         return commands
 
     def _choose(
-        self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None
+        self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None, now: float
     ) -> _Replica | None:
         """The replica for `sequence`: where its prompt just went, else where its first token is expected soonest."""
         tokens, prefix = sequence.tokens, sequence.new.prefix
         fitting = [replica for replica in replicas if replica.card.longest_request_tokens > tokens]
-        if self._is_suspect(sequence):  # beside others nobody could say which of them it was
-            fitting = [one for one in fitting if not any(map(self._is_suspect, one.open.values()))]
+        if sequence.losses:  # beside another suspect nobody could say which of them it was
+            fitting = [
+                one for one in fitting if not any(self._is_on_trial(it, now) for it in one.open.values())
+            ]
         if len(fitting) < 2:
             return fitting[0] if fitting else None
 
@@ -547,8 +560,9 @@ class RouterCore:
 
         return min(fitting, key=preference)
 
-    def _is_suspect(self, sequence: _Sequence) -> bool:
-        return sequence.losses >= self._limits.suspect_losses
+    def _is_on_trial(self, sequence: _Sequence, now: float) -> bool:
+        """Whether a sequence that is open in a replica is a suspect who may still kill it at once."""
+        return sequence.losses > 0 and now - sequence.sent_at < self._limits.trial_seconds
 
     def _forward(
         self, sequence: _Sequence, replica: _Replica, names: dict[str, tuple[str, str]], now: float
@@ -557,6 +571,7 @@ class RouterCore:
         wire_id = new.id if sequence.attempts == 0 else f"{new.id}~{sequence.attempts}"
         sequence.attempts += 1
         sequence.replica, sequence.wire_id = name, wire_id
+        sequence.sent_at, sequence.gets_on = now, False
         self._by_wire_id[wire_id] = sequence
         replica.open[wire_id] = sequence
         cached = replica.prefixes.known_tokens(new.prefix)
@@ -615,14 +630,38 @@ class RouterCore:
         return sequence if sequence is not None and sequence.replica == replica else None
 
     def _resume(self, sequence: _Sequence) -> list[RouterCommand]:
-        """Queue a sequence again whose replica lost it; it goes on after the tokens it has emitted."""
-        sequence.losses += 1
-        if sequence.losses >= self._limits.max_attempts:
-            detail = f"{sequence.losses} attempts were lost with their replicas; it is not tried again"
-            return [self._fail(sequence, "internal", detail)]
+        """Queue a sequence again whose replica lost it, after the tokens it has emitted; or end it."""
+        sequence.lost_attempts += 1
+        if sequence.lost_attempts >= self._limits.max_attempts:
+            detail = (
+                f"{sequence.lost_attempts} attempts in a row were lost with their replicas; try again later"
+            )
+            return [self._fail(sequence, "unavailable", detail)]
         self._unassign(sequence)
         self._waiting.add(sequence.key, sequence)
         return []
+
+    def _count_loss(self, sequence: _Sequence, now: float) -> None:
+        """A replica was lost while a step had the sequence: what has got on is not the cause."""
+        if sequence.gets_on:
+            return
+        is_quick = now - sequence.sent_at < self._limits.trial_seconds
+        sequence.losses = sequence.losses + 1 if is_quick else 1
+
+    def _convict(self, sequence: _Sequence) -> list[RouterCommand]:
+        """End a sequence that its replicas die of, and with it the suspects that are samples of the same prompt."""
+        detail = (
+            f"{sequence.losses} replicas in a row were lost within {self._limits.trial_seconds:g} s of being sent this "
+            "request, while they computed it; it is taken for the cause and not tried again"
+        )
+        commands: list[RouterCommand] = [self._fail(sequence, "internal", detail)]
+        for other in list(self._sequences.values()):
+            is_sample = other.request is sequence.request and other.new.prompt == sequence.new.prompt
+            if is_sample and other.losses:
+                if other.replica is not None:
+                    commands.append(Send(other.replica, Cancel(other.wire_id)))
+                commands.append(self._fail(other, "internal", detail))
+        return commands
 
     def _unassign(self, sequence: _Sequence) -> None:
         if sequence.replica is None:

@@ -190,13 +190,80 @@ def test_a_lost_link_frees_its_sequences_for_another_replica() -> None:
     assert first != second
 
 
-def test_a_sequence_that_is_lost_too_often_ends_instead_of_killing_every_replica() -> None:
-    core = serving(RoutingLimits(max_attempts=2))
+def test_a_sequence_whose_replicas_all_go_ends_unavailable_in_the_end_whatever_they_died_of() -> None:
+    core = serving()
     core.handle(arrive("a"), 0.0)
-    announce(core, 1.0, epoch=2)
-    (command,) = announce(core, 2.0, epoch=3)
+    for epoch in range(1, 16):
+        core.handle(LinkLost("r0"), float(epoch))
+        assert len(submits(announce(core, epoch + 0.5, epoch=epoch))) == 1, (
+            "who may only have waited is sent again"
+        )
+    (command,) = core.handle(LinkLost("r0"), 16.0)
     assert isinstance(command, Fail)
-    assert command.kind == "internal"
+    assert command.kind == "unavailable"
+
+
+def lose(core: RouterCore, epoch: int, now: float, *computed: str) -> list[RouterCommand]:
+    """The epoch ends while a step has `computed`, and the next one begins at once."""
+    commands: list[RouterCommand] = []
+    for name in computed:
+        commands += core.handle(Received("r0", Failed(name, "rank_lost")), now)
+    commands += announce(core, now, epoch=epoch, ready=False)
+    return commands + announce(core, now, epoch=epoch + 1)
+
+
+def test_a_prefill_that_takes_long_outlives_losses_that_are_far_apart() -> None:
+    core = serving()
+    commands = core.handle(arrive("book"), 0.0)
+    for epoch in range(1, 10):
+        ((_, submit),) = submits(commands)
+        commands = lose(core, epoch, 40.0 * epoch, submit.id)
+    assert len(submits(commands)) == 1
+
+
+def test_who_had_drawn_tokens_when_its_replica_was_lost_is_no_suspect() -> None:
+    core = serving()
+    commands = [*core.handle(arrive("a", prompt="p"), 0.0), *core.handle(arrive("b", prompt="q"), 0.0)]
+    for epoch in range(1, 5):
+        sent = [submit.id for _, submit in submits(commands)]
+        assert len(sent) == 2, "both at once, for neither is held back"
+        for name in sent:
+            core.handle(Received("r0", Emit(name, (1,))), float(epoch))
+        commands = lose(core, epoch, float(epoch), *sent)
+
+
+def test_suspects_are_tried_one_after_the_other_and_none_keeps_the_next_waiting_for_long() -> None:
+    core = serving()
+    core.handle(arrive("a", prompt="p"), 0.0)
+    core.handle(arrive("b", prompt="q"), 0.0)
+    ((_, first),) = submits(lose(core, 1, 1.0, "a", "b"))
+    assert first.id == "a~1"
+    assert [submit.id for _, submit in submits(core.handle(arrive("c", prompt="s"), 2.0))] == ["c"]
+    card = {"epoch": 2, "waiting": 0}
+    assert submits(announce(core, 30.9, **card)) == []
+    assert [submit.id for _, submit in submits(announce(core, 31.0, **card))] == ["b~1"]
+
+
+def test_who_comes_beside_a_suspect_that_is_the_cause_goes_on() -> None:
+    core = serving()
+    core.handle(arrive("poison", prompt="p"), 0.0)
+    lose(core, 1, 1.0, "poison")
+    core.handle(arrive("newcomer", prompt="q"), 2.0)
+    commands = lose(core, 2, 3.0, "newcomer", "poison~1")
+    assert [command.id for command in commands if isinstance(command, Fail)] == ["poison"]
+    assert [submit.id for _, submit in submits(commands)] == ["newcomer~1"]
+
+
+def test_samples_of_a_prompt_that_replicas_die_of_are_not_tried_one_by_one() -> None:
+    core = serving()
+    core.handle(arrive("a-0", "a-1"), 0.0)
+    ((_, first),) = submits(lose(core, 1, 1.0, "a-0", "a-1"))
+    ended = lose(core, 2, 2.0, first.id)
+    assert [(one.id, one.kind) for one in ended if isinstance(one, Fail)] == [
+        ("a-0", "internal"),
+        ("a-1", "internal"),
+    ]
+    assert core.open == 0
 
 
 def test_more_waiting_than_the_limit_is_overloaded_and_names_when_to_come_back() -> None:
@@ -297,12 +364,12 @@ def test_a_sequence_of_a_lost_step_is_not_sent_to_the_same_replica_before_that_a
 
 
 def test_only_what_was_computed_when_ranks_were_lost_counts_the_losses() -> None:
-    """A request that kills its ranks ends after four epochs; the ones that waited behind it are served by the fifth."""
-    core = serving(RoutingLimits(max_attempts=4))
+    """A request that kills its ranks ends after two epochs; the ones that waited behind it are served by the third."""
+    core = serving()
     announce(core, waiting_limit=10)
     core.handle(arrive("poison", "b", "c"), 0.0)
     ended: list[RouterCommand] = []
-    for epoch in range(1, 5):
+    for epoch in range(1, 3):
         suffix = f"~{epoch - 1}" if epoch > 1 else ""
         for message in (
             Refused("b" + suffix, "not_ready"),
@@ -315,13 +382,15 @@ def test_only_what_was_computed_when_ranks_were_lost_counts_the_losses() -> None
     assert [(command.id, command.kind) for command in ended if isinstance(command, Fail)] == [
         ("poison", "internal")
     ]
-    assert [submit.id for _, submit in again] == ["b~4", "c~4"]
+    assert [submit.id for _, submit in again] == ["b~2", "c~2"]
 
 
 def test_who_shares_its_steps_with_a_request_that_kills_ranks_is_cleared_by_a_token_of_its_own() -> None:
-    core = serving(RoutingLimits(max_attempts=4))
+    core = serving()
     announce(core, waiting_limit=10)
-    commands = core.handle(arrive("a", "poison", "b", "c"), 0.0)
+    commands = [
+        one for name in ("a", "poison", "b", "c") for one in core.handle(arrive(name, prompt=name), 0.0)
+    ]
     ended: dict[str, str] = {}
     epoch = 1
     while core.open:
@@ -340,6 +409,7 @@ def test_who_shares_its_steps_with_a_request_that_kills_ranks_is_cleared_by_a_to
         ended |= {one.id: one.kind for one in commands if isinstance(one, Fail)}
         ended |= {one.id: "stop" for one in commands if isinstance(one, Deliver) and one.finish_reason}
     assert ended == {"a": "stop", "b": "stop", "c": "stop", "poison": "internal"}
+    assert epoch == 3, "its third death within a minute would end the replica"
 
 
 @dataclass
