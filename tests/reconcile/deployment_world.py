@@ -267,3 +267,30 @@ class DeploymentWorld:
 
     def revisions(self) -> set[str]:
         return {one["metadata"]["labels"][TEMPLATE_LABEL] for one in self.replicas.values()}
+
+
+def applied(planned: Plan) -> list[str]:
+    """Names of the replicas that the plan applies."""
+    return [
+        action.manifest["metadata"]["name"]
+        for action in planned.actions
+        if isinstance(action, Apply) and action.manifest["kind"] == "MedhaReplica"
+    ]
+
+
+def deleted(planned: Plan) -> list[str]:
+    return [one.name for one in planned.actions if isinstance(one, Delete) and one.kind == "MedhaReplica"]
+
+
+def watched(world: DeploymentWorld, rounds: int = 80) -> tuple[int, int, list[str]]:
+    """Settle, and tell the least that served, the most there were, and the order of changes."""
+    least, most, order = len(world.serving()), len(world.replicas), []
+    for _ in range(rounds):
+        planned = world.plan()
+        order += [name for name in applied(planned) if name in world.serving()]
+        world.do(planned.actions)
+        world.operate()
+        least, most = min(least, len(world.serving())), max(most, len(world.replicas))
+        world.now += 5
+    assert world.plan().actions == ()
+    return least, most, order
