@@ -30,7 +30,7 @@ from torch import Tensor
 from medha.blocks import BlockCopy, BlockLedger
 from medha.context_parallel import OWNER
 from medha.errors import PartFailed, WireInvalid
-from medha.lane_replica import LaneReplica
+from medha.lane_replica import LaneReplica, admitted_map
 from medha.messages import Admit, Done, EntryFailed, Extent, FailureReason, Sample, Step, StepEntry, Tokens
 from medha.shards import ShardMap
 from medha.wire import TokenIds
@@ -383,9 +383,7 @@ class Executor:
         if prompt is None or not prompt.complete:
             raise self._parted(step, f"{admit.id} is admitted ahead of its prompt's ids")
         parent = self._sequence(admit.fork_of, step) if admit.fork_of is not None else None
-        is_ours = (
-            not admit.segments or admit.segments[0].lane == self._lane.lane
-        )  # others do not count its tokens
+        is_ours = admitted_map(admit).owner == self._lane.lane  # others do not count its tokens
         if parent is not None and is_ours and parent.computed < admit.shared_tokens:
             raise self._parted(step, f"{admit.id} shares tokens that {admit.fork_of} has not computed")
         copies = self._lane.admit(admit)
@@ -469,6 +467,8 @@ class Executor:
         entries = []
         for entry in step.entries:
             if entry.lane == self._lane.lane or entry.strategy == LOCAL:
+                continue
+            if entry.id not in chunks:  # it names no position, which the lane that is to compute it says
                 continue
             sequence = self._sequence(entry.id, step)
             self._shards(entry, step)
