@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,17 +94,37 @@ def test_a_wrong_text_and_kv_that_is_held_for_longer_than_10_s_are_missed_goals(
     assert missed(recovery, outcomes(recovery), free_seconds=10.5) == {"cut router,"}
 
 
+def require_network_namespaces() -> None:
+    """Skip where none can be made; in CI that is a failure, or networks might never be cut and nobody would know."""
+    probe = ["unshare", "--map-root-user", "--net", "--mount", "true"]
+    if subprocess.run(probe, check=False).returncode == 0:
+        return
+    message = "no network namespaces can be made here"
+    if os.environ.get("CI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_a_machine_without_network_namespaces_skips_and_fails_in_ci(
+    ci: str, outcome: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = tmp_path / "unshare"
+    refusing.write_text("#!/bin/sh\nexit 1\n")
+    refusing.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="no network namespaces"):
+        require_network_namespaces()
+
+
 @pytest.mark.timeout(300)
 def test_streams_outlive_every_process_that_is_stopped_or_cut_off() -> None:
     """Complete and with the same text, with no process and no shared memory left: else the exit status is 1.
 
     So it is where the controller still holds KV 10 s after its router was cut off.
     """
-    if (
-        subprocess.run(["unshare", "--map-root-user", "--net", "--mount", "true"], check=False).returncode
-        != 0
-    ):
-        pytest.skip("no network namespaces can be made here")
+    require_network_namespaces()
     runs = [
         subprocess.Popen(
             [sys.executable, str(RECOVERY), "--quick", *failures],
