@@ -126,7 +126,7 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
 
 
 def network_policy(owner: Owner) -> Manifest:
-    """Pods of a replica reach each other on all ports (gloo and NCCL choose theirs); others reach the metrics alone."""
+    """Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone."""
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}
     return _object(owner, "networking.k8s.io/v1", "NetworkPolicy", owner.name) | {
         "spec": {

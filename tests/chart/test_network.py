@@ -16,7 +16,7 @@ from medha_operator.settings import OperatorSettings
 
 A, B = Owner("llama", "team-a", "a" * 36), Owner("qwen", "team-a", "b" * 36)
 RENDEZVOUS = (5600, 5601, 9400, 9401, 29500, 48173, 65535)
-"""Ports within a replica: ours, and some that gloo and NCCL may choose."""
+"""Ports within a replica: ours, and some that gloo may choose."""
 PORTS = sorted({*RENDEZVOUS, 22, 53, 443, 5700, 5701, 6443, 8000, 8080, 9402})
 
 

@@ -6,6 +6,7 @@ last stage back to the first. Only tensors travel (object collectives would pick
 
 Groups are made here rather than by `init_process_group`, whose state belongs to the process: names that it counts up
 differ between a rank that was replaced and those that have met before, so that they would never find each other.
+They are gloo's, whatever computes: there is no NCCL yet.
 """
 
 from __future__ import annotations
