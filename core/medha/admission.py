@@ -224,6 +224,7 @@ class Admission:
             fork_of=None if sibling is None else sibling.id,
             shared_tokens=shared_tokens,
             segments=placed.segments,
+            deals=placed.deals,
             cached_tokens=placed.cached_tokens,
             cached=placed.cached,
             evicts=placed.evicts,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from medha.blocks import BlockCopy, BlockLedger
 from medha.messages import Admit, BlockRun, Grow, Publish
-from medha.shards import Segment, ShardMap, digest_of
+from medha.shards import Segment, ShardMap, dealt, digest_of
 
 
 class LaneReplica:
@@ -45,13 +45,7 @@ class LaneReplica:
     def grow(self, grow: Grow) -> bool:
         """False if no KV is left, which means that the ledgers have parted."""
         self._evict(grow.evicts)
-        shards = self._shards[grow.id]
-        if grow.segments:
-            kept = [segment for segment in shards.segments if segment.start < grow.segments[0].start]
-            shards = ShardMap((*kept, *grow.segments), shards.version + 1)
-        elif grow.reserved_tokens > shards.tokens:
-            shards = ShardMap((Segment(shards.owner, 0, grow.reserved_tokens),), shards.version + 1)
-        self._shards[grow.id] = shards
+        shards = self._shards[grow.id] = grown_map(self._shards[grow.id], grow)
         tokens = shards.tokens_on(self.lane)
         if grow.id in self.ledger:
             return self.ledger.grow(grow.id, tokens)
@@ -60,8 +54,7 @@ class LaneReplica:
     def admit(self, admit: Admit) -> list[BlockCopy] | None:
         """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
         self._evict(admit.evicts)
-        shards = ShardMap(admit.segments or (Segment(0, 0, admit.reserved_tokens),))
-        self._shards[admit.id] = shards
+        shards = self._shards[admit.id] = admitted_map(admit)
         tokens = shards.tokens_on(self.lane)
         if tokens == 0:
             return []
@@ -73,6 +66,22 @@ class LaneReplica:
 
     def _evict(self, runs: Iterable[BlockRun]) -> None:
         self.ledger.evict((run.first, run.count) for run in runs if run.lane == self.lane)
+
+
+def admitted_map(admit: Admit) -> ShardMap:
+    """Where the KV of an admitted sequence lies."""
+    return ShardMap(admit.segments or dealt(admit.deals) or (Segment(0, 0, admit.reserved_tokens),))
+
+
+def grown_map(shards: ShardMap, grow: Grow) -> ShardMap:
+    """The shard map of a sequence once it has grown."""
+    changed = grow.segments or dealt(grow.deals)
+    if changed:
+        kept = [segment for segment in shards.segments if segment.start < changed[0].start]
+        return ShardMap((*kept, *changed), shards.version + 1)
+    if grow.reserved_tokens > shards.tokens:
+        return ShardMap((Segment(shards.owner, 0, grow.reserved_tokens),), shards.version + 1)
+    return shards
 
 
 def fork_on(

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.shards import Segment
+from medha.shards import Deal, Segment
 
 FinishReason = Literal["stop", "length"]
 """Why a replica ends a request: a stop token id was sampled, or a limit of tokens was reached."""
@@ -231,8 +231,8 @@ class Admit:
     """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
 
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
-    whole blocks by reference and the rest of the last block by copy. `segments` say which lane holds what (none:
-    all on lane 0); `evicts` are remembered blocks to be given up first, and `cached` those that begin the table of
+    whole blocks by reference and the rest of the last block by copy. `segments` or, if these were many, `deals` say
+    which lane holds what (neither: all on lane 0); `evicts` are remembered blocks to be given up first, and `cached` those that begin the table of
     each lane: together the KV of the first `cached_tokens` tokens.
     """
 
@@ -250,19 +250,22 @@ class Admit:
     cached_tokens: int = 0
     cached: tuple[BlockRun, ...] = ()
     evicts: tuple[BlockRun, ...] = ()
+    deals: tuple[Deal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
     """A sequence's reservation grows to `reserved_tokens`, once the remembered blocks `evicts` are given up.
 
-    `segments` replace those of its shard map from the first one's start on (none: it stays on one lane).
+    `segments`, or `deals` if these were many, replace those of its shard map from the first one's start on (neither: it
+    stays on one lane).
     """
 
     id: str
     reserved_tokens: int
     segments: tuple[Segment, ...] = ()
     evicts: tuple[BlockRun, ...] = ()
+    deals: tuple[Deal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,19 @@ from medha.blocks import BlockLedger, Run
 from medha.lane_replica import fork_on
 from medha.messages import BlockRun, Grow, Publish
 from medha.prefix import Match, PrefixCache, hash_count, hash_range
-from medha.shards import PROMPT_STRIPE_TOKENS, Segment, ShardMap, deal, digest_of, is_dealt, place, spreads
+from medha.shards import (
+    MAX_SEGMENTS_TOLD,
+    PROMPT_STRIPE_TOKENS,
+    Deal,
+    Segment,
+    ShardMap,
+    deal,
+    deals_of,
+    digest_of,
+    is_dealt,
+    place,
+    spreads,
+)
 
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
@@ -29,6 +41,7 @@ class Placed:
     shards: ShardMap
     cached_tokens: int = 0
     segments: tuple[Segment, ...] = ()
+    deals: tuple[Deal, ...] = ()
     cached: tuple[BlockRun, ...] = ()
     evicts: tuple[BlockRun, ...] = ()
 
@@ -223,7 +236,7 @@ class KvPools:
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
         unpublished = sum(map(hash_count, held.chains.values()))
         self._held[child] = _Held(shards, held.prompt_tokens, held.chains, unpublished)
-        return Placed(shards, 0, self._segments(shards), (), tuple(evicts))
+        return Placed(shards, 0, *self._told(shards.segments), (), tuple(evicts))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
         """Let a reservation reach `tokens` tokens, or change nothing and return None."""
@@ -244,9 +257,9 @@ class KvPools:
                 evicts += _named(here.make_free(more), lane)
                 reserved = here.ledger.grow(sequence, wanted)
             assert reserved
-        changed = _changed(held.shards.segments, shards.segments) if len(self._lanes) > 1 else ()
+        segments, deals = self._told(_changed(held.shards.segments, shards.segments))
         held.shards = shards
-        return Grow(sequence, tokens, changed, tuple(evicts))
+        return Grow(sequence, tokens, segments, tuple(evicts), deals)
 
     def computed(self, sequence: str, tokens: int) -> None:
         """The KV of the first `tokens` tokens is there and good: whole blocks of the prompt may be shared."""
@@ -555,7 +568,7 @@ class KvPools:
         self._held[sequence] = _Held(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
-        return Placed(shards, cached_tokens, self._segments(shards), tuple(cached), tuple(evicts))
+        return Placed(shards, cached_tokens, *self._told(shards.segments), tuple(cached), tuple(evicts))
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
         """`admit` where there is nothing to choose, which makes it twice as fast."""
@@ -582,7 +595,7 @@ class KvPools:
         if not (runs or evicts):
             return Placed(shards)
         self.hit_tokens += blocks * size
-        return Placed(shards, blocks * size, (), tuple(_named(runs, 0)), tuple(_named(evicts, 0)))
+        return Placed(shards, blocks * size, (), (), tuple(_named(runs, 0)), tuple(_named(evicts, 0)))
 
     def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         here = self._lanes[lane]
@@ -591,9 +604,11 @@ class KvPools:
             here.ledger.remember(sequence, stop - new, new)
             here.publishes.append(Publish(sequence, stop - new, new, lane))
 
-    def _segments(self, shards: ShardMap) -> tuple[Segment, ...]:
-        """What a message says of a map; nothing where there is only one lane."""
-        return shards.segments if len(self._lanes) > 1 else ()
+    def _told(self, segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Deal, ...]]:
+        """What a message says of a map: few segments as they are, many as deals, nothing where there is only one lane."""
+        if len(self._lanes) == 1:
+            return (), ()
+        return (segments, ()) if len(segments) <= MAX_SEGMENTS_TOLD else ((), deals_of(segments))
 
 
 def _best(found: Sequence[Match]) -> int:

@@ -26,6 +26,8 @@ PROMPT_STRIPE_TOKENS = 2048
 """Where lanes compute a prompt together: tokens that lie on one before the next one's turn."""
 MAX_STRIPES = 128
 """Longer outputs get wider stripes, so that a map stays small enough to ride on a step message."""
+MAX_SEGMENTS_TOLD = 8
+"""A step message tells of more segments as deals, of which a map has few however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,16 @@ class Segment:
     lane: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """Token positions `start .. stop` (exclusive), dealt out in stripes to `lanes` in turn; the last one may be shorter."""
+
+    lanes: tuple[int, ...]
+    start: int
+    stop: int
+    stripe_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,42 @@ class ShardMap:
         if not _stripe(segments, tokens, rooms, self.lanes, block_size_tokens):
             return None
         return ShardMap(tuple(segments), self.version + 1)
+
+
+def deals_of(segments: Sequence[Segment]) -> tuple[Deal, ...]:
+    """The same places, as few words as a dealt map needs: its size is that of a round of lanes, not of the prompt.
+
+    A lane that is full leaves the round, which begins a deal of the others; so do the output's stripes, which are shorter.
+    """
+    deals: list[Deal] = []
+    index = 0
+    while index < len(segments):
+        first = segments[index]
+        stripe = first.stop - first.start
+        lanes = [first.lane]
+        end = index + 1
+        while end < len(segments) and segments[end - 1].stop - segments[end - 1].start == stripe:
+            lane, tokens = segments[end].lane, segments[end].stop - segments[end].start
+            if end - index == len(lanes) and lane not in lanes:
+                lanes.append(lane)
+            elif lane != lanes[(end - index) % len(lanes)]:
+                break
+            if tokens > stripe:
+                lanes = lanes[: end - index]
+                break
+            end += 1
+        deals.append(Deal(tuple(lanes), first.start, segments[end - 1].stop, stripe))
+        index = end
+    return tuple(deals)
+
+
+def dealt(deals: Sequence[Deal]) -> tuple[Segment, ...]:
+    """The segments that `deals_of` has put so."""
+    return tuple(
+        Segment(deal.lanes[turn % len(deal.lanes)], start, min(start + deal.stripe_tokens, deal.stop))
+        for deal in deals
+        for turn, start in enumerate(range(deal.start, deal.stop, deal.stripe_tokens))
+    )
 
 
 def digest_of(maps: Mapping[str, ShardMap]) -> bytes:

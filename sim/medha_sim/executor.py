@@ -18,6 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
+from medha.lane_replica import admitted_map, grown_map
 from medha.messages import ControllerEvent, Sample, Step
 from medha.predictor import Predictor, Work
 from medha.quick import new_done, new_sample, new_stage_free
@@ -98,12 +99,11 @@ class PredictorCost:
             self._shards.pop(id_, None)
         for grow in step.grows:
             shards = self._shards.get(grow.id)
-            if shards is not None and grow.segments:
-                kept = (segment for segment in shards.segments if segment.start < grow.segments[0].start)
-                self._shards[grow.id] = ShardMap((*kept, *grow.segments), shards.version + 1)
+            if shards is not None:
+                self._shards[grow.id] = grown_map(shards, grow)
         for admit in step.admits:
-            if len({segment.lane for segment in admit.segments}) > 1:
-                self._shards[admit.id] = ShardMap(admit.segments)
+            if len(admit.segments) > 1 or admit.deals:
+                self._shards[admit.id] = admitted_map(admit)
 
     def _hop(self, tokens: int) -> float:
         if self._stages == 1:

@@ -248,6 +248,7 @@ class PoolsMachine(RuleBasedStateMachine):
             fork_of=parent,
             shared_tokens=shared,
             segments=placed.segments,
+            deals=placed.deals,
             cached_tokens=placed.cached_tokens,
             cached=placed.cached,
             evicts=placed.evicts,
