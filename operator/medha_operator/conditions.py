@@ -144,8 +144,15 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
         return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
     if not scheduled.holds:
         return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
+    # Ranks that meet nobody may wait for a pod that has not started yet, so that its reason comes first.
     told = _first_trouble(
-        pods, "ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"
+        pods,
+        "ImagePullFailed",
+        "ContainerNotCreated",
+        "ModelFetchFailed",
+        "CrashLooping",
+        "StartingContainers",
+        "RendezvousFailed",
     )
     counted = f"{started} of {expected} pods have loaded their weights"
     if told is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -21,6 +21,7 @@ _CORDON = "node.kubernetes.io/unschedulable"
 _TO_BE_DELETED = "ToBeDeletedByClusterAutoscaler"
 _EMPTIED_BY = frozenset({"karpenter.sh/disrupted", _TO_BE_DELETED})
 _START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Pod:
     trouble: tuple[str, str] | None = None
     """Reason and message of what keeps it from starting."""
     is_fetching: bool = False
-    """An init container is at work."""
+    """An init container is at work, other than a sidecar, which goes on beside the others."""
     node: str | None = None
     tolerates_emptying: bool = False
     """The scheduler puts it on a node that is to be emptied like on any other."""
@@ -114,6 +115,15 @@ def pod_of(document: Object) -> Pod:
     conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
     containers = status.get("containerStatuses", ())
     first = status.get("initContainerStatuses", ())
+    sidecars = {
+        entry["name"]
+        for entry in document.get("spec", {}).get("initContainers", ())
+        if entry.get("restartPolicy") == "Always"
+    }
+    is_fetching = any("running" in entry.get("state", {}) for entry in first if entry["name"] not in sidecars)
+    trouble = _trouble(conditions.get("PodScheduled"), first, containers, sidecars)
+    if trouble is None and not is_fetching:
+        trouble = _starting(conditions.get("PodReadyToStartContainers"), first, containers)
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -130,8 +140,8 @@ def pod_of(document: Object) -> Pod:
         asks_restart=any(
             _exit_code(entry) == ASKS_RESTART and not _has_started(entry) for entry in containers
         ),
-        trouble=_trouble(conditions.get("PodScheduled"), first, containers),
-        is_fetching=any("running" in entry.get("state", {}) for entry in first),
+        trouble=trouble,
+        is_fetching=is_fetching,
         node=document.get("spec", {}).get("nodeName"),
         tolerates_emptying=any(
             toleration.get("key") in (None, "", _CORDON, *_EMPTIED_BY)
@@ -196,7 +206,7 @@ def _exit_code(container: Object) -> int | None:
 
 
 def _trouble(
-    scheduled: Object | None, first: Iterable[Object], containers: Iterable[Object]
+    scheduled: Object | None, first: Iterable[Object], containers: Iterable[Object], sidecars: Set[str]
 ) -> tuple[str, str] | None:
     if scheduled is not None and scheduled["status"] == "False":
         if scheduled.get("reason") == "SchedulingGated":
@@ -214,10 +224,28 @@ def _trouble(
             return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
         if reason == "CrashLoopBackOff":
             told = f"container {container['name']}: {_last_words(container) or message}"
-            if container in first:
+            if container in first and container["name"] not in sidecars:
                 return "ModelFetchFailed", told
             return ("RendezvousFailed" if _exit_code(container) == ASKS_RESTART else "CrashLooping"), told
     return None
+
+
+def _starting(
+    is_set_up: Object | None, first: Iterable[Object], containers: Iterable[Object]
+) -> tuple[str, str] | None:
+    """What a kubelet is at before a container of the pod runs. Why it does not get on, only the pod's events tell."""
+    waiting = [
+        entry["name"]
+        for entry in (*first, *containers)
+        if entry.get("state", {}).get("waiting", {}).get("reason") in _NOT_YET_CREATED
+    ]
+    if not waiting:
+        return None
+    if is_set_up is not None and is_set_up["status"] == "False":
+        text = "its volumes or its network are not set up yet"
+    else:
+        text = f"container {waiting[0]} is not created yet, its image may be on its way"
+    return "StartingContainers", f"{text}; if it stays so, see the pod's events"
 
 
 def _last_words(container: Object) -> str:

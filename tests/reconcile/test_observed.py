@@ -56,6 +56,64 @@ def test_each_trouble_has_a_reason_of_its_own(document: dict[str, Any], reason: 
     assert found[0] == reason
 
 
+WAITING = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+INITIALIZING = {"state": {"waiting": {"reason": "PodInitializing"}}}
+RUNNING: dict[str, Any] = {"state": {"running": {}}}
+
+
+def starting(
+    worker: dict[str, Any], first: dict[str, Any] | None = None, set_up: str = "True", sidecar: bool = False
+) -> dict[str, Any]:
+    """A pod that has a node, with the state of its worker and of an init container."""
+    states = [("PodScheduled", "True"), ("PodReadyToStartContainers", set_up)]
+    document = pod(
+        conditions=[{"type": kind, "status": status} for kind, status in states],
+        containerStatuses=[{"name": "worker"} | worker],
+        initContainerStatuses=[] if first is None else [{"name": "first"} | first],
+    )
+    policy = {"restartPolicy": "Always"} if sidecar else {}
+    return document | {"spec": {"initContainers": [{"name": "first"} | policy]}}
+
+
+@pytest.mark.parametrize(
+    ("document", "words"),
+    [
+        (
+            starting(WAITING, set_up="False"),
+            "volumes or its network",
+        ),  # or a Secret that it mounts is missing
+        (starting(INITIALIZING, INITIALIZING, set_up="False"), "volumes or its network"),
+        (starting(INITIALIZING, INITIALIZING), "container first is not created yet"),
+        (starting(WAITING), "container worker is not created yet"),
+        (starting(WAITING, RUNNING, sidecar=True), "container worker is not created yet"),
+    ],
+)
+def test_containers_that_a_kubelet_does_not_start_point_at_the_events(
+    document: dict[str, Any], words: str
+) -> None:
+    found = pod_of(document).trouble
+    assert found is not None
+    assert found[0] == "StartingContainers"
+    assert words in found[1]
+    assert "events" in found[1]
+
+
+@pytest.mark.parametrize("document", [starting(RUNNING), starting(INITIALIZING, RUNNING)])
+def test_a_pod_whose_containers_run_has_started_them(document: dict[str, Any]) -> None:
+    assert pod_of(document).trouble is None
+
+
+@pytest.mark.parametrize("is_sidecar", [True, False])
+def test_a_sidecar_beside_the_worker_fetches_no_model(is_sidecar: bool) -> None:
+    assert pod_of(starting(RUNNING, RUNNING, sidecar=is_sidecar)).is_fetching is not is_sidecar
+
+
+def test_a_sidecar_that_crashes_is_no_model_that_cannot_be_fetched() -> None:
+    found = pod_of(starting(RUNNING, crashed(1), sidecar=True)).trouble
+    assert found is not None
+    assert found[0] == "CrashLooping"
+
+
 def test_the_last_words_of_a_crash_are_told() -> None:
     found = pod_of(worker(**crashed(1, "no such\n file"))).trouble
     assert found == ("CrashLooping", "container worker: ended with exit code 1 (Error): no such file")

@@ -234,6 +234,23 @@ def test_pods_that_have_never_all_started_are_left_alone() -> None:
     assert condition(world, "Stalled") == ("True", "ImagePullFailed")
 
 
+def test_a_pod_that_does_not_start_is_told_before_those_that_wait_for_it() -> None:
+    world = World(**GRID)
+    world.do(world.plan().actions)
+    world.controllers()
+    world.kubelets()
+    troubles = {"r-l0-0": "RendezvousFailed", "r-l0-1": "StartingContainers"}
+    for name, reason in troubles.items():
+        told = (reason, "words of a kubelet")
+        world.pods[name] = replace(world.pods[name], is_started=False, is_ready=False, trouble=told)
+    world.do(world.plan().actions)
+    ready = next(entry for entry in world.status.conditions if entry.type == "Ready")
+    assert (ready.status, ready.reason) == ("False", "StartingContainers")
+    assert "pod r-l0-1: words of a kubelet" in ready.message
+    assert condition(world, "Reconciling")[0] == "True"
+    assert condition(world, "Stalled")[0] == "False"
+
+
 def test_the_second_restart_waits_and_later_ones_wait_longer(world: World) -> None:
     waits = []
     for _ in range(4):
