@@ -532,7 +532,8 @@ def main() -> int:
             f"{name.removesuffix('_seconds')} {row.get(name, float('nan')):5.1f} s" for name in SECONDS
         ]
         count = f"{row['interrupted_streams']:>3} streams of {row['failures']:>2} failures"
-        print(f"{row['kind']} {row['part']:<12}{count}: {', '.join(figures)}")
+        who = f"{row['kind']} {row['part']}"
+        print(f"{who:<18}{count}: {', '.join(figures)}")
     claimed = claims(outcomes, reloads, freed, len(replica.ranks), len(left) + len(shared))
     for one in claimed:
         verdict = "" if holds(one) else f"  (missed: {one['goal']:g})"
