@@ -7,16 +7,28 @@ pods. Those of replicas are never read either.
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
-from medha_links.cluster_keys import enrolment_secret, replica_secret, router_secret
+from medha.errors import ConfigInvalid
+from medha_links.cluster_keys import (
+    ROUTER_PUBLIC,
+    TOKEN,
+    TOKENS,
+    enrolment_secret,
+    replica_secret,
+    router_secret,
+)
 from medha_operator.cluster import ApiError, Cluster
 from medha_operator.kinds import ROUTER, SECRET, Key
+from medha_operator.plan import Tell
 from medha_operator.render import MANAGER, Manifest, Owner, labels
 from medha_operator.settings import RouterSite
+from medha_operator.store import Document
 
 ROUTER_NOT_FOUND = "RouterNotFound"
 """Reason of a replica whose router has no keys yet, or is none of this installation's."""
+KEYS_UNUSABLE = "KeysUnusable"
+"""Reason of the event at a router that nobody can join: its two Secrets do not belong together, or one is spoilt."""
 _COME_SECONDS = 2.0
 """Between looks for a router that is not there yet."""
 
@@ -38,19 +50,25 @@ async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key)
         raise ApiError(
             404, ROUTER_NOT_FOUND, f"the router's Secret {source.namespace}/{source.name} is not there yet"
         )
-    data = {entry: b64decode(content) for entry, content in found["data"].items()}
-    await cluster.create(
-        _secret(owner.namespace, name, data, labels(owner), owner.reference) | {"immutable": True}
-    )
+    secret = _secret(owner.namespace, name, _content(found), labels(owner), owner.reference)
+    await cluster.create(secret | {"immutable": True})
 
 
-async def make_router_keys(cluster: Cluster, router: RouterSite, again_seconds: float) -> float:
+async def make_router_keys(
+    cluster: Cluster,
+    router: RouterSite,
+    again_seconds: float,
+    tell: Callable[[Document, Tell], Awaitable[None]],
+) -> float:
     """Make what is missing of a router's two Secrets, once there is a router; seconds until the next look.
 
     Nobody owns them: a router that is removed and installed anew finds the keys that its replicas know. What replicas
-    get is derived from what the router has, so that it makes no difference where an earlier attempt ended.
+    get is derived from what the router has, so that it makes no difference where an earlier attempt ended. Where only
+    one of the two was lost or changed, neither is touched, since somebody may have put it there: `tell` hears of it,
+    with the router's Deployment.
     """
-    if await cluster.get(ROUTER, router.namespace, router.name) is None:
+    deployment = await cluster.get(ROUTER, router.namespace, router.name)
+    if deployment is None:
         return _COME_SECONDS
     own, shared = f"{router.name}-keys", f"{router.name}-enrolment"
     kept = await cluster.get(SECRET, router.namespace, own)
@@ -58,10 +76,33 @@ async def make_router_keys(cluster: Cluster, router: RouterSite, again_seconds: 
         kept = await cluster.create(_router_secret(router, own, router_secret()))
     if kept is None:
         return _COME_SECONDS  # somebody was faster
-    if await cluster.get(SECRET, router.namespace, shared) is None:
-        data = {name: b64decode(content) for name, content in kept["data"].items()}
-        await cluster.create(_router_secret(router, shared, enrolment_secret(data)))
+    keys = _content(kept)
+    try:
+        derived = enrolment_secret(keys)
+    except ConfigInvalid as error:
+        await tell(deployment, Tell(KEYS_UNUSABLE, f"Secret {own}: {error}", is_warning=True))
+        return again_seconds
+    enrolment = await cluster.get(SECRET, router.namespace, shared)
+    if enrolment is None:
+        await cluster.create(_router_secret(router, shared, derived))
+    elif not _admits(keys, derived[ROUTER_PUBLIC], _content(enrolment)):
+        text = (
+            f"with the Secret {shared} nobody can join a router that has {own}: delete {shared}, which is made anew "
+            f"within {again_seconds:g} s, and start anew the router and the replicas that have joined with it"
+        )
+        await tell(deployment, Tell(KEYS_UNUSABLE, text, is_warning=True))
     return again_seconds
+
+
+def _admits(router: Mapping[str, bytes], public: bytes, enrolment: Mapping[str, bytes]) -> bool:
+    """Whether a router with the keys `router`, and so with `public`, admits whoever has `enrolment`."""
+    tokens = [line.strip() for line in router[TOKENS].splitlines()]
+    is_known = enrolment.get(TOKEN, b"").strip() in tokens
+    return is_known and enrolment.get(ROUTER_PUBLIC, b"").strip() == public.strip()
+
+
+def _content(secret: Document) -> dict[str, bytes]:
+    return {entry: b64decode(content) for entry, content in secret.get("data", {}).items()}
 
 
 def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes]) -> Manifest:

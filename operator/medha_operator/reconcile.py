@@ -122,7 +122,12 @@ class Reconciler:
         """
         if key.kind == ROUTER.name:
             router = next(one for one in self._settings.routers if (one.namespace, one.name) == key[1:])
-            again = await make_router_keys(self._cluster, router, self._settings.resync_seconds)
+            again = await make_router_keys(
+                self._cluster,
+                router,
+                self._settings.resync_seconds,
+                lambda deployment, told: self._tell(key, deployment, told),
+            )
             return Look(again_seconds=again)
         resource = self._index.resource(key)
         if resource is None:

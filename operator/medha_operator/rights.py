@@ -76,6 +76,7 @@ def router_rules(router: RouterSite) -> list[Rule]:
         _rule(SECRET, ["create"]),
         _rule(SECRET, ["get"]) | {"resourceNames": [f"{router.name}-keys", f"{router.name}-enrolment"]},
         _rule(ROUTER, ["get"]) | {"resourceNames": [router.name]},
+        _rule(EVENT, ["create", "get", "patch"]),
     ]
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64decode, b64encode
+from collections.abc import Callable
 from typing import Any, cast
 
+import pytest
+
+from medha_links.cluster_keys import TOKENS
 from medha_operator.cluster import Cluster
-from medha_operator.keys import make_router_keys
-from medha_operator.kinds import ROUTER, SECRET
-from medha_operator.settings import RouterSite
-from reconcile.fake_cluster import FakeCluster
+from medha_operator.keys import KEYS_UNUSABLE, make_router_keys
+from medha_operator.kinds import ROUTER, SECRET, Key
+from medha_operator.plan import Tell
+from medha_operator.settings import OperatorSettings, RouterSite
+from medha_operator.store import Document
+from reconcile.fake_cluster import FakeCluster, Stage
 
 SITE = RouterSite(name="front", namespace="default")
 AGAIN_SECONDS = 300.0
@@ -17,7 +24,19 @@ OWN, SHARED = ((SECRET.name, "default", f"front-{what}") for what in ("keys", "e
 
 
 def look(cluster: FakeCluster) -> float:
-    return asyncio.run(make_router_keys(cast(Cluster, cluster), SITE, AGAIN_SECONDS))
+    again, told = look_and_hear(cluster)
+    assert told == []
+    return again
+
+
+def look_and_hear(cluster: FakeCluster) -> tuple[float, list[Tell]]:
+    heard: list[Tell] = []
+
+    async def tell(about: Document, told: Tell) -> None:
+        assert (about["kind"], about["metadata"]["name"]) == (ROUTER.name, "front")
+        heard.append(told)
+
+    return asyncio.run(make_router_keys(cast(Cluster, cluster), SITE, AGAIN_SECONDS, tell)), heard
 
 
 def install(cluster: FakeCluster) -> None:
@@ -58,3 +77,66 @@ def test_what_enrols_is_the_same_wherever_an_earlier_attempt_ended() -> None:
     del cluster.objects[SHARED]
     look(cluster)
     assert data(cluster) == before
+
+
+def spoilt(cluster: FakeCluster, name: tuple[str, str, str]) -> None:
+    cluster.objects[name]["data"] = {}
+
+
+def lost(cluster: FakeCluster, name: tuple[str, str, str]) -> None:
+    del cluster.objects[name]
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "mends"),
+    [(lost, OWN, [SHARED]), (spoilt, OWN, [OWN, SHARED]), (spoilt, SHARED, [SHARED])],
+    ids=["keys lost", "keys spoilt", "enrolment spoilt"],
+)
+def test_secrets_by_which_nobody_can_join_are_told_of_and_left_as_they_are_until_somebody_deletes_them(
+    harm: Callable[[FakeCluster, tuple[str, str, str]], None],
+    name: tuple[str, str, str],
+    mends: list[tuple[str, str, str]],
+) -> None:
+    cluster = FakeCluster()
+    install(cluster)
+    look(cluster)
+    harm(cluster, name)
+    look_and_hear(cluster)  # what is lost is made
+    for mend in mends:
+        before = data(cluster)
+        again, (told,) = look_and_hear(cluster)
+        assert again == AGAIN_SECONDS
+        assert (told.reason, told.is_warning) == (KEYS_UNUSABLE, True)
+        assert mend[2] in told.message
+        assert "delete" in told.message
+        assert data(cluster) == before
+        lost(cluster, mend)
+        if mend != mends[-1]:
+            look_and_hear(cluster)
+    look(cluster)
+    look(cluster)
+
+
+def test_whoever_looks_at_a_router_hears_of_it_at_its_deployment() -> None:
+    async def run() -> None:
+        cluster = FakeCluster()
+        install(cluster)
+        stage = Stage(cluster, OperatorSettings(routers=(SITE,)))
+        router = Key(ROUTER.name, "default", "front")
+        await stage.reconciler.look(router)
+        assert cluster.told == []
+        lost(cluster, OWN)
+        await stage.reconciler.look(router)
+        assert cluster.told == [KEYS_UNUSABLE]
+
+    asyncio.run(run())
+
+
+def test_a_token_that_is_not_the_first_admits_too() -> None:
+    """As while one is changed for another."""
+    cluster = FakeCluster()
+    install(cluster)
+    look(cluster)
+    entries = cluster.objects[OWN]["data"]
+    entries[TOKENS] = b64encode(b"a-newer-token\n" + b64decode(entries[TOKENS])).decode()
+    look(cluster)
