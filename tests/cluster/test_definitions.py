@@ -166,3 +166,26 @@ def test_a_deployments_name_leaves_room_for_those_of_its_replicas(plane: Control
 def test_a_name_that_no_pod_could_have_is_refused(plane: ControlPlane, name: str) -> None:
     assert "metadata.name must begin with a letter" in create(plane, replica(name))
     assert json.loads(create(plane, replica("r" * 46)))
+
+
+def heads(said: str) -> list[list[str]]:
+    """The header of each table that `kubectl get` has printed, in its columns."""
+    return [line.split() for line in said.splitlines() if line.startswith("NAME ")]
+
+
+REPLICAS = ["NAME", "READY", "SHAPE", "GPUS", "PODS", "REASON", "AGE"]
+DEPLOYMENTS = ["NAME", "READY", "DESIRED", "UPDATED", "AVAILABLE", "REASON", "AGE"]
+
+
+def test_kubectl_get_knows_short_names_and_the_category_and_prints_what_matters(plane: ControlPlane) -> None:
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(replica("shown")))
+    plane.kubectl("apply", "-f", "-", stdin=json.dumps(deployment() | {"metadata": {"name": "shown"}}))
+    try:
+        assert heads(plane.kubectl("get", "mr,md")) == [REPLICAS, DEPLOYMENTS]
+        wide = [[*REPLICAS[:-1], "MODEL", "REVISION", "AGE"], [*DEPLOYMENTS[:-1], "MODEL", "AGE"]]
+        assert heads(plane.kubectl("get", "mr,md", "-o", "wide")) == wide
+        told = plane.kubectl("get", "medha", "-o", "name").split()
+        assert told == ["medhadeployment.medha.dev/shown", "medhareplica.medha.dev/shown"]
+        assert set(told) <= set(plane.kubectl("get", "all", "-o", "name").split())
+    finally:
+        plane.kubectl("delete", "mr,md", "shown")

@@ -5,10 +5,10 @@ Kueue and Volcano cannot be run here: what is rendered for them is compared with
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict, Field
 
 from medha.api import MedhaReplicaSpec
 from medha_operator.plan import Apply, plan
@@ -18,18 +18,53 @@ from reconcile.world import World
 
 OWNER = Owner("r", "default", "u")
 SETTINGS = OperatorSettings(gang_apis=("core", "volcano"))
-LABEL = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]{0,61})?[A-Za-z0-9])?")
+LABEL = r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 
-# https://volcano.sh/en/docs/podgroup/: fields of a PodGroup's spec, and their types
-VOLCANO_POD_GROUP = {
-    "minMember": int,
-    "minTaskMember": dict,
-    "minResources": dict,
-    "queue": str,
-    "priorityClassName": str,
-}
-# https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/: what makes pods a group
-KUEUE_LABELS = {"kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/pod-group-name"}
+
+class Strict(BaseModel):
+    """Nothing but what its documentation names, in the types that it gives."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class PodGroupSpec(Strict):
+    """https://volcano.sh/en/docs/podgroup/"""
+
+    min_member: int = Field(alias="minMember", ge=1)
+    min_task_member: dict[str, int] | None = Field(default=None, alias="minTaskMember")
+    min_resources: dict[str, str] | None = Field(default=None, alias="minResources")
+    queue: str = "default"
+    priority_class_name: str = Field(default="", alias="priorityClassName")
+
+
+class PodGroup(Strict):
+    api_version: Literal["scheduling.volcano.sh/v1beta1"] = Field(alias="apiVersion")
+    kind: Literal["PodGroup"]
+    metadata: dict[str, Any]
+    spec: PodGroupSpec
+
+
+class VolcanoAnnotations(Strict):
+    """The scheduler reads the first, its webhooks and newer releases the second; both name the PodGroup."""
+
+    of_kubernetes: str = Field(alias="scheduling.k8s.io/group-name")
+    of_volcano: str = Field(alias="scheduling.volcano.sh/group-name")
+
+
+class KueueLabels(Strict):
+    """https://kueue.sigs.k8s.io/docs/tasks/run/plain_pods/: what makes pods a group"""
+
+    queue: str = Field(alias="kueue.x-k8s.io/queue-name", min_length=1)
+    group: str = Field(alias="kueue.x-k8s.io/pod-group-name", pattern=LABEL)
+
+
+class KueueAnnotations(Strict):
+    total_count: str = Field(alias="kueue.x-k8s.io/pod-group-total-count", pattern="^[1-9][0-9]*$")
+    serving: Literal["true"] = Field(alias="kueue.x-k8s.io/pod-group-serving")
+
+
+def of_kueue(entries: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in entries.items() if name.startswith("kueue.x-k8s.io/")}
 
 
 def spec(gang: str, **placement: Any) -> MedhaReplicaSpec:
@@ -61,16 +96,17 @@ def test_the_schedulers_own_gang_counts_the_pods_of_all_lanes() -> None:
     assert references == [{"name": workload["metadata"]["name"], "podGroup": group["name"]}] * 3
 
 
-def test_volcano_gets_one_pod_group_over_all_lanes() -> None:
-    wanted = spec("volcano", queue="research")
+@pytest.mark.parametrize(("more", "queue"), [({}, "default"), ({"queue": "research"}, "research")])
+def test_volcano_gets_one_pod_group_over_all_lanes(more: dict[str, str], queue: str) -> None:
+    wanted = spec("volcano", **more)
     group = gang_object(OWNER, wanted, "abc")
     assert group is not None
-    assert group["spec"] == {"minMember": 6, "queue": "research"}
-    for name, value in group["spec"].items():
-        assert isinstance(value, VOLCANO_POD_GROUP[name])
+    read = PodGroup.model_validate(group)
+    assert (read.spec.min_member, read.spec.queue) == (6, queue)
     for one in templates(wanted):
         assert one["spec"]["schedulerName"] == "volcano"
-        assert set(one["metadata"]["annotations"].values()) == {group["metadata"]["name"]}
+        annotations = VolcanoAnnotations.model_validate(one["metadata"]["annotations"])
+        assert annotations.of_kubernetes == annotations.of_volcano == group["metadata"]["name"]
 
 
 def test_kueue_gets_labels_that_say_which_pods_belong_together() -> None:
@@ -78,12 +114,12 @@ def test_kueue_gets_labels_that_say_which_pods_belong_together() -> None:
     assert gang_object(OWNER, wanted, "abc") is None
     groups = set()
     for one in templates(wanted):
-        labels, annotations = one["metadata"]["labels"], one["metadata"]["annotations"]
-        assert labels.keys() >= KUEUE_LABELS
-        assert all(LABEL.fullmatch(labels[name]) for name in KUEUE_LABELS)
-        assert labels["kueue.x-k8s.io/queue-name"] == "research"
-        assert annotations["kueue.x-k8s.io/pod-group-total-count"] == "6"
-        groups.add(labels["kueue.x-k8s.io/pod-group-name"])
+        labels = KueueLabels.model_validate(of_kueue(one["metadata"]["labels"]))
+        annotations = KueueAnnotations.model_validate(of_kueue(one["metadata"]["annotations"]))
+        assert labels.queue == "research"
+        assert annotations.total_count == "6"
+        assert "schedulerName" not in one["spec"]
+        groups.add(labels.group)
     assert len(groups) == 1
 
 
