@@ -26,6 +26,7 @@ from medha_operator.settings import OperatorSettings
 from medha_operator.status import ReplicaStatus
 
 SETTINGS = OperatorSettings()
+GRID: dict[str, Any] = {"parallelism": {"tensor": 2, "stream": 2, "kv": 2}}
 
 
 class World:
@@ -215,9 +216,24 @@ class World:
     def _stored(self, manifest: dict[str, Any]) -> dict[str, Any]:
         self._serial += 1
         stored = copy.deepcopy(manifest)
-        before = self.objects.get((manifest["kind"], manifest["metadata"]["name"]), {"metadata": {}})[
-            "metadata"
-        ]
+        before = self.objects.get((manifest["kind"], manifest["metadata"]["name"]), {}).get("metadata", {})
         kept = {name: before[name] for name in ("uid", "deletionTimestamp") if name in before}
         stored["metadata"] |= {"uid": f"uid-{self._serial}", "resourceVersion": str(self._serial)} | kept
         return stored
+
+
+def condition(world: World, kind: str) -> tuple[str, str]:
+    found = next(entry for entry in world.status.conditions if entry.type == kind)
+    return found.status, found.reason
+
+
+def uids(world: World) -> set[str]:
+    return {pod.uid for pod in world.pods.values()}
+
+
+def deleted_pods(planned: Plan) -> set[str]:
+    return {action.name for action in planned.actions if isinstance(action, Delete) and action.kind == "Pod"}
+
+
+def allowed_away(world: World) -> Any:
+    return world.objects["PodDisruptionBudget", "r"]["spec"]["maxUnavailable"]

@@ -1,0 +1,342 @@
+"""A replica leaves nodes that are to be emptied, and what was on lost ones is replaced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from medha_operator.observed import Node
+from medha_operator.plan import EVICTION_SECONDS, Apply, Delete, Tell
+from medha_operator.render import OPEN_SINCE
+from reconcile.world import GRID, World, allowed_away, condition, deleted_pods, uids
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(**GRID)
+    assert world.settle() == 0
+    return world
+
+
+def test_a_silent_node_is_told_at_once_and_its_pods_replaced_after_the_limit(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.settle()
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    assert deleted_pods(world.plan()) == set()
+    world.now += 121
+    assert world.settle() == 0
+    assert condition(world, "Degraded") == ("False", "Healthy")
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert world.status.restarts == 1
+
+
+def test_no_pod_is_forced_while_no_node_at_all_is_heard_of(world: World) -> None:
+    """The control plane is cut off from kubelets, whose pods serve; or the one node there is has a kubelet that hangs."""
+    before = uids(world)
+    for index, (name, pod) in enumerate(sorted(world.pods.items())):
+        world.pods[name] = replace(pod, node=f"node{index}")
+        world.nodes[f"node{index}"] = Node(unreachable_since=world.now)
+    world.other_nodes = [Node(unreachable_since=world.now)]
+    for _ in range(5):
+        world.now += 120
+        assert world.settle() == 0
+        assert world.plan().again_seconds is not None
+    assert uids(world) == before
+    assert condition(world, "Degraded") == ("True", "NoNodeHeard")
+
+
+def test_a_silence_is_counted_anew_when_a_first_node_is_heard_of_again(world: World) -> None:
+    """The others are about to be heard of as well."""
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.other_nodes = [Node(unreachable_since=world.now)]
+    world.now += 1000
+    assert deleted_pods(world.plan()) == set()
+    world.other_nodes = [Node(heard_since=world.now), Node(heard_since=world.now + 60)]
+    assert world.plan().again_seconds == 120
+    world.do(world.plan().actions)
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    world.now += 120
+    assert deleted_pods(world.plan()) >= {"r-l1-0"}
+
+
+def test_a_node_that_comes_back_in_time_costs_nothing(world: World) -> None:
+    before = uids(world)
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="slow")
+    world.nodes["slow"] = Node(unreachable_since=world.now)
+    world.settle()
+    world.now += 60
+    world.nodes["slow"] = Node()
+    assert world.settle() == 0
+    assert uids(world) == before
+
+
+def test_a_cordoned_node_is_emptied_but_a_deployment_surges_first(world: World) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    assert deleted_pods(world.plan()) == set()
+    world.deployment = None
+    assert world.plan().again_seconds == EVICTION_SECONDS
+    world.do(world.plan().actions)
+    assert allowed_away(world) == "100%"
+    assert deleted_pods(world.plan()) == set()  # evictors come first
+    world.now += EVICTION_SECONDS
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+def test_evictors_take_the_pods_of_a_cordoned_node_and_the_rest_follows_as_a_move(world: World) -> None:
+    for name in ("r-l0-1", "r-l1-0"):
+        world.pods[name] = replace(world.pods[name], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    world.do(world.plan().actions)
+    for name in ("r-l0-1", "r-l1-0"):  # each is asked for by its name until it is another one
+        world.now += 2
+        assert allowed_away(world) == "100%"
+        assert deleted_pods(world.plan()) == set()
+        world.pods[name] = replace(world.pods[name], is_deleting=True)
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-1"}
+    assert world.settle() == 0
+    assert allowed_away(world) == 0
+    assert not uids(world) & before
+    assert world.status.restarts == 0
+    assert world.created_pods == 8
+
+
+@pytest.mark.parametrize("forgotten", [None, "budget", "status"])
+def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
+    world: World, forgotten: str | None
+) -> None:
+    """A user may delete the budget, and a refusal end the look that had opened it before it wrote the status."""
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = world.status
+    world.do(world.plan().actions)
+    del world.pods["r-l0-1"]
+    if forgotten == "budget":
+        del world.objects["PodDisruptionBudget", "r"]
+    elif forgotten == "status":
+        world.status = before
+    assert world.settle() == 0
+    assert world.status.restarts == 0
+    assert allowed_away(world) == 0
+    assert [told.reason for told in world.told] == ["NodeCordoned"]
+    del world.pods["r-l0-1"]
+    world.settle()
+    assert world.status.restarts == 1
+
+
+def test_a_pod_that_has_come_anew_meanwhile_is_left_where_it_is(world: World) -> None:
+    for name in ("r-l0-1", "r-l1-0"):
+        world.pods[name] = replace(world.pods[name], node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment, world.may_drain = "owner", world.status.newest_member
+    world.do(world.plan().actions)
+    world.now += 2
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_deleting=True)
+    world.controllers()
+    world.kubelets()
+    assert deleted_pods(world.plan()) == set()
+    del world.pods["r-l1-0"]  # it ends before anybody looks
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-1"}
+    world.settle()
+    assert world.status.restarts == 0
+
+
+@pytest.mark.parametrize("is_time_known", [True, False])
+def test_pods_that_come_back_to_a_cordoned_node_are_not_ended_again(
+    world: World, is_time_known: bool
+) -> None:
+    """As those do that tolerate every taint, which is usual on nodes with GPUs."""
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="node", tolerates_emptying=not is_time_known)
+    world.nodes["node"] = Node(cordoned=True, cordoned_since=world.now if is_time_known else None)
+    before = uids(world)
+    world.settle()  # the eviction's time is not over
+    for _ in range(5):
+        world.now += EVICTION_SECONDS
+        world.settle()
+    assert {pod.node for pod in world.pods.values()} == {"node"}
+    assert world.created_pods == (8 if is_time_known else 4)
+    assert bool(before & uids(world)) is not is_time_known
+    assert condition(world, "Draining") == ("False", "NotDraining")
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert allowed_away(world) == 0
+
+
+@pytest.mark.parametrize("spoilt", ["", "yesterday", "2999-01-01T00:00:00Z"])
+def test_a_budget_whose_time_is_spoilt_gets_a_new_one(world: World, spoilt: str) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.do(world.plan().actions)
+    world.objects["PodDisruptionBudget", "r"]["metadata"]["annotations"] = {OPEN_SINCE: spoilt}
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+def test_a_replica_of_a_deployment_leaves_a_cordoned_node_only_when_it_is_told_so(world: World) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node="a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    assert world.settle() == 0
+    assert condition(world, "Draining") == ("True", "AwaitingReplacement")
+    assert condition(world, "Ready") == ("True", "Serving")
+    world.may_drain = "2029-01-01T00:00:00Z"  # of an earlier gang
+    assert deleted_pods(world.plan()) == set()
+    assert allowed_away(world) == 0
+    world.may_drain = world.status.newest_member
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
+    assert deleted_pods(world.plan()) == set(world.pods)
+    assert world.settle() == 0
+    assert condition(world, "Draining") == ("False", "NotDraining")
+    assert world.status.restarts == 0
+
+
+def test_a_replica_that_never_started_leaves_a_cordoned_node_without_leave() -> None:
+    world = World(**GRID)
+    world.do(world.plan().actions)
+    world.controllers()
+    world.pods = {name: replace(pod, node="a", is_scheduled=True) for name, pod in world.pods.items()}
+    world.nodes["a"] = Node(cordoned=True)
+    world.deployment = "owner"
+    world.do(world.plan().actions)
+    world.now += EVICTION_SECONDS
+    assert deleted_pods(world.plan()) == set(world.pods)
+
+
+@pytest.mark.parametrize("change", [{"suspend": True}, {"kvCache": {"size": "1Gi"}}])
+def test_pods_on_a_lost_node_are_removed_whatever_else_is_to_be_done(
+    world: World, change: dict[str, Any]
+) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost", is_deleting=True)
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.spec = world.spec | change
+    planned = world.plan()
+    assert planned.again_seconds == 120
+    world.now += 121
+    forced = [action for action in world.plan().actions if isinstance(action, Delete) and action.is_forced]
+    assert [action.name for action in forced] == ["r-l1-0"]
+
+
+REFUSED: list[dict[str, Any]] = [{"parallelism": {"tensor": 0}}, {"placement": {"gang": "core"}}]
+
+
+@pytest.mark.parametrize("deployment", [None, "owner"])
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused(
+    world: World, change: dict[str, Any], deployment: str | None
+) -> None:
+    world.deployment = deployment
+    world.spec = world.spec | change | {"lifecycle": {"restart": {"nodeLostSeconds": 60}}}
+    world.generation += 1
+    assert world.settle() == 0
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="cordoned")
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now)}
+    planned = world.plan()
+    assert planned.again_seconds == 60
+    world.do(planned.actions)
+    assert allowed_away(world) == "100%"
+    assert deleted_pods(world.plan()) == set()
+    world.now += 60
+    planned = world.plan()
+    assert deleted_pods(planned) == {"r-l1-0"}
+    assert all(action.is_forced for action in planned.actions if isinstance(action, Delete))
+    world.do(planned.actions)
+    world.nodes = {}
+    assert world.settle() == 0
+    assert allowed_away(world) == 0
+    assert condition(world, "Accepted")[0] == "False"
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_nothing_is_made_of_a_spec_that_is_refused_from_the_beginning(change: dict[str, Any]) -> None:
+    world = World(**change)
+    assert world.settle() == 0
+    assert world.objects == {}
+
+
+def test_pods_leave_lost_and_cordoned_nodes_before_anything_that_may_be_refused(world: World) -> None:
+    """The first action that the API server refuses ends a look."""
+    world.pods["r-l0-0"] = replace(world.pods["r-l0-0"], node="cordoned")
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now - 500)}
+    world.spec = world.spec | {"routerRef": {"name": "front", "namespace": "nowhere"}}
+    first, told, budget, *_ = world.plan().actions
+    assert isinstance(first, Delete)
+    assert (first.name, first.is_forced) == ("r-l1-0", True)
+    assert isinstance(told, Tell)
+    assert isinstance(budget, Apply)
+    assert budget.manifest["kind"] == "PodDisruptionBudget"
+
+
+def test_no_pod_is_deleted_twice_in_one_plan(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.now += 500
+    names = [action.name for action in world.plan().actions if isinstance(action, Delete)]
+    assert sorted(names) == ["r-l0-0", "r-l0-1", "r-l1-0", "r-l1-1"]
+
+
+def test_a_pod_on_a_lost_node_that_a_finalizer_holds_is_forced_once(world: World) -> None:
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now - 500)
+    world.hold()
+    world.do(world.plan().actions)
+    assert world.pods["r-l1-0"].is_held
+    assert deleted_pods(world.plan()) == set()
+    assert [told.reason for told in world.told].count("NodeLost") == 1
+    world.settle()
+    assert condition(world, "Degraded") == ("True", "NodeUnreachable")
+    world.release()
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def lose_lane_and_node(world: World) -> None:
+    """The lane `r-l1` is deleted, and the kubelet of one of its pods cannot confirm its end."""
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    del world.objects["StatefulSet", "r-l1"]
+    world.controllers()  # the garbage collector among them
+    assert world.settle() == 0
+
+
+def test_a_pod_of_an_earlier_statefulset_on_a_lost_node_gives_its_name_free(world: World) -> None:
+    lose_lane_and_node(world)
+    before = world.pods["r-l1-0"]
+    assert condition(world, "Ready") == ("False", "NodeUnreachable")
+    world.now += 120
+    assert world.settle() == 0
+    assert world.pods["r-l1-0"].uid != before.uid
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert condition(world, "Degraded") == ("False", "Healthy")
+
+
+def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: World) -> None:
+    """It has another owner, and nobody has told it to end."""
+    world.pods["theirs"] = replace(world.pods["r-l1-0"], name="theirs", uid="theirs", node="lost")
+    world.owners["theirs"] = "a Job"
+    world.nodes["lost"] = Node(unreachable_since=world.now - 500)
+    assert world.plan().actions == ()
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+@pytest.mark.parametrize(("is_held", "words"), [(False, "has yet to end"), (True, "a finalizer holds")])
+def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, is_held: bool, words: str) -> None:
+    world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, is_held=is_held)}
+    world.owners["r-l0-1"] = "an earlier StatefulSet"
+    world.do(world.plan().actions)
+    told = next(entry for entry in world.status.conditions if entry.type == "Scheduled")
+    assert told.reason == "CreatingPods"
+    assert words in told.message
+    assert "r-l0-1" in told.message
