@@ -469,7 +469,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shape", default="2,2,2", help="tensor, stream, kv (default 2,2,2)")
     parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--quick", action="store_true", help="two ranks, without a full reload")
+    parser.add_argument("--quick", action="store_true", help="two ranks; without --only: killed only")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep there what the replica has printed")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
@@ -484,6 +484,7 @@ def main() -> int:
         ).returncode
     subprocess.run(["mount", "-t", "tmpfs", "tmpfs", SHARED_MEMORY], check=True)  # of nobody else
     shape = "1,2,1" if arguments.quick else arguments.shape
+    only = arguments.only or (["kill"] if arguments.quick and not arguments.failures else None)
     tensor, stream, kv = map(int, shape.split(","))
     with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
         replica, network = Replica(Path(folder), (tensor, stream, kv), arguments.preset), Network()
@@ -498,8 +499,8 @@ def main() -> int:
             if arguments.failures
             else one_of_each(replica.ranks, random_)
         )
-        if arguments.only:
-            failures = [one for one in failures if any(name in str(one) for name in arguments.only)]
+        if only:
+            failures = [one for one in failures if any(name in str(one) for name in only)]
         if arguments.cut_seconds is not None:
             failures = [
                 replace(one, seconds=arguments.cut_seconds if one.kind == "cut" else 0.0) for one in failures
@@ -511,14 +512,14 @@ def main() -> int:
             outcomes.append(fail(replica, network, failure, expected))
             _print(f"[{number}/{len(failures)}]", outcomes[-1])
             _rest(replica)
-        if not arguments.quick and not arguments.only:
+        if not arguments.quick and not only:
             reloads.append(fail(replica, network, Failure("kill", tuple(replica.ranks), 100), expected))
             _print("", reloads[-1])
             _rest(replica)
         freed = {
             kind: freed_after_router(replica, network, kind)
             for kind in ("kill", "stop", "cut")
-            if not arguments.only or any(name in f"free after {kind}" for name in arguments.only)
+            if not only or any(name in f"free after {kind}" for name in only)
         }
         left = replica.stop()
         if arguments.log:

@@ -1,16 +1,19 @@
 """What stands between two steps on a rank, and what a step message weighs, at short and long contexts.
 
-    python benchmarks/step.py [--quick] [--json FILE]
+    python benchmarks/step.py [--quick] [--shape NAME] [--json FILE]
 
-`medha up` serves the `tiny` preset on one rank and on two tensor ranks; one request after the other, of 1K, 32K and 256K
-tokens in turns, is prefilled and decoded. Everything is real but the prefill, whose layers are left out: the KV pool holds random
-numbers from the beginning. Measured on every rank, of steps that decode one token: the time from the end of a step to the
-start of the next (answer, decision, message, and all bookkeeping in between), the part of a step that is not the model's
-layers, and the bytes of the step's message. None of them may grow with the context.
+`medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (of 128K tokens each); one
+request after the other, of 1K, 32K and 256K tokens in turns, is prefilled and decoded. Everything is real but the
+prefill, whose layers are left out: the KV pool holds random numbers from the beginning. Measured on every rank of the
+lane that owns the request, of steps that decode one token: the time from the end of a step to the start of the next
+(answer, decision, message, and all bookkeeping in between), the part of a step that is neither the model's layers nor the
+wait for another stage, and the bytes of the step's message; and the bytes of a request's first step, which admits it, also
+where the whole prompt is cached. None of them may grow with the context.
 
 A step over a long context leaves the processor's caches full of keys and values, and lets every other process sleep for
-longer; whatever comes next then starts cold, were it the same instructions. So there is a peer: 1K of context, whose steps
-read as many bytes as those at 256K do, and throw them away.
+longer; whatever comes next then starts cold, were it the same instructions. So the peer of 256K is a context of 1K (1,500
+tokens) whose steps read as many bytes as those at 256K do, and throw them away. Beside it stands the ratio to a 1K that
+reads no more than it needs.
 """
 
 from __future__ import annotations
@@ -44,22 +47,38 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.process import free_port
 from medha_worker.supervision.supervisor import Part, supervise
 
-COLD = 1_500  # a prompt of this length has steps that read LONGEST tokens of the pool for nothing
-CONTEXTS = (1_000, COLD, 32_000, 256_000)
+SHAPES = {
+    "1 rank": (1, 1, 1),
+    "TP2": (2, 1, 1),
+    "SPP2": (1, 2, 1),
+    "KVP2": (1, 1, 2),
+}  # tensor, stages, lanes
+COLD = 1_500  # a prompt of this length has steps that read for nothing what those of the longest context read
+SHORT, LONG = 1_000, 256_000
+CONTEXTS = (SHORT, COLD, 32_000, LONG)
 LONGEST = 262_144
-DECODED = 200
-ROUNDS = 3  # over all contexts, because a shared machine changes its speed by the minute
+DECODED = 120
+ROUNDS = 2  # over all contexts, because a shared machine changes its speed by the minute
 FIRST = 20  # decode steps that are not counted
-PEER = "1K whose steps read as many bytes"
 PREFILL_ROWS = 64  # a step of more rows is prefill
+CHUNK_TOKENS = 512  # so that every chunk but the last is, however slow the machine seems to the predictor
+MOST_GROWTH = 1.25
+MOST_MICROSECONDS = 2000
+MOST_BYTES = 1000
+TIMES = ("between_steps_us", "step_without_layers_us")
+SIZES = ("message_bytes", "first_message_bytes", "first_message_cached_bytes")
+
+Row = dict[str, Any]
 
 
 def rank(settings: str, times_file: Path) -> None:
     """A rank whose prefills compute nothing, and which writes down when its steps began and ended."""
-    steps: list[tuple[Step, float, float, float]] = []
+    decodes: list[Row] = []
+    admits: list[Row] = []
     layers_seconds = 0.0
-    serving = cold = False
+    is_prefill = is_cold = False
     pools: list[torch.Tensor] = []
+    read_tokens = 0
     run_step, forward, new_kv_cache = (
         rank_module.Rank._run_step,
         Transformer.forward,
@@ -67,22 +86,38 @@ def rank(settings: str, times_file: Path) -> None:
     )
 
     def timed_step(self: rank_module.Rank, engine: Any, step: Step) -> None:
-        nonlocal layers_seconds, serving, cold
-        serving, layers_seconds = True, 0.0
-        cold = bool(step.entries) and COLD <= step.entries[0].extents[0].start <= COLD + DECODED
+        nonlocal layers_seconds, is_prefill, is_cold, read_tokens
+        layers_seconds = 0.0
+        # All lanes and stages leave out the same steps, for those that run wait for each other.
+        is_prefill = any(entry.token_count > PREFILL_ROWS for entry in step.entries)
+        is_cold = bool(step.entries) and COLD <= step.entries[0].extents[0].start <= COLD + DECODED
+        here, lanes = (engine.grid.here, engine.grid.topology.kv) if engine.grid is not None else (None, 1)
+        read_tokens = LONG // lanes
         started = time.perf_counter()
         run_step(self, engine, step)
-        steps.append((step, started, time.perf_counter(), layers_seconds))
+        ended = time.perf_counter()
+        size = len(encode(step)[0])
+        admits.extend(
+            {"context": admit.tokens, "is_cached": admit.cached_tokens > 0, "bytes": size}
+            for admit in step.admits
+        )
+        if len(step.entries) != 1 or step.entries[0].token_count != 1:
+            return
+        entry, waited_seconds = step.entries[0], engine.executor._waited_seconds
+        if entry.lane == (here.kv if here is not None else 0):
+            own_seconds = ended - started - layers_seconds - waited_seconds
+            row = {"id": step.step_id, "context": entry.extents[0].start, "bytes": size}
+            decodes.append(row | {"start": started, "end": ended, "own_seconds": own_seconds})
 
     def no_prefill(self: Transformer, batch: torch.Tensor, *arguments: Any) -> torch.Tensor:
         nonlocal layers_seconds
-        if serving and batch.shape[0] > PREFILL_ROWS:
+        if is_prefill:
             return torch.zeros(batch.shape[0], self.config.hidden_size, dtype=self.dtype)
         started = time.perf_counter()
         hidden = forward(self, batch, *arguments)
-        if cold:
+        if is_cold:
             for pool in pools:
-                pool[:, :LONGEST].sum()
+                pool[:, :read_tokens].sum()
         layers_seconds += time.perf_counter() - started
         return hidden
 
@@ -99,19 +134,7 @@ def rank(settings: str, times_file: Path) -> None:
     try:
         rank_module.main(["--settings", settings])
     finally:
-        rows = [
-            {
-                "id": step.step_id,
-                "context": step.entries[0].extents[0].start,
-                "bytes": len(encode(step)[0]),
-                "start": started,
-                "end": ended,
-                "layers": layers,
-            }
-            for step, started, ended, layers in steps
-            if len(step.entries) == 1 and step.entries[0].token_count == 1
-        ]
-        times_file.write_text(json.dumps(rows))
+        times_file.write_text(json.dumps({"decodes": decodes, "admits": admits}))
 
 
 def serve(folder: Path) -> int:
@@ -139,8 +162,9 @@ def serve(folder: Path) -> int:
     return state.exit_status
 
 
-def measure(tensor: int, decoded: int, rounds: int) -> list[list[dict[str, Any]]]:
+def measure(shape: str, decoded: int, rounds: int) -> list[dict[str, list[Row]]]:
     """What each rank has written down."""
+    tensor, stages, lanes = SHAPES[shape]
     with tempfile.TemporaryDirectory(prefix="step-") as name:
         folder, port = Path(name), free_port("127.0.0.1")
         init_checkpoint(folder / "model", preset="tiny", seed=0)
@@ -151,8 +175,9 @@ def measure(tensor: int, decoded: int, rounds: int) -> list[list[dict[str, Any]]
             "model": {"name": "m", "source": {"path": str(folder / "model")}, "maxModelLen": LONGEST},
             "router": {"port": port},
             "threads": 1,
-            "parallelism": {"tensor": tensor},
-            "kvCache": {"size": "1Gi"},
+            "parallelism": {"tensor": tensor, "stream": stages, "kv": lanes},
+            "scheduling": {"minChunkTokens": CHUNK_TOKENS, "maxChunkTokens": CHUNK_TOKENS},
+            "kvCache": {"size": "1Gi"} | ({"tokensPerLane": LONGEST // lanes} if lanes > 1 else {}),
         }
         kind = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": "step"}}
         (folder / "manifest.yaml").write_text(yaml.safe_dump({**kind, "spec": spec}))
@@ -167,7 +192,8 @@ def measure(tensor: int, decoded: int, rounds: int) -> list[list[dict[str, Any]]
             raise
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
-        return [json.loads((folder / f"times-{number}.json").read_text()) for number in range(tensor)]
+        ranks = range(tensor * stages * lanes)
+        return [json.loads((folder / f"times-{number}.json").read_text()) for number in ranks]
 
 
 def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) -> None:
@@ -180,8 +206,47 @@ def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) 
         time.sleep(0.1)
     for seed, context in enumerate(CONTEXTS * rounds):
         ids = [7 + (seed + position) % 97 for position in range(context)]
-        body = {"model": "m", "prompt": ids, "max_tokens": decoded, "ignore_eos": True, "temperature": 0}
-        httpx.post(url + "/v1/completions", json=body, timeout=300).raise_for_status()
+        is_first_round = seed < len(CONTEXTS)
+        for tokens in (decoded, 1) if is_first_round else (decoded,):  # the second time the prompt is cached
+            body = {"model": "m", "prompt": ids, "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+            httpx.post(url + "/v1/completions", json=body, timeout=300).raise_for_status()
+
+
+def figures(ranks: list[dict[str, list[Row]]], context: int) -> Row:
+    """Medians of times, means of sizes, over the decode steps of a context on the ranks of its owner's lane."""
+    gaps, own, sizes = [], [], []
+    for found in ranks:
+        here = [one for one in found["decodes"] if context + FIRST <= one["context"] <= context + DECODED]
+        gaps += [
+            after["start"] - before["end"]
+            for before, after in itertools.pairwise(here)
+            if after["id"] == before["id"] + 1
+        ]
+        own += [one["own_seconds"] for one in here]
+        sizes += [one["bytes"] for one in here]
+    admits = [one for one in ranks[0]["admits"] if one["context"] == context]
+    first, cached = ([one["bytes"] for one in admits if one["is_cached"] == held] for held in (False, True))
+    times = (1e6 * statistics.median(gaps), 1e6 * statistics.median(own))
+    means = map(statistics.mean, (sizes, first, cached))
+    return dict(zip((*TIMES, *SIZES), map(round, (*times, *means)), strict=True))
+
+
+def claims(shape: str, found: dict[int, Row]) -> list[Row]:
+    """What does not grow with the context, of one shape's figures by context."""
+    claims: list[Row] = []
+
+    def claim(name: str, value: float, unit: str, goal: float, peer: str = "") -> None:
+        row = {"name": f"{name}, {shape}", "value": round(value, 3), "unit": unit, "goal": goal}
+        claims.append(row | {"better": "less", "peer": peer})
+
+    for field in (*TIMES, *SIZES):
+        name, _, unit = field.replace("_", " ").rpartition(" ")
+        is_time = field in TIMES
+        claim(f"{name} at 256K", found[LONG][field], unit, MOST_MICROSECONDS if is_time else MOST_BYTES)
+        peer = "1K with as many bytes read" if is_time else "1K"
+        value = found[LONG][field] / found[COLD if is_time else SHORT][field]
+        claim(f"{name} at 256K over {peer}", value, "x", MOST_GROWTH, peer)
+    return claims
 
 
 def main() -> None:
@@ -189,6 +254,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="one rank, fewer tokens")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
@@ -198,57 +264,26 @@ def main() -> None:
         return
     if arguments.serve:
         sys.exit(serve(arguments.serve))
-    claims: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
-
-    def claim(name: str, value: float, unit: str, goal: float, peer: str = "") -> None:
-        claims.append(
-            {
-                "name": name,
-                "value": round(value, 3),
-                "unit": unit,
-                "goal": goal,
-                "better": "less",
-                "peer": peer,
-            }
-        )
-
-    for tensor in (1,) if arguments.quick else (1, 2):
-        ranks = measure(tensor, *((DECODED // 2, 1) if arguments.quick else (DECODED, ROUNDS)))
-        found: dict[str, list[float]] = {}
-        for context in CONTEXTS:
-            gaps, own, sizes = [], [], []
-            for steps in ranks:
-                here = [one for one in steps if context + FIRST <= one["context"] <= context + DECODED]
-                pairs = itertools.pairwise(here)
-                gaps += [
-                    after["start"] - before["end"]
-                    for before, after in pairs
-                    if after["id"] == before["id"] + 1
-                ]
-                own += [one["end"] - one["start"] - one["layers"] for one in here]
-                sizes += [one["bytes"] for one in here]
-            figures = (1e6 * statistics.median(gaps), 1e6 * statistics.median(own), statistics.mean(sizes))
-            for name, figure in zip(
-                ("between steps", "step without layers", "message"), figures, strict=True
-            ):
-                found.setdefault(name, []).append(figure)
-            fields = ("between_steps_us", "step_without_layers_us", "message_bytes")
-            rows.append(
-                {"ranks": tensor, "context_tokens": context}
-                | dict(zip(fields, map(round, figures), strict=True))
-            )
+    claimed: list[Row] = []
+    rows: list[Row] = []
+    for shape in arguments.shape or (["1 rank"] if arguments.quick else list(SHAPES)):
+        ranks = measure(shape, *((DECODED // 2, 1) if arguments.quick else (DECODED, ROUNDS)))
+        found = {context: figures(ranks, context) for context in CONTEXTS}
+        for context, row in found.items():
+            growth = {f"{field}_over_1k": round(row[field] / found[SHORT][field], 3) for field in row}
+            read = LONG if context == COLD else context
+            rows.append({"shape": shape, "context_tokens": context, "read_tokens": read} | row | growth)
             print(
-                f"{tensor} ranks, context {context:>7}: {figures[0]:7.0f} us between steps, {figures[1]:6.0f} us of a "
-                f"step beside its layers, {figures[2]:5.0f} bytes of message"
+                f"{shape:<6}, context {context:>7}, {read:>7} tokens read: {row[TIMES[0]]:5} us between steps, "
+                f"{row[TIMES[1]]:5} us of a step beside its layers, {row[SIZES[0]]:4} bytes of message; "
+                f"first step {row[SIZES[1]]:5} bytes, cached {row[SIZES[2]]:5}",
+                flush=True,
             )
-        for name, values in found.items():
-            unit = "bytes" if name == "message" else "us"
-            claim(f"{name}, {tensor} ranks, at 256K", values[-1], unit, 1000 if unit == "bytes" else 2000)
-            cold = values[CONTEXTS.index(COLD)]
-            claim(f"{name}, {tensor} ranks, 256K over 1K", values[-1] / cold, "x", 1.25, PEER)
+        claimed += claims(shape, found)
+    for one in claimed:
+        print(f"{one['name']:<75}{one['value']:>9} {one['unit']} (goal {one['goal']})")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claims, "rows": rows}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"claims": claimed, "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
