@@ -226,8 +226,8 @@ class Admission:
             segments=placed.segments,
             deals=placed.deals,
             cached_tokens=placed.cached_tokens,
-            cached=placed.cached,
-            evicts=placed.evicts,
+            prefixes=placed.prefixes,
+            evictions=placed.evictions,
         )
 
     def grow(self, request: Request) -> Grow | None:

@@ -71,6 +71,11 @@ class BlockLedger:
         return self._idle_blocks
 
     @property
+    def remembered(self) -> npt.NDArray[np.bool_]:
+        """Of each block whether it is kept for its content, held or not; to be read only."""
+        return self._remembered
+
+    @property
     def held_blocks(self) -> int:
         return self.blocks - self._free_runs.blocks - self._idle_blocks
 

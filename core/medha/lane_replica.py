@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from medha.blocks import BlockCopy, BlockLedger
-from medha.messages import Admit, BlockRun, Grow, Publish
+from medha.blocks import BlockCopy, BlockLedger, Run
+from medha.cached_paths import NO_BLOCK, CachedPaths
+from medha.messages import Admit, Eviction, Grow, Publish
 from medha.shards import Segment, ShardMap, dealt, digest_of
 
 
@@ -23,6 +24,7 @@ class LaneReplica:
     def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
         self.ledger = ledger
         self.lane = lane
+        self._paths = CachedPaths(ledger.blocks)
         self._shards: dict[str, ShardMap] = {}
 
     def shards(self, sequence: str) -> ShardMap:
@@ -35,37 +37,51 @@ class LaneReplica:
     def publish(self, publishes: Iterable[Publish]) -> None:
         for publish in publishes:
             if publish.lane == self.lane:
-                self.ledger.remember(publish.id, publish.start, publish.count)
+                runs = self.ledger.remember(publish.id, publish.start, publish.count)
+                self._paths.publish(publish.id, runs, publish.start, publish.after)
 
     def release(self, sequence: str) -> None:
         """Sequences that hold nothing on this lane are ignored."""
         if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
             self.ledger.release(sequence)
+            self._paths.release(sequence)
 
     def grow(self, grow: Grow) -> bool:
         """False if no KV is left, which means that the ledgers have parted."""
-        self._evict(grow.evicts)
+        self._evict(grow.evictions)
         shards = self._shards[grow.id] = grown_map(self._shards[grow.id], grow)
         tokens = shards.tokens_on(self.lane)
         if grow.id in self.ledger:
             return self.ledger.grow(grow.id, tokens)
-        return tokens == 0 or self.ledger.reserve(grow.id, tokens)
+        if tokens == 0:
+            return True
+        self._paths.lock(grow.id, NO_BLOCK, 0)
+        return self.ledger.reserve(grow.id, tokens)
 
     def admit(self, admit: Admit) -> list[BlockCopy] | None:
         """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
-        self._evict(admit.evicts)
         shards = self._shards[admit.id] = admitted_map(admit)
         tokens = shards.tokens_on(self.lane)
+        cached: list[Run] = []
+        if tokens:
+            last, count = NO_BLOCK, 0
+            for prefix in admit.prefixes:
+                if prefix.lane == self.lane:
+                    last, count = prefix.last, prefix.count
+            self._paths.lock(admit.id, last, count)  # before anything is evicted
+            cached = self._paths.runs(last, count)
+        self._evict(admit.evictions)
         if tokens == 0:
             return []
         if admit.fork_of is not None:
             shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
             return fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
-        cached = [(run.first, run.count) for run in admit.cached if run.lane == self.lane]
         return [] if self.ledger.reserve(admit.id, tokens, cached) else None
 
-    def _evict(self, runs: Iterable[BlockRun]) -> None:
-        self.ledger.evict((run.first, run.count) for run in runs if run.lane == self.lane)
+    def _evict(self, evictions: Iterable[Eviction]) -> None:
+        for eviction in evictions:
+            if eviction.lane == self.lane:
+                self.ledger.evict(self._paths.evicted(eviction, self.ledger.remembered))
 
 
 def admitted_map(admit: Admit) -> ShardMap:

@@ -205,10 +205,24 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRun:
-    """Blocks `first .. first + count` (exclusive) of a lane's pool."""
+class CachedPrefix:
+    """`count` remembered blocks of a lane's pool, of which `last` is the last: each was published behind the one before."""
 
-    first: int
+    last: int
+    count: int
+    lane: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Remembered blocks of a lane are given up: the least recently used of those that no running sequence uses.
+
+    They are all that were last used before `used_before`, counted in releases on the lane, and of the branch that was
+    last used then the `count` blocks that end with `last`.
+    """
+
+    used_before: int
+    last: int
     count: int
     lane: int = 0
 
@@ -217,13 +231,16 @@ class BlockRun:
 class Publish:
     """Blocks `start .. start + count` of a sequence's table on `lane` are remembered as a cached prefix.
 
-    Their KV is computed. They stay when the sequence is released, until an admit or a grow names them in `evicts`.
+    Their KV is computed. They follow the remembered block `after`, which may be another sequence's of the same tokens
+    (-1: they begin a prompt). None: the sequence uses from now on what leads to `after`, `start` blocks in all. They stay
+    when it is released, until an admit or a grow evicts them.
     """
 
     id: str
     start: int
     count: int
     lane: int = 0
+    after: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +249,9 @@ class Admit:
 
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
     whole blocks by reference and the rest of the last block by copy. `segments` or, if these were many, `deals` say
-    which lane holds what (neither: all on lane 0); `evicts` are remembered blocks to be given up first, and `cached` those that begin the table of
-    each lane: together the KV of the first `cached_tokens` tokens.
+    which lane holds what (neither: all on lane 0); `evictions` are remembered blocks to be given up first, and `prefixes`
+    those that begin the table of each lane: together the KV of the first `cached_tokens` tokens. Of a fork they are what
+    of the shared tokens is cached.
     """
 
     id: str
@@ -248,14 +266,14 @@ class Admit:
     shared_tokens: int = 0
     segments: tuple[Segment, ...] = ()
     cached_tokens: int = 0
-    cached: tuple[BlockRun, ...] = ()
-    evicts: tuple[BlockRun, ...] = ()
+    prefixes: tuple[CachedPrefix, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
     deals: tuple[Deal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """A sequence's reservation grows to `reserved_tokens`, once the remembered blocks `evicts` are given up.
+    """A sequence's reservation grows to `reserved_tokens`, once the remembered blocks of `evictions` are given up.
 
     `segments`, or `deals` if these were many, replace those of its shard map from the first one's start on (neither: it
     stays on one lane).
@@ -264,7 +282,7 @@ class Grow:
     id: str
     reserved_tokens: int
     segments: tuple[Segment, ...] = ()
-    evicts: tuple[BlockRun, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
     deals: tuple[Deal, ...] = ()
 
 

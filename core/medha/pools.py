@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from medha.blocks import BlockLedger, Run
 from medha.lane_replica import fork_on
-from medha.messages import BlockRun, Grow, Publish
+from medha.messages import CachedPrefix, Eviction, Grow, Publish
 from medha.prefix import Match, PrefixCache, hash_count, hash_range
 from medha.shards import (
     MAX_SEGMENTS_TOLD,
@@ -42,8 +42,8 @@ class Placed:
     cached_tokens: int = 0
     segments: tuple[Segment, ...] = ()
     deals: tuple[Deal, ...] = ()
-    cached: tuple[BlockRun, ...] = ()
-    evicts: tuple[BlockRun, ...] = ()
+    prefixes: tuple[CachedPrefix, ...] = ()
+    evictions: tuple[Eviction, ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,14 +58,19 @@ class _Lane:
         """Blocks that a request can get: free ones, and remembered ones that nobody locks."""
         return self.ledger.free_blocks + self.cache.evictable_blocks
 
-    def make_free(self, blocks: int) -> list[Run]:
-        """Evict what is missing to `blocks` free ones, if not a little more."""
+    def make_free(self, blocks: int, lane: int) -> tuple[Eviction, ...]:
+        """Evict what is missing to `blocks` free ones, if not a little more; `lane` is this one's number."""
         missing = blocks - self.ledger.free_blocks
         if missing <= 0:
-            return []
+            return ()
         evicted = self.cache.evict(missing)
-        self.ledger.evict(evicted)
-        return evicted
+        self.ledger.evict(evicted.runs)
+        return (Eviction(evicted.used_before, evicted.last, evicted.count, lane),)
+
+    def locked(self, sequence: str, lane: int) -> tuple[CachedPrefix, ...]:
+        """What a sequence that has just come uses of the cache."""
+        last, count = self.cache.end(sequence)
+        return (CachedPrefix(last, count, lane),) if count else ()
 
 
 @dataclass(slots=True)
@@ -226,17 +231,19 @@ class KvPools:
         shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
         if shards is None:
             return None
-        evicts: list[BlockRun] = []
+        prefixes: list[CachedPrefix] = []
+        evictions: list[Eviction] = []
         for lane in shards.lanes:
             here, tokens = self._lanes[lane], shards.tokens_on(lane)
             blocks = here.ledger.blocks_for(tokens) - shared.get(lane, 0) // size
-            evicts += _named(here.make_free(blocks), lane)
+            evictions += here.make_free(blocks, lane)
             fork_on(here.ledger, parent, child, shared.get(lane, 0), tokens)
             chain = held.chains.get(lane, "")
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
+            prefixes += here.locked(child, lane)
         unpublished = sum(map(hash_count, held.chains.values()))
         self._held[child] = _Held(shards, held.prompt_tokens, held.chains, unpublished)
-        return Placed(shards, 0, *self._told(shards.segments), (), tuple(evicts))
+        return Placed(shards, 0, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
         """Let a reservation reach `tokens` tokens, or change nothing and return None."""
@@ -245,21 +252,21 @@ class KvPools:
         shards = held.shards.grown(tokens, free, block_size_tokens=self.block_size_tokens)
         if shards is None:
             return None
-        evicts: list[BlockRun] = []
+        evictions: list[Eviction] = []
         for lane in shards.lanes:
             here, wanted = self._lanes[lane], shards.tokens_on(lane)
             if sequence not in here.ledger:
-                evicts += _named(here.make_free(here.ledger.blocks_for(wanted)), lane)
+                evictions += here.make_free(here.ledger.blocks_for(wanted), lane)
                 reserved = here.ledger.reserve(sequence, wanted)
                 here.cache.lock(sequence, "", 0)
             else:
                 more = here.ledger.blocks_for(wanted - here.ledger.reserved_tokens(sequence))
-                evicts += _named(here.make_free(more), lane)
+                evictions += here.make_free(more, lane)
                 reserved = here.ledger.grow(sequence, wanted)
             assert reserved
         segments, deals = self._told(_changed(held.shards.segments, shards.segments))
         held.shards = shards
-        return Grow(sequence, tokens, segments, tuple(evicts), deals)
+        return Grow(sequence, tokens, segments, tuple(evictions), deals)
 
     def computed(self, sequence: str, tokens: int) -> None:
         """The KV of the first `tokens` tokens is there and good: whole blocks of the prompt may be shared."""
@@ -551,31 +558,31 @@ class KvPools:
         chains: dict[int, str],
         matches: dict[int, Match],
     ) -> Placed:
-        cached: list[BlockRun] = []
-        evicts: list[BlockRun] = []
+        prefixes: list[CachedPrefix] = []
+        evictions: list[Eviction] = []
         cached_blocks = 0
         for lane in shards.lanes:
             here, tokens, match = self._lanes[lane], shards.tokens_on(lane), matches.get(lane)
             blocks, runs = (match.blocks, match.runs) if match else (0, ())
             here.cache.lock(sequence, chains.get(lane, ""), blocks)  # before anything is evicted
-            evicts += _named(here.make_free(here.ledger.blocks_for(tokens) - blocks), lane)
+            evictions += here.make_free(here.ledger.blocks_for(tokens) - blocks, lane)
             reserved = here.ledger.reserve(sequence, tokens, runs)
             assert reserved
-            cached += _named(runs, lane)
+            prefixes += here.locked(sequence, lane)
             cached_blocks += blocks
         cached_tokens = cached_blocks * self.block_size_tokens
         unpublished = sum(map(hash_count, chains.values()))
         self._held[sequence] = _Held(shards, prompt_tokens, chains, unpublished)
         self.queried_tokens += prompt_tokens if self._prefix_caching else 0
         self.hit_tokens += cached_tokens
-        return Placed(shards, cached_tokens, *self._told(shards.segments), tuple(cached), tuple(evicts))
+        return Placed(shards, cached_tokens, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
         """`admit` where there is nothing to choose, which makes it twice as fast."""
         here, size = self._lanes[0], self.block_size_tokens
         blocks, unlocked = 0, 0
         runs: tuple[Run, ...] = ()
-        evicts: list[Run] = []
+        evictions: tuple[Eviction, ...] = ()
         if hashes:
             match = here.cache.match(hashes, min((prompt - 1) // size, hash_count(hashes)))
             blocks, runs, unlocked = match.blocks, match.runs, match.unlocked
@@ -585,24 +592,26 @@ class KvPools:
             return None
         here.cache.lock(sequence, hashes, blocks)  # before anything is evicted
         if missing > free:
-            evicts = here.make_free(missing)
+            evictions = here.make_free(missing, 0)
         taken = here.ledger.reserve(sequence, reserved, runs)
         assert taken
         shards = ShardMap((Segment(0, 0, reserved),))
         self._held[sequence] = _Held(shards, prompt, {0: hashes} if hashes else {}, hash_count(hashes))
         if self._prefix_caching:
             self.queried_tokens += prompt
-        if not (runs or evicts):
+        if not (runs or evictions):
             return Placed(shards)
         self.hit_tokens += blocks * size
-        return Placed(shards, blocks * size, (), (), tuple(_named(runs, 0)), tuple(_named(evicts, 0)))
+        return Placed(shards, blocks * size, (), (), here.locked(sequence, 0), evictions)
 
     def _publish(self, sequence: str, lane: int, chain: str, stop: int) -> None:
         here = self._lanes[lane]
-        new = here.cache.publish(sequence, chain, stop, here.ledger.runs(sequence, 0, stop))
-        if new:
-            here.ledger.remember(sequence, stop - new, new)
-            here.publishes.append(Publish(sequence, stop - new, new, lane))
+        published = here.cache.publish(sequence, chain, stop, here.ledger.runs(sequence, 0, stop))
+        if published is not None:
+            new, after = published
+            if new:
+                here.ledger.remember(sequence, stop - new, new)
+            here.publishes.append(Publish(sequence, stop - new, new, lane, after))
 
     def _told(self, segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Deal, ...]]:
         """What a message says of a map: few segments as they are, many as deals, nothing where there is only one lane."""
@@ -614,10 +623,6 @@ class KvPools:
 def _best(found: Sequence[Match]) -> int:
     """The lane that has most; of several the first."""
     return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
-
-
-def _named(runs: Iterable[Run], lane: int) -> list[BlockRun]:
-    return [BlockRun(first, count, lane) for first, count in runs]
 
 
 def _changed(before: Sequence[Segment], after: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -161,6 +161,14 @@ class _Node:
     def first_hash(self) -> str:
         return hash_at(self.hashes, self.start)
 
+    @property
+    def last_block(self) -> int:
+        """-1 of the root."""
+        if not self.runs:
+            return -1
+        first, length = self.runs[-1]
+        return first + length - 1
+
     def common_blocks(self, hashes: str, position: int, stop: int) -> int:
         """How many blocks of this node are those of `hashes` in `position .. stop`, of which the first one is.
 
@@ -189,6 +197,16 @@ class Match:
     blocks: int
     runs: tuple[Run, ...]
     unlocked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Blocks that are forgotten: all that were last used before `used_before`, and `count` of a branch that end at `last`."""
+
+    runs: list[Run]
+    used_before: int = 0
+    last: int = -1
+    count: int = 0
 
 
 class PrefixCache:
@@ -242,15 +260,23 @@ class PrefixCache:
         self._locked[sequence] = (node, blocks)
         self._add_lock(node, None)
 
-    def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> int:
+    def end(self, sequence: str) -> tuple[int, int]:
+        """The last block of what a sequence locks, and how many lead to it; -1 and 0 if it locks none."""
+        node, blocks = self._locked[sequence]
+        return (node.last_block if blocks else -1), blocks
+
+    def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
         """Remember what `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
 
         Blocks of which another sequence has published the like stay that one's. Returns how many blocks at the end of
-        `runs` are remembered from now on; the ledgers must keep them.
+        `runs` are remembered from now on, which the ledgers must keep, and the block that they follow, -1 if none; None
+        if the sequence had locked as much.
         """
         before, known = self._locked[sequence]
+        if stop <= known:
+            return None
         node, position = self._walk(before, hashes, known, stop)
-        new = stop - position
+        new, after = stop - position, node.last_block
         if new > 0:
             added = cut_runs(runs, position, stop)
             if node is before and node.locks == 1 and not node.children:
@@ -264,8 +290,8 @@ class PrefixCache:
             self.blocks += new
         if node is not before:
             self._add_lock(node, before)
-        self._locked[sequence] = (node, max(position, stop))
-        return max(new, 0)
+        self._locked[sequence] = (node, stop)
+        return new, after
 
     def unlock(self, sequence: str) -> None:
         """`sequence` has ended: what it locked alone may be evicted from now on."""
@@ -278,7 +304,7 @@ class PrefixCache:
                 self.evictable_blocks += node.blocks
                 self._offer(node)
 
-    def evict(self, blocks: int) -> list[Run]:
+    def evict(self, blocks: int) -> Evicted:
         """Forget `blocks` of the evictable blocks or more, the least recently used branch first and from its end.
 
         A branch that is not longer than what is asked for goes whole: its rest would only be a hole in the pool.
@@ -286,6 +312,8 @@ class PrefixCache:
         assert blocks <= self.evictable_blocks
         evicted: list[Run] = []
         missing = blocks
+        # Whoever uses a branch uses what leads to it, so that equally old nodes are one path, and go from its end.
+        used_at, last, count_there = 0, -1, 0
         while missing > 0:
             if not _is_current(self._leaves[0]):
                 heappop(self._leaves)  # locked, lengthened or used again meanwhile
@@ -294,6 +322,9 @@ class PrefixCache:
             assert node.parent is not None
             count = node.blocks if node.blocks <= blocks else missing
             evicted += cut_runs(node.runs, node.blocks - count, node.blocks)
+            if node.used_at > used_at:
+                used_at, last, count_there = node.used_at, node.last_block, 0
+            count_there += count
             missing -= count
             self.blocks -= count
             self.evictable_blocks -= count
@@ -306,7 +337,7 @@ class PrefixCache:
                 node.parent = None
                 self._nodes -= 1
                 self._offer(parent)
-        return evicted
+        return Evicted(evicted, used_at, last, count_there)
 
     def check(self) -> None:
         """Assert that the counts are those of the tree; O(nodes), for tests."""

@@ -213,7 +213,7 @@ class PoolsMachine(RuleBasedStateMachine):
         for lane, ranks in zip(self.pools._lanes, self.ranks, strict=True):
             evicted = lane.cache.evict(lane.cache.evictable_blocks)
             for ledger in (lane.ledger, ranks.replica.ledger):
-                ledger.evict(evicted)
+                ledger.evict(evicted.runs)
                 ledger.check()
                 assert ledger.free_blocks == self.blocks
 
@@ -250,8 +250,8 @@ class PoolsMachine(RuleBasedStateMachine):
             segments=placed.segments,
             deals=placed.deals,
             cached_tokens=placed.cached_tokens,
-            cached=placed.cached,
-            evicts=placed.evicts,
+            prefixes=placed.prefixes,
+            evictions=placed.evictions,
         )
         for lane, ranks in enumerate(self.ranks):
             copies = ranks.replica.admit(admit)
@@ -318,3 +318,38 @@ def test_ranks_with_another_shard_map_have_another_hash(other: tuple[Segment, ..
         assert replica.ledger.runs("a") == [(0, 3)]
         hashes.append(replica.state_hash())
     assert hashes[0] != hashes[1]
+
+
+def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_published() -> None:
+    """Two compute the same prompt, and the second one, whose blocks are not kept, is the last that uses it."""
+    pools = KvPools(lanes=1, kv_blocks=6, block_size_tokens=4, tokens_per_lane=100)
+    replica = LaneReplica(BlockLedger(6, 4))
+    hasher = PrefixHasher(4, b"secret")
+
+    def admit(name: str, first_id: int) -> Placed:
+        hashes = hasher.hashes(np.arange(first_id, first_id + 8, dtype=np.int32))
+        placed = pools.admit(name, 8, 8, block_hashes=hashes)
+        assert placed is not None
+        step(name, placed)
+        return placed
+
+    def step(name: str, placed: Placed) -> None:
+        replica.publish(pools.take_publishes())
+        for ended in pools.take_releases():
+            replica.release(ended)
+        message = Admit(
+            name, name, 8, 8, 0, Sampling(), 8, prefixes=placed.prefixes, evictions=placed.evictions
+        )
+        assert replica.admit(message) == []
+        assert (replica.state_hash(),) == pools.state_hashes()
+
+    for name, first_id in (("first", 0), ("like it", 0), ("other", 100)):
+        admit(name, first_id)
+    for name in ("first", "like it", "other"):
+        pools.computed(name, 8)
+    for name in ("first", "other", "like it"):
+        pools.release(name)
+    assert admit("new", 200).evictions == (), "what `like it` held is free"
+    pools.computed("new", 8)  # never used by one that has ended, and yet not given up while it runs
+    assert len(admit("newer", 300).evictions) == 1
+    assert pools.expected(8, hasher.hashes(np.arange(8, dtype=np.int32)))[0] == 4, "the older one has gone"

@@ -145,7 +145,7 @@ def test_cached_blocks_count_as_free_and_give_way_to_requests(replica_of: Any, s
     assert pools.cached_blocks == 8
     assert pools.free_tokens == replica.controller.load().kv_tokens_free == 40
     submit_ids(replica, submit_of("b", 36, 4), tuple(range(100, 136)))
-    assert last_step(replica).admits[0].evicts, "what is in the way is given up, and the ranks are told"
+    assert last_step(replica).admits[0].evictions, "what is in the way is given up, and the ranks are told"
     replica.run().check_empty()
     submit_ids(replica, submit_of("c", 36, 4), tuple(range(100, 136)))
     assert last_step(replica).admits[0].cached_tokens == 32

@@ -553,7 +553,7 @@ def test_what_is_cached_of_a_prompt_is_not_computed_again_and_counted(stage: Sta
         assert (admit.cached_tokens, emit.cached_tokens) == (found, found)
         assert entry.extents == (Extent(found, 20 - found),), "only the rest, 20 tokens in all, is computed"
         stage.finish(stage.step())
-    assert [(run.first, run.count) for run in admit.cached] == [(0, 1)]
+    assert [(prefix.last, prefix.count) for prefix in admit.prefixes] == [(0, 1)]
     text = ""
     end = time.monotonic() + 20
     while "hit_tokens_total 16.0" not in text and time.monotonic() < end:

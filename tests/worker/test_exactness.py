@@ -149,7 +149,7 @@ class Planner:
             id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1,
             sampling=GREEDY, reserved_tokens=reserved, fork_of=parent.name if parent else None,
             shared_tokens=shared, segments=placed.segments, deals=placed.deals, cached_tokens=placed.cached_tokens,
-            cached=placed.cached, evicts=placed.evicts,
+            prefixes=placed.prefixes, evictions=placed.evictions,
         )  # fmt: skip
 
     def step(self, admits: list[Admit]) -> None:
