@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import TypeVar
 
 import pytest
@@ -56,7 +57,8 @@ def test_hidden_states_and_tokens_find_their_way_and_nothing_that_was_sent_is_ke
         if grid.is_first_stage:
             grid.send_hidden(hidden + grid.here.tensor)
         else:
-            hidden = grid.receive_hidden(2)
+            grid.expect_hidden(2)
+            hidden = grid.receive_hidden()
         if grid.rank == grid.drawing_rank:
             grid.send_tokens([number, -1])
         elif grid.is_first_stage:
@@ -109,8 +111,40 @@ def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
     first, second = together(Topology(stream=2))
     first.close()
     with pytest.raises(PartFailed, match="rank 1 waits for hidden states of rank 0, and lost it"):
-        second.receive_hidden(1)
+        second.expect_hidden(1)
     second.close()
+
+
+def test_who_has_begun_to_wait_for_a_rank_that_then_leaves_is_told_at_once() -> None:
+    first, second = together(Topology(stream=2))
+    second.expect_hidden(1)
+    first.close()
+    with pytest.raises(
+        PartFailed, match=r"rank 1 waits for hidden states of rank 0, and lost it: (?!.*imed out)"
+    ):
+        second.receive_hidden()
+    second.close()
+
+
+def test_hidden_states_come_while_nobody_waits_for_them() -> None:
+    first, second = together(Topology(stream=2))
+    sent = torch.arange(3.0 * 2**16).reshape(-1, 3)  # more than the kernel's buffers take
+    second.expect_hidden(len(sent))
+    first.send_hidden(sent)
+    first._sent_hidden._works[0][0].wait(timedelta(seconds=5))  # they are there
+    assert torch.equal(second.receive_hidden(), sent)
+    on_all([first, second], Grid.close)
+
+
+def test_who_leaves_is_missed_at_once_also_if_it_still_expects_something() -> None:
+    first, second = together(Topology(stream=2))
+    second.expect_hidden(1)
+    second.close()
+    with pytest.raises(
+        PartFailed, match=r"rank 0 waits for drawn tokens of rank 1, and lost it: (?!.*imed out)"
+    ):
+        first.receive_tokens(1)
+    first.close()
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours_are_named() -> None:
@@ -201,7 +235,8 @@ def test_who_waits_gives_a_step_as_much_time_as_it_was_predicted_to_take_many_ti
         elif grid.is_first_stage:
             grid.send_hidden(one)
         else:
-            grid.receive_hidden(1)
+            grid.expect_hidden(1)
+            grid.receive_hidden()
 
     on_all(grids, lambda grid: grid.begin_step(0.3))
     on_all(grids, lambda grid: meet_in_step(grid, 1.2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 
 from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoint import init_checkpoint
-from medha_worker.executor import Executor
+from medha_worker.executor import Executor, Pipeline, PlannedStep
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
@@ -29,8 +29,11 @@ class FirstStage:
     def send_hidden(self, hidden: torch.Tensor) -> None:
         self.sent.append(hidden)
 
-    def receive_hidden(self, rows: int) -> torch.Tensor:
+    def expect_hidden(self, rows: int) -> None:
         raise AssertionError(f"nothing is before the first stage, which asks for {rows} rows")
+
+    def receive_hidden(self) -> torch.Tensor:
+        raise AssertionError("nothing is before the first stage")
 
     def send_tokens(self, ids: Sequence[int]) -> None:
         raise AssertionError(f"{ids} are drawn on the last stage")
@@ -41,27 +44,63 @@ class FirstStage:
         return taken
 
 
+class LastStage:
+    """The first stage, as the last one of two sees it."""
+
+    is_first_stage, is_last_stage, stages = False, True, 2
+
+    def __init__(self, hidden_size: int) -> None:
+        self._hidden_size = hidden_size
+        self.expected: list[int] = []
+        self.sent: list[Sequence[int]] = []
+
+    def send_hidden(self, hidden: torch.Tensor) -> None:
+        raise AssertionError(f"nothing is behind the last stage, which sends {len(hidden)} rows")
+
+    def expect_hidden(self, rows: int) -> None:
+        self.expected.append(rows)
+
+    def receive_hidden(self) -> torch.Tensor:
+        return torch.ones(self.expected.pop(0), self._hidden_size)
+
+    def send_tokens(self, ids: Sequence[int]) -> None:
+        self.sent.append(ids)
+
+    def receive_tokens(self, count: int) -> list[int]:
+        raise AssertionError(f"{count} tokens are drawn here")
+
+
 PROMPTS = {"long": 64, "short": 8}
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> tuple[Executor, FirstStage]:
-    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
-    config = ModelConfig.from_directory(tmp_path / "tiny", max_model_len=256)
-    model = Transformer.load(tmp_path / "tiny", config, Shard(0, 1, 0, 1, config.num_layers))
     pipeline = FirstStage()
-    executor = Executor(
+    return stage_of(tmp_path, 0, 1, lambda _: pipeline), pipeline
+
+
+def stage_of(
+    folder: Path, first_layer: int, last_layer: int | None, pipeline_of: Callable[[ModelConfig], Pipeline]
+) -> Executor:
+    init_checkpoint(folder / "tiny", preset="tiny", seed=1)
+    config = ModelConfig.from_directory(folder / "tiny", max_model_len=256)
+    layers = config.num_layers
+    model = Transformer.load(folder / "tiny", config, Shard(0, 1, first_layer, last_layer or layers, layers))
+    return Executor(
         model,
         model.new_kv_cache(16, 16),
         vocab_size=config.vocab_size,
         eos_token_ids=(),
         clock=lambda: 0.0,
-        pipeline=pipeline,
+        pipeline=pipeline_of(config),
     )
-    return executor, pipeline
 
 
 def run(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[str] = ()) -> None:
+    executor.run(plan(executor, number, *entries, admits=admits))
+
+
+def plan(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[str] = ()) -> PlannedStep:
     for name in admits:
         ids = np.arange(10, 10 + PROMPTS[name], dtype=np.int32)
         executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
@@ -75,7 +114,7 @@ def run(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[s
         ),
     )
     executor.prepare(step)
-    executor.execute(step)
+    return executor.plan(step)
 
 
 def chunk(name: str, start: int, count: int) -> StepEntry:
@@ -100,3 +139,22 @@ def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executo
     run(executor, 1, chunk("short", 8, 1), chunk("long", 0, 8))
     assert executor._sequences["short"].tokens(8, 9).tolist() == [77]
     assert [len(hidden) for hidden in pipeline.sent] == [8, 9]
+
+
+def test_hidden_states_are_expected_as_soon_as_a_step_is_planned(tmp_path: Path) -> None:
+    """So they come while the step before is computed; until they are expected, none is on its way."""
+    pipelines: list[LastStage] = []
+
+    def pipeline_of(config: ModelConfig) -> Pipeline:
+        pipelines.append(LastStage(config.hidden_size))
+        return pipelines[-1]
+
+    executor = stage_of(tmp_path, 1, None, pipeline_of)
+    (pipeline,) = pipelines
+    first = plan(executor, 0, chunk("long", 0, 48), admits=["long"])
+    second = plan(executor, 1, chunk("long", 48, 16))
+    assert pipeline.expected == [48, 16]
+    executor.run(first)
+    executor.run(second)
+    assert pipeline.expected == []
+    assert [len(ids) for ids in pipeline.sent] == [1]

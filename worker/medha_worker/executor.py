@@ -77,7 +77,9 @@ class Pipeline(Protocol):
 
     def send_hidden(self, hidden: Tensor) -> None: ...
 
-    def receive_hidden(self, rows: int) -> Tensor: ...
+    def expect_hidden(self, rows: int) -> None: ...
+
+    def receive_hidden(self) -> Tensor: ...
 
     def send_tokens(self, ids: Sequence[int]) -> None: ...
 
@@ -313,6 +315,8 @@ class Executor:
         parts = [part for entry in entries if (part := self._part(entry, chunks, step, failures)) is not None]
         foreign = self._foreign(step, chunks)
         batch = self._batch(parts, foreign) if parts or foreign else None
+        if batch is not None and self._pipeline is not None and not self._pipeline.is_first_stage:
+            self._pipeline.expect_hidden(len(batch.positions))
         for part in parts:
             part.sequence.computed = max(part.sequence.computed, part.stop)
             part.sequence.planned_outputs += part.entry.samples
@@ -498,11 +502,10 @@ class Executor:
     def _forward(self, parts: Sequence[_Part], batch: _Batch) -> list[_Part]:
         """Run all parts as one flat batch; the same parts with their last position's hidden state."""
         asked = self._clock()
-        rows = len(batch.positions)
-        inputs = self._input(parts, rows).to(self._device)
+        inputs = self._input(parts).to(self._device)
         self._waited_seconds = self._clock() - asked
         hidden = self._model.forward(inputs, batch.positions, batch.spans, self._kv_cache, batch.spread)
-        if self._pipeline is not None and not self._pipeline.is_last_stage and rows > 0:
+        if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):
             self._pipeline.send_hidden(hidden)
         ends = accumulate(part.entry.token_count for part in parts)
         return [replace(part, hidden=hidden[end - 1]) for part, end in zip(parts, ends, strict=True)]
@@ -514,11 +517,11 @@ class Executor:
         own = [self._spread_entry(part.entry, part.sequence, part.stop) for part in parts]
         return plan_spread(self._lane.lane, own, foreign, self.ledger.block_size_tokens)
 
-    def _input(self, parts: Sequence[_Part], rows: int) -> Tensor:
+    def _input(self, parts: Sequence[_Part]) -> Tensor:
         """Token ids, int64 [rows], on the first stage; on others what the stage before has made of them."""
         if self._pipeline is not None:
             if not self._pipeline.is_first_stage:
-                return self._pipeline.receive_hidden(rows)  # none come if there are none
+                return self._pipeline.receive_hidden()
             # Those of steps that have left the pipeline are here already; they are taken so that none pile up.
             while len(self._expected) > self._pipeline.stages or any(part.sequence.unknown for part in parts):
                 sequences = self._expected.popleft()

@@ -83,6 +83,9 @@ class Grid:
         self.stages = topology.stream
         self.is_last_stage = here.stream == topology.stream - 1
         self.drawing_rank = topology.rank(Coordinates(here.kv, topology.stream - 1, 0))  # of this lane
+        self._coming: deque[tuple[Work | None, torch.Tensor]] = (
+            deque()
+        )  # hidden states that were not taken yet
         self._sent_hidden = _Sent(2 * topology.stream)
         self._sent_tokens = _Sent((2 * topology.stream + 2) * topology.tensor)
         pod = self._pod(here.kv, here.stream)
@@ -172,11 +175,30 @@ class Grid:
         work, kept = self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1))
         self._sent_hidden.keep(work, kept, self._wait)
 
-    def receive_hidden(self, rows: int) -> torch.Tensor:
-        """What the previous stage sends next: [rows, hidden_size]."""
+    def expect_hidden(self, rows: int) -> None:
+        """The previous stage will send [rows, hidden_size]. They come while this rank computes; gloo sends nothing before.
+
+        Any one thread may call this, in the order of the steps.
+
+        Raises:
+            PartFailed: that stage has gone.
+        """
         hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype)
-        if rows > 0:
-            self._receive(hidden, self._at_stage(self.here.stream - 1), "hidden states")
+        before = self._at_stage(self.here.stream - 1)
+        with self._waiting_for(before, "hidden states"):
+            coming = self._everyone.recv([hidden], before, _TAG) if rows else None
+        self._coming.append((coming, hidden))
+
+    def receive_hidden(self) -> torch.Tensor:
+        """The first of what is expected, once it is here.
+
+        Raises:
+            PartFailed: it does not come in time.
+        """
+        coming, hidden = self._coming.popleft()
+        if coming is not None:
+            with self._waiting_for(self._at_stage(self.here.stream - 1), "hidden states"):
+                coming.wait(self._wait)
         return hidden
 
     def send_tokens(self, ids: Sequence[int]) -> None:
@@ -188,7 +210,8 @@ class Grid:
     def receive_tokens(self, count: int) -> list[int]:
         """On the first stage: the next step's tokens, from the rank that has drawn them."""
         ids = torch.empty(count, dtype=torch.int64)
-        self._receive(ids, self.drawing_rank, "drawn tokens")
+        with self._waiting_for(self.drawing_rank, "drawn tokens"):
+            self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
@@ -226,6 +249,7 @@ class Grid:
 
     def close(self) -> None:
         """Leave: connections close, which is how those who wait for this rank notice at once."""
+        self._coming.clear()
         self._sent_hidden.forget()
         self._sent_tokens.forget()
         self.tensor_group.close()
@@ -240,9 +264,10 @@ class Grid:
     def _send(self, tensor: torch.Tensor, rank: int) -> tuple[Work, torch.Tensor]:
         return self._everyone.send([tensor], rank, _TAG), tensor
 
-    def _receive(self, tensor: torch.Tensor, rank: int, what: str) -> None:
+    @contextmanager
+    def _waiting_for(self, rank: int, what: str) -> Iterator[None]:
         try:
-            self._everyone.recv([tensor], rank, _TAG).wait(self._wait)
+            yield
         except RuntimeError as error:
             raise PartFailed(
                 f"rank {self.rank} waits for {what} of rank {rank}, and lost it: {error}"
