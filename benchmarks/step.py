@@ -5,8 +5,8 @@
 `medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (of 128K tokens each); one
 request after the other, of 1K, 32K and 256K tokens in turns, is prefilled and decoded. Everything is real but the
 prefill, whose layers are left out: the KV pool holds random numbers from the beginning. Measured on every rank of the
-lane that owns the request, of steps that decode one token: the time from the end of a step to the start of the next
-(answer, decision, message, and all bookkeeping in between), the part of a step that is neither the model's layers nor the
+lane that owns the request, of steps that decode one token: the time from the end of a step (on the last stage) to the
+start of the next (on the first: answer, decision, message, and all bookkeeping in between), the part of a step that is neither the model's layers nor the
 wait for another stage, and the bytes of the step's message; and the bytes of a request's first step, which admits it, also
 where the whole prompt is cached. None of them may grow with the context.
 
@@ -19,7 +19,6 @@ reads no more than it needs.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import signal
 import statistics
@@ -104,9 +103,11 @@ def rank(settings: str, times_file: Path) -> None:
         if len(step.entries) != 1 or step.entries[0].token_count != 1:
             return
         entry, waited_seconds = step.entries[0], engine.executor._waited_seconds
-        if entry.lane == (here.kv if here is not None else 0):
+        lane, stage, tensor = (here.kv, here.stream, here.tensor) if here is not None else (0, 0, 0)
+        if entry.lane == lane:
             own_seconds = ended - started - layers_seconds - waited_seconds
-            row = {"id": step.step_id, "context": entry.extents[0].start, "bytes": size}
+            row = {"id": step.step_id, "stage": stage, "tensor": tensor, "bytes": size}
+            row["context"] = entry.extents[0].start
             decodes.append(row | {"start": started, "end": ended, "own_seconds": own_seconds})
 
     def no_prefill(self: Transformer, batch: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -214,16 +215,19 @@ def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) 
 
 def figures(ranks: list[dict[str, list[Row]]], context: int) -> Row:
     """Medians of times, means of sizes, over the decode steps of a context on the ranks of its owner's lane."""
-    gaps, own, sizes = [], [], []
-    for found in ranks:
-        here = [one for one in found["decodes"] if context + FIRST <= one["context"] <= context + DECODED]
-        gaps += [
-            after["start"] - before["end"]
-            for before, after in itertools.pairwise(here)
-            if after["id"] == before["id"] + 1
-        ]
-        own += [one["own_seconds"] for one in here]
-        sizes += [one["bytes"] for one in here]
+    here = [
+        one
+        for found in ranks
+        for one in found["decodes"]
+        if context + FIRST <= one["context"] <= context + DECODED
+    ]
+    last = max(one["stage"] for one in here)  # the clock is the machine's: all processes read the same
+    ends = {(one["id"], one["tensor"]): one["end"] for one in here if one["stage"] == last}
+    starts = {(one["id"], one["tensor"]): one["start"] for one in here if one["stage"] == 0}
+    gaps = [
+        starts[id_ + 1, tensor] - end for (id_, tensor), end in ends.items() if (id_ + 1, tensor) in starts
+    ]
+    own, sizes = [one["own_seconds"] for one in here], [one["bytes"] for one in here]
     admits = [one for one in ranks[0]["admits"] if one["context"] == context]
     first, cached = ([one["bytes"] for one in admits if one["is_cached"] == held] for held in (False, True))
     times = (1e6 * statistics.median(gaps), 1e6 * statistics.median(own))
