@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from campaign.proxy import Call, Fault
+from campaign.proxy import Call, Fault, is_news
 
 
 @dataclass
@@ -22,14 +21,47 @@ class KilledAtWrite(Fault):
 
     async def before_write(self, call: Call) -> tuple[int, str] | None:
         if self.is_before and call.number == self.number:
+            self.times += 1
             self.kill()
             return 503, "ServiceUnavailable"  # which nobody hears
         return None
 
     async def after_write(self, call: Call) -> tuple[int, str] | None:
         if not self.is_before and call.number == self.number:
+            self.times += 1
             self.kill()
         return None
+
+
+@dataclass
+class KilledWhileEnding(Fault):
+    """The operator is killed while what it has made is collected: at its n-th event since the resource was deleted.
+
+    0 is before the deletion, which it then never hears of.
+    """
+
+    number: int
+    kill: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self._left = self.number + 1
+        self._is_ending = False
+
+    def begin(self) -> None:
+        """Call before the resource is deleted."""
+        self._is_ending = True
+        self._count()
+
+    async def told(self, call: Call, event: bytes) -> list[bytes]:
+        if self._is_ending and is_news(event):
+            self._count()
+        return [event]
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.times += 1
+            self.kill()
 
 
 @dataclass
@@ -84,6 +116,7 @@ class StaleView(Fault):
             return body
         key = call.path
         if self.is_stale:
+            self.times += key in self._marked
             return self._marked.get(key, body)
         self._latest[key] = body
         return body
@@ -108,9 +141,11 @@ class UnsureEvents(Fault):
     async def told(self, call: Call, event: bytes) -> list[bytes]:
         if self.is_over or "/leases" in call.path:
             return [event]
-        if json.loads(event)["type"] not in ("BOOKMARK", "ERROR") and self._random.random() < self.lost_share:
+        if is_news(event) and self._random.random() < self.lost_share:
+            self.times += 1
             return []
         if self._random.random() < 0.5:
+            self.times += 1
             await asyncio.sleep(self._random.uniform(0, self.longest_seconds))
         return [event]
 
@@ -135,7 +170,33 @@ class UnsureAnswers(Fault):
     def _answer(self) -> tuple[int, str] | None:
         if self.is_over or self._random.random() >= self.share / 2:
             return None
+        self.times += 1
         return self._random.choice(_ANSWERS)
+
+
+@dataclass
+class UnsureReads(Fault):
+    """Reads and watches are refused with an error of the server's, or break in the middle of an answer or an event."""
+
+    seed: int
+    refused_share: float = 0.2
+    cut_share: float = 0.1
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    async def before_read(self, call: Call) -> tuple[int, str] | None:
+        if self.is_over or self._random.random() >= self.refused_share:
+            return None
+        self.times += 1
+        return self._random.choice([answer for answer in _ANSWERS if answer[0] != 409])
+
+    def cut(self, call: Call, piece: bytes) -> int | None:
+        if self.is_over or self._random.random() >= self.cut_share:
+            return None
+        self.times += 1
+        return self._random.randrange(len(piece))
 
 
 _ANSWERS = (

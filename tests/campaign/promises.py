@@ -73,6 +73,11 @@ class Ground:
         """Names of what was made, without the history of revisions."""
         return {name for name in self._made() if not name.startswith("ControllerRevision")}
 
+    def lasting(self) -> dict[str, str]:
+        """UIDs of what a replica keeps through every revision with the same lanes."""
+        kinds = ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")
+        return {name: one["metadata"]["uid"] for name, one in self._made().items() if name.startswith(kinds)}
+
     def orphans(self) -> set[str]:
         """Names of what was made and has no owner, so that nobody will ever collect it."""
         return {name for name, one in self._made().items() if not one["metadata"].get("ownerReferences")}
@@ -121,16 +126,19 @@ def a_revision_reaches_every_pod_and_a_revert_finds_its_children(ground: Ground)
     with ground.operator():
         ground.apply(**SPEC)
         ground.ready()
-        before, children = ground.uids(), ground.children()
+        before, children, lasting = ground.uids(), ground.children(), ground.lasting()
+        assert len(lasting) == 5  # two lanes
         ground.apply(**SPEC, kvCache={"size": "1Gi"})
         ground.ready()
         between = ground.uids()
         assert not set(before.values()) & set(between.values())
         revisions = {pod["metadata"]["labels"]["medha.dev/revision"] for pod in ground.pods().values()}
         assert len(revisions) == 1
+        assert ground.lasting() == lasting
         ground.apply(**SPEC)
         ground.ready()
         eventually(ground.children, lambda now: now == children, _SECONDS)
+        assert ground.lasting() == lasting
 
 
 def one_kill_makes_one_restart(ground: Ground) -> None:

@@ -1,7 +1,7 @@
 """An HTTP proxy before the API server that does to an operator's calls what networks and servers do at their worst.
 
 It counts writes (without those of the Lease), remembers what was created, and lets a fault decide on every write,
-list and event of a watch. The operator reaches it without TLS; it reaches the API server as an administrator.
+read and event of a watch. The operator reaches it without TLS; it reaches the API server as an administrator.
 """
 
 from __future__ import annotations
@@ -44,12 +44,23 @@ class Call:
 class Fault:
     """What is done to the calls; this one does nothing. Its methods run in the proxy's loop."""
 
+    times: int = field(default=0, init=False)
+    """How often anything was done."""
+
     async def before_write(self, call: Call) -> tuple[int, str] | None:
         """Called before a write is passed on; status and reason to refuse it with instead."""
         return None
 
     async def after_write(self, call: Call) -> tuple[int, str] | None:
         """Called when the write was done and before its answer is; what to answer instead."""
+        return None
+
+    async def before_read(self, call: Call) -> tuple[int, str] | None:
+        """Called before a read or a watch is passed on; status and reason to refuse it with instead."""
+        return None
+
+    def cut(self, call: Call, piece: bytes) -> int | None:
+        """After how many bytes of a read's answer, or of a watch's event, the connection breaks; None: it does not."""
         return None
 
     def listed(self, call: Call, body: bytes) -> bytes:
@@ -74,6 +85,12 @@ class Record:
     created: Counter[tuple[str, str]] = field(default_factory=Counter)
     """(kind, name) -> how often it was created; events apart."""
     deleted: Counter[tuple[str, str]] = field(default_factory=Counter)
+    steps: list[int] = field(default_factory=list)
+    """How many writes were done when each step of the scenario had settled."""
+    is_ending: bool = False
+    """Whether the scenario's resource was deleted."""
+    ending_events: int = 0
+    """Events that the operator was told since then."""
 
 
 class FaultyProxy:
@@ -145,13 +162,29 @@ class FaultyProxy:
         if is_write:
             self.record.writes.append(call)
             return await self._write(request, call)
+        refused = await self.fault.before_read(call)
+        if refused is not None:
+            return _refusal(*refused)
         if request.query.get("watch") in ("1", "true"):
             return await self._watch(request, call)
+        return await self._read(request, call)
+
+    async def _read(self, request: web.Request, call: Call) -> web.StreamResponse:
         self.record.reads.append(call)
+        fault = self.fault
         status, headers, body = await self._pass_on(request)
         if status == 200 and "/leases" not in request.path:
-            body = self.fault.listed(call, body)
-        return web.Response(status=status, headers=headers, body=body)
+            body = fault.listed(call, body)
+        kept = fault.cut(call, body)
+        if kept is None:
+            return web.Response(status=status, headers=headers, body=body)
+        response = web.StreamResponse(status=status, headers=headers)
+        response.content_length = len(body)
+        with suppress(ConnectionResetError):
+            await response.prepare(request)
+            await response.write(body[:kept])
+            _break(request)
+        return response
 
     async def _write(self, request: web.Request, call: Call) -> web.Response:
         fault, record = self.fault, self.record
@@ -190,7 +223,7 @@ class FaultyProxy:
             return answer.status, _headers(answer.headers), await answer.read()
 
     async def _watch(self, request: web.Request, call: Call) -> web.StreamResponse:
-        fault = self.fault
+        fault, record = self.fault, self.record
         await fault.watched(call)
         async with self._session.get(
             self._upstream(request),
@@ -204,8 +237,13 @@ class FaultyProxy:
                 async for piece in answer.content.iter_any():
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
+                        record.ending_events += record.is_ending and is_news(line)
                         for event in await fault.told(call, line):
-                            await response.write(event + b"\n")
+                            kept = fault.cut(call, event)
+                            await response.write(event[:kept] + (b"\n" if kept is None else b""))
+                            if kept is not None:
+                                _break(request)
+                                return response
                 await response.write(rest)
             return response
 
@@ -215,6 +253,16 @@ class FaultyProxy:
 
 def _headers(headers: Any) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name.lower() not in _HOP | {"authorization"}}
+
+
+def is_news(event: bytes) -> bool:
+    """Whether an event of a watch tells of an object; others come as time goes by."""
+    return json.loads(event)["type"] not in ("BOOKMARK", "ERROR")
+
+
+def _break(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.close()
 
 
 def _refusal(status: int, reason: str) -> web.Response:

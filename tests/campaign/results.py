@@ -62,6 +62,16 @@ class Results:
             fresh.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
             fresh.replace(self._file)
 
+    def is_done(self, name: str) -> bool:
+        """Whether the plan has said something; one that was skipped is tried again."""
+        row = self.rows.get(name)
+        return row is not None and (not row["is_skipped"] or bool(row["wrong"]))
+
+    @property
+    def skipped(self) -> list[str]:
+        """Plans that have shown nothing, since their fault never happened."""
+        return [name for name in self.rows if not self.is_done(name)]
+
     @property
     def failed(self) -> list[str]:
         return [name for name, row in self.rows.items() if row["wrong"]]

@@ -30,6 +30,8 @@ from medha_operator.status import DeploymentStatus, ReplicaStatus
 NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)
 _SECONDS = 30.0
 _VARYING = ("resourceVersion", "managedFields", "creationTimestamp", "generation", "uid")
+_LASTING = ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")
+"""Kinds whose objects a replica keeps whatever is changed and put back: the same UID, not only the same name."""
 
 
 class Violation(AssertionError):
@@ -199,6 +201,8 @@ class SchemaCampaign:
             if kind in ("Pod", "ControllerRevision", "Secret"):
                 continue
             metadata = {key: value for key, value in document["metadata"].items() if key not in _VARYING}
+            if kind in _LASTING and document["metadata"]["labels"]["medha.dev/replica"] == name:
+                metadata["uid"] = document["metadata"]["uid"]
             kept = {key: value for key, value in document.items() if key not in ("status", "metadata")}
             found[f"{kind} {own_name}"] = {**kept, "metadata": metadata}
         text = json.dumps(found, sort_keys=True)

@@ -26,6 +26,21 @@ def test_what_was_found_with_the_same_code_is_kept_and_with_other_code_is_not(
     assert "begin anew" in capsys.readouterr().out
 
 
+def test_a_plan_that_was_skipped_is_tried_again_and_has_not_failed(tmp_path: Path) -> None:
+    found = Results(tmp_path / "found.json")
+    found.add("apply/kill-before/1", {"wrong": [], "is_skipped": False})
+    found.add("apply/kill-before/98", {"wrong": ["an orphan"], "is_skipped": True})
+    found.add("apply/kill-before/99", {"wrong": [], "is_skipped": True})
+    assert found.skipped == ["apply/kill-before/99"]
+    assert found.failed == ["apply/kill-before/98"]
+    assert [found.is_done(f"apply/kill-before/{number}") for number in (1, 2, 98, 99)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
 def test_they_depend_on_the_operator_and_what_it_imports_and_on_nothing_else() -> None:
     names = {str(file.relative_to(results.ROOT)) for file in results.sources()}
     assert {"operator/medha_operator/plan.py", "core/medha/api.py", "tests/campaign/runner.py"} <= names
