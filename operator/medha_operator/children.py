@@ -31,6 +31,7 @@ class KeptTemplate:
     """`spec.template` as the API server had it."""
     uid: str = ""
     resource_version: str = ""
+    is_deleting: bool = False
 
 
 @dataclass(frozen=True)

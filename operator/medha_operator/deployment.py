@@ -388,7 +388,8 @@ def _history(scene: _Scene) -> Iterable[Action]:
     )
     for one in old[scene.wanted.spec.revision_history_limit :]:
         name = f"{scene.observed.name}-{one.name}"
-        yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
+        if not one.is_deleting:  # else a finalizer of somebody else's holds it
+            yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
 
 
 def _delete(kind: str, name: str, found: Child | KeptTemplate, reason: str) -> Delete:

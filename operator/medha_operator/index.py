@@ -213,6 +213,7 @@ def _templates(entries: Iterable[Entry], deployment: str) -> Iterator[KeptTempla
                 template=document["data"]["template"],
                 uid=metadata["uid"],
                 resource_version=metadata["resourceVersion"],
+                is_deleting="deletionTimestamp" in metadata,
             )
 
 

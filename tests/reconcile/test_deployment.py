@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from medha_operator.children import child_of
+from medha_operator.plan import Delete
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 
 
@@ -157,6 +159,19 @@ def test_no_more_templates_are_kept_than_asked_for() -> None:
         world.change(template=template(image=image))
         watched(world)
     assert sorted(one.template["spec"]["image"] for one in world.templates.values()) == ["c", "d", "e"]
+
+
+def test_a_template_that_does_not_go_is_not_deleted_again() -> None:
+    world = DeploymentWorld(1, revisionHistoryLimit=0)
+    world.settle()
+    world.change(template=template(image="b"))
+    watched(world)
+    (kept,) = world.templates.values()
+    held = replace(kept, name="0123456789", number=0)
+    world.templates[held.name] = held
+    assert [action.name for action in world.plan().actions if isinstance(action, Delete)] == ["d-0123456789"]
+    world.templates[held.name] = replace(held, is_deleting=True)
+    assert not [action for action in world.plan().actions if isinstance(action, Delete)]
 
 
 def test_a_default_that_a_newer_release_adds_begins_no_rollout(world: DeploymentWorld) -> None:
