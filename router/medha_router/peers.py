@@ -88,29 +88,36 @@ def require_plausible(card: Announce) -> None:
     Raises:
         WireInvalid: numbers that no replica can have.
     """
-    counts = (
-        card.kv_tokens_total,
-        card.kv_tokens_free,
-        card.running,
-        card.waiting,
-        card.longest_request_tokens,
-        card.waiting_limit,
-        card.max_model_len - 1,
-        card.vocab_size - 1,
-        *(terms.default_output_tokens for terms in card.service_classes),
-        *(tokens for tokens, _ in card.prefill_points),
-    )
-    seconds = (
-        card.pending_prefill_seconds,
-        *(seconds for _, seconds in card.prefill_points),
-        *(terms.ttft_floor_seconds for terms in card.service_classes),
-        *(terms.ttft_factor for terms in card.service_classes),
-        *(terms.tpot_target_seconds for terms in card.service_classes),
-        *(terms.tpot_floor_seconds for terms in card.service_classes),
-    )
-    rises = all(before[0] < after[0] for before, after in pairwise(card.prefill_points))
-    if min(counts) < 0 or not rises or not all(isfinite(one) and one >= 0 for one in seconds):
-        raise WireInvalid(f"the card of replica {card.replica:.80} has numbers that cannot be: {card!r:.200}")
+    least = {
+        "kv_tokens_total": 0,
+        "kv_tokens_free": 0,
+        "running": 0,
+        "waiting": 0,
+        "longest_request_tokens": 0,
+        "waiting_limit": 0,
+        "max_model_len": 1,
+        "vocab_size": 1,
+        "pending_prefill_seconds": 0,
+    }
+    numbers = [(name, getattr(card, name), bound) for name, bound in least.items()]
+    for terms in card.service_classes:
+        numbers += [
+            (f"{terms.name:.80}'s {name}", getattr(terms, name), 0)
+            for name in (
+                "default_output_tokens",
+                "ttft_floor_seconds",
+                "ttft_factor",
+                "tpot_target_seconds",
+                "tpot_floor_seconds",
+            )
+        ]
+    for point in card.prefill_points:
+        numbers += [("prefill_points", number, 0) for number in point]
+    for name, number, bound in numbers:
+        if not (isfinite(number) and number >= bound):
+            raise WireInvalid(f"the card of replica {card.replica:.80} says {name} {number}")
+    if not all(before[0] < after[0] for before, after in pairwise(card.prefill_points)):
+        raise WireInvalid(f"the card of replica {card.replica:.80} has prefill_points that do not rise")
 
 
 def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
