@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.messages import Admit, Extent, Sampling, Step, StepEntry
+from medha.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
 from medha.pools import KvPools, Placed
 from medha.prefix import PrefixHasher
 from medha.topology import Topology
@@ -107,6 +107,8 @@ class Planner:
     tokens_per_lane: int
     deals: bool
     rng: np.random.Generator
+    kv_blocks: int = KV_BLOCKS
+    joined: int = 0  # grows on to a further lane
     steps: list[Step] = field(default_factory=list)
     prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
     running: list[Running] = field(default_factory=list)
@@ -114,7 +116,7 @@ class Planner:
     def __post_init__(self) -> None:
         self.pools = KvPools(
             lanes=self.lanes,
-            kv_blocks=KV_BLOCKS,
+            kv_blocks=self.kv_blocks,
             block_size_tokens=BLOCK_TOKENS,
             tokens_per_lane=self.tokens_per_lane,
             deals_prompts=self.deals,
@@ -133,7 +135,8 @@ class Planner:
         else:
             ids = np.random.default_rng(asked.family).integers(0, VOCAB, asked.prompt_tokens)
             self.prompts[name] = ids.astype(np.int32)
-        reserved = asked.prompt_tokens + asked.output_tokens
+        reserved = asked.prompt_tokens
+        reserved += asked.output_tokens if self.rng.random() < 0.5 else 0  # else it grows
         placed: Placed | None
         if parent is not None:
             shared = asked.prompt_tokens - 1
@@ -152,7 +155,19 @@ class Planner:
             prefixes=placed.prefixes, evictions=placed.evictions,
         )  # fmt: skip
 
-    def step(self, admits: list[Admit]) -> None:
+    def grow(self) -> list[Grow]:
+        """Room for the next output of those that have used up theirs; ahead of admits, as ranks replay it."""
+        grows = []
+        for one in self.running:
+            shards = self.pools.shards(one.name)
+            if one.computed >= shards.tokens:
+                grow = self.pools.grow(one.name, one.computed + 1 + int(self.rng.integers(6)))
+                assert grow is not None, "the pools of this test are large enough"
+                grows.append(grow)
+                self.joined += self.pools.shards(one.name).lanes != shards.lanes
+        return grows
+
+    def step(self, admits: list[Admit], grows: list[Grow]) -> None:
         """A step of some of the running requests; those that it finishes leave."""
         entries: list[StepEntry] = []
         publishes, releases = (
@@ -174,7 +189,7 @@ class Planner:
             lanes = set(range(self.lanes))
         self.steps.append(
             Step(
-                step_id=len(self.steps), epoch=0, entries=tuple(entries), admits=tuple(admits),
+                step_id=len(self.steps), epoch=0, entries=tuple(entries), grows=tuple(grows), admits=tuple(admits),
                 publishes=publishes, releases=releases, lanes=tuple(sorted(lanes)), state_hashes=self.pools.state_hashes(),
             )
         )  # fmt: skip
@@ -215,18 +230,20 @@ def check(
     asked: list[Asked],
     strategies: list[tuple[str, Cut]],
     steps_ahead: int,
-) -> None:
+    *,
+    one_by_one: bool = False,
+) -> dict[str, Running]:
     """Run random steps of these requests, and compare the logits of every position that was computed."""
     waiting = list(asked)
     everyone: dict[str, Running] = {}
     while waiting or planner.running:
-        admits = []
-        if waiting and (not planner.running or planner.rng.random() < 0.5):
+        grows, admits = planner.grow(), []
+        if waiting and (not planner.running or (not one_by_one and planner.rng.random() < 0.5)):
             admits.append(planner.admit(waiting.pop(0), strategies))
             everyone[admits[0].id] = planner.running[-1]
-        planner.step(admits)
+        planner.step(admits, grows)
     samples, logits = ranks.run(
-        planner.steps, planner.prompts, kv_blocks=KV_BLOCKS, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead
+        planner.steps, planner.prompts, kv_blocks=planner.kv_blocks, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead
     )  # fmt: skip
     for name, one in everyone.items():
         drawn = [sample.token for sample in samples if sample.id == name]
@@ -240,6 +257,7 @@ def check(
         assert error <= TOLERANCE, f"{name}: {error}"
         greedy = wanted[one.asked.prompt_tokens - 1 :].argmax(-1)
         assert drawn == greedy.tolist()
+    return everyone
 
 
 def asked(most: int) -> st.SearchStrategy[Asked]:
@@ -300,3 +318,22 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         check(ranks, reference, planner, requests, strategies, steps_ahead)
 
     run()
+
+
+def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
+    checkpoints: Callable[[str], tuple[Path, torch.nn.Module]],
+) -> None:
+    """One lane of twelve blocks is full after 48 tokens; of a cached prompt only the last block is computed again."""
+    directory, reference = checkpoints("llama")
+    for shape in ((1, 1, 2), (1, 2, 2)):
+        ranks = Ranks(Topology(*shape), directory)
+        try:
+            for seed in (0, 1):
+                planner = Planner(2, 1000, False, np.random.default_rng(seed), kv_blocks=12)
+                requests = [Asked(30, 46), Asked(30, 50), Asked(40, 3, 1), Asked(40, 3, 1), Asked(38, 4, 1)]
+                everyone = check(ranks, reference, planner, requests, [STRATEGIES[0]], seed, one_by_one=True)
+                assert planner.joined >= 1
+                there = [one.there for one in everyone.values()]
+                assert there[3:] == [36, 36]
+        finally:
+            ranks.close()
