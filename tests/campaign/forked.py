@@ -35,11 +35,14 @@ class ForkedOperator:
             "MEDHA_POD_NAME": "op",
             "MEDHA_POD_NAMESPACE": namespace,
         }
+        self._is_right = module == "medha_operator"
+        """Else it is planted in a process that has not begun to run the operator."""
         self.starts = 0
 
     def start(self) -> None:
         self.starts += 1
-        self._process = _CONTEXT.Process(
+        context = _CONTEXT if self._is_right else multiprocessing.get_context("spawn")
+        self._process = context.Process(
             target=_run, args=(self._arguments, self._environment, str(self.log)), daemon=True
         )
         self._process.start()

@@ -5,6 +5,11 @@ Whatever goes wrong, the cluster comes to what the spec says, with no more objec
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from campaign.runner import Plan, Stage
@@ -28,3 +33,21 @@ SAMPLE = (
 @pytest.mark.parametrize("plan", SAMPLE, ids=lambda plan: plan.name)
 def test_the_cluster_comes_to_what_the_spec_says(on: Stage, plan: Plan) -> None:
     assert on.run(plan).verdict == "well"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_campaign_fails_with_an_operator_whose_children_have_no_owner() -> None:
+    tests = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
+    defective = ["--quick", "--scenario", "apply", "--module", "campaign.defective.lost_owner"]
+    done = subprocess.run(
+        [sys.executable, "-m", "campaign", *defective],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "apply/none/0: " in done.stdout
+    assert "StatefulSet r-l0 is another" in done.stdout

@@ -18,6 +18,8 @@ def plant(module: str, right: str, wrong: str) -> None:
         AssertionError: `right` does not stand there exactly once; follow the source with the defect.
     """
     sys.meta_path.insert(0, _Planter(module, right, wrong))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "medha_operator"]:
+        del sys.modules[name]  # the right one, of which a spawned campaign has imported parts
     importlib.import_module("medha_operator")  # whose handlers kopf finds
     importlib.import_module(module)
 
