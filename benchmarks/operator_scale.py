@@ -40,6 +40,7 @@ sys.path.append(str(ROOT / "tests"))  # for the cluster that tests start
 from cluster.api import Api, condition  # noqa: E402
 from cluster.binaries import build  # noqa: E402
 from cluster.control_plane import ControlPlane, control_plane  # noqa: E402
+from cluster.definitions import define  # noqa: E402
 from cluster.keys import ADMIN  # noqa: E402
 from cluster.kwok import with_kwok  # noqa: E402
 from cluster.operator_process import Operator, operator  # noqa: E402
@@ -303,11 +304,6 @@ def bare_plane(folder: Path) -> Iterator[ControlPlane]:
     with control_plane(folder, controllers=False, scheduler=False) as plane:
         define(plane)
         yield plane
-
-
-def define(plane: ControlPlane) -> None:
-    plane.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
-    plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
 
 
 # --- pods -------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from campaign.results import Results
 from campaign.runner import Plan, Stage, stage
 from campaign.scenarios import SCENARIOS, Document, Scenario
 from cluster.control_plane import control_plane
-
-CRDS = Path(__file__).resolve().parents[2] / "crds"
+from cluster.definitions import define
 
 
 def plans(
@@ -87,8 +86,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="medha-campaign-") as name:
         folder = Path(name)
         with control_plane(folder / "plane", scheduler=False) as plane:
-            plane.kubectl("apply", "--server-side", "-f", str(CRDS))
-            plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+            define(plane)
             with stage(folder, plane, asked.module) as on:
                 every = all_plans(on, asked.seed, asked.scenario or list(SCENARIOS), results)
                 every = [plan for plan in every if plan.fault.startswith(asked.fault)]

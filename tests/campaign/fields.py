@@ -13,10 +13,9 @@ from campaign.results import Results
 from campaign.schema import SchemaCampaign, make_ground, trials
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import control_plane
+from cluster.definitions import define
 from cluster.operator_process import operator
 from medha_operator.settings import OperatorSettings
-
-CRDS = Path(__file__).resolve().parents[2] / "crds"
 
 
 def main() -> int:
@@ -30,8 +29,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="medha-fields-") as name:
         folder = Path(name)
         with control_plane(folder, scheduler=False) as plane, Api(plane) as api, PlayedKubelets(api):
-            plane.kubectl("apply", "--server-side", "-f", str(CRDS))
-            plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+            define(plane)
             make_ground(api, "fields")
             with operator(folder, plane.kubeconfig, lease_namespace="fields", namespaces=["fields"]):
                 campaign = SchemaCampaign(api, "fields", OperatorSettings())

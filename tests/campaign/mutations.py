@@ -10,17 +10,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from cluster.definitions import CRDS
 from medha_operator.crds import APPLIED
 
 Schema = dict[str, Any]
 Fields = dict[str, Any]
-
-CRDS = Path(__file__).resolve().parents[2] / "crds"
 
 
 @dataclass(frozen=True)

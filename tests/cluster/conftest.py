@@ -12,11 +12,11 @@ import pytest
 from cluster import images
 from cluster.binaries import CannotBuild, build
 from cluster.control_plane import ControlPlane, control_plane
+from cluster.definitions import define
 from cluster.namespaces import CannotRun
 from cluster.nodes import Cluster, one_node
 from cluster.tiny_image import write_image
 
-CRDS = Path(__file__).resolve().parents[2] / "crds"
 HELLO_IMAGE = "medha.test/hello:1"
 
 
@@ -36,8 +36,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane without controllers that knows our resources."""
     folder = tmp_path_factory.mktemp("plane")
     with skipping_what_cannot_run(), control_plane(folder, controllers=False, scheduler=False) as running:
-        running.kubectl("apply", "--server-side", "-f", str(CRDS))
-        running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        define(running)
         yield running
 
 
@@ -46,8 +45,7 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlan
     """A control plane with its controllers, so that StatefulSets make pods and what is owned goes with its owner."""
     folder = tmp_path_factory.mktemp("controlled")
     with skipping_what_cannot_run(), control_plane(folder, scheduler=False) as running:
-        running.kubectl("apply", "--server-side", "-f", str(CRDS))
-        running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        define(running)
         yield running
 
 

@@ -6,16 +6,15 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster.binaries import CannotBuild
 from cluster.control_plane import ControlPlane, control_plane
+from cluster.definitions import define
 from cluster.operator_process import operator
 
-CRDS = Path(__file__).resolve().parents[2] / "crds"
 GATES = ("GenericWorkload=true", "GangScheduling=true")
 _PATIENCE_SECONDS = 60.0
 
@@ -33,8 +32,7 @@ def scheduled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane
                 controller_flags=["--node-monitor-grace-period=600s"],
             ) as plane,
         ):
-            plane.kubectl("apply", "--server-side", "-f", str(CRDS))
-            plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+            define(plane)
             with operator(plane.folder, plane.kubeconfig, gang_apis=["core"]):
                 yield plane
     except CannotBuild as error:

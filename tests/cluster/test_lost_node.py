@@ -13,7 +13,8 @@ import pytest
 
 from cluster import images, medha
 from cluster.api import condition, eventually
-from cluster.conftest import CRDS, skipping_what_cannot_run
+from cluster.conftest import skipping_what_cannot_run
+from cluster.definitions import define
 from cluster.medha import Document
 from cluster.node import Node
 from cluster.nodes import Cluster, two_nodes
@@ -48,8 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             alone = replace(running, nodes=[node])
             medha.bring_torch(alone)
             medha.bring_checkpoint(alone, folder / node.name)
-        running.kubectl("apply", "--server-side", "-f", str(CRDS))
-        running.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        define(running)
         medha.apply(running, spread(node_lost_seconds=600))
         wait_ready(running)
         yield running

@@ -287,6 +287,7 @@ def test_a_node_is_drained_of_a_replica_that_comes_back_on_it(cluster: Cluster) 
     eventually(lambda: condition(replica(cluster))[0], lambda ready: ready == "False", 60)
     cluster.kubectl("uncordon", "node-1")
     wait_ready(cluster)
+    assert replica(cluster)["status"]["restarts"] == 0  # it was asked to move
 
 
 def test_a_replica_that_is_deleted_leaves_nothing(cluster: Cluster, at_first: set[str]) -> None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 import pytest
 
 from cluster.api import Api, Document, condition, eventually
-from cluster.conftest import CRDS, skipping_what_cannot_run
+from cluster.conftest import skipping_what_cannot_run
 from cluster.control_plane import ControlPlane, control_plane
+from cluster.definitions import define
 from cluster.kwok import with_kwok
 from cluster.operator_process import operator
 from medha_operator.kinds import DEPLOYMENT, POD, REPLICA
@@ -23,8 +24,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """Four nodes of four GPUs, room for four replicas, and an operator that waits two seconds for room."""
     folder = tmp_path_factory.mktemp("rollout")
     with skipping_what_cannot_run(), control_plane(folder) as plane, with_kwok(plane, nodes=4, gpus=4):
-        plane.kubectl("apply", "--server-side", "-f", str(CRDS))
-        plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+        define(plane)
         with operator(folder, plane.kubeconfig, surge_wait_seconds=2.0):
             yield plane
 

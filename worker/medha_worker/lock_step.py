@@ -9,7 +9,8 @@ from math import isfinite
 from medha.messages import Done, EntryFailed, StageFree, Step
 
 STALLED_SECONDS = 20.0
-"""A rank that waits for another in vain knows it after 10 s, and says so; whoever is silent for longer hangs."""
+"""A rank that waits for another in vain in a short step knows it after 10 s, and says so; whoever is silent for longer
+hangs."""
 PATIENCE = 20.0
 """Steps may take so many times as long as was predicted: ranks may share their cores with anything."""
 
