@@ -124,9 +124,8 @@ class Plan:
 def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
     lost, again = _from_lost_nodes(observed, now)
-    if (
-        observed.is_deleting
-    ):  # the garbage collector takes everything that is owned, but waits for pods to end
+    # The garbage collector takes everything that is owned, but waits for pods to end.
+    if observed.is_deleting:
         return Plan(tuple(lost), again)
     owner = Owner(observed.name, observed.namespace, observed.uid)
     try:

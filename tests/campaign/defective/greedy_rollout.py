@@ -4,6 +4,6 @@ from campaign.defective.planting import plant
 
 plant(
     "medha_operator.deployment",
-    "        return self.available - 1 >= self.replicas - unavailable\n",
-    "        return True\n",
+    "    least = scene.replicas - unavailable\n",
+    "    least = -1\n",
 )
