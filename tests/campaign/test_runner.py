@@ -33,6 +33,15 @@ def test_what_is_made_or_ended_once_more_than_usual_is_wrong_but_for_secrets() -
     ]
 
 
+def test_of_an_operator_that_saw_the_past_only_what_starts_pods_is_judged() -> None:
+    usual = record({"services/r": 1, "statefulsets/r-l0": 1}, {})
+    seen = record({"services/r": 2, "statefulsets/r-l0": 2}, {"services/r": 1})
+    assert done_too_often(seen, usual, {"statefulsets"}) == [
+        "statefulsets r-l0 was created 2 times instead of 1",
+        "services r was deleted 1 times instead of 0",
+    ]
+
+
 def test_a_pod_whose_set_goes_too_may_be_ended_by_the_operator_or_by_the_garbage_collector() -> None:
     usual = record({}, {"pods/r-l1-0": 1, "statefulsets/r-l1": 1, "statefulsets/r-l2": 1})
     assert done_too_often(record({}, {"pods/r-l1-0": 2, "pods/r-l2-0": 1}), usual) == []
