@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_operator.observed import Node
-from medha_operator.plan import Apply, Delete, Plan
+from medha_operator.plan import Action, Apply, Confirm, Delete, Plan
 from reconcile.world import GRID, World, condition, deleted_pods, uids
 
 
@@ -116,6 +116,21 @@ def test_what_others_have_changed_or_deleted_is_put_back(world: World) -> None:
     assert world.settle() == 0
     assert world.objects["Service", "r"]["spec"]["publishNotReadyAddresses"] is True
     assert ("PodDisruptionBudget", "r") in world.objects
+
+
+def test_a_replica_of_which_all_is_missing_is_asked_for_again_before_there_are_pods(world: World) -> None:
+    """The end of a replica may be told late, and making the rest takes long enough for it to be deleted meanwhile."""
+    world.objects, world.pods = {}, {}
+    actions = world.plan().actions
+    (first,) = [index for index, action in enumerate(actions) if _makes(action, "StatefulSet", "r-l0")]
+    assert actions[0] == actions[first - 1] == Confirm()
+    assert any(_makes(action, "Service", "r") for action in actions[:first])
+
+
+def _makes(action: Action, kind: str, name: str) -> bool:
+    if not isinstance(action, Apply):
+        return False
+    return (action.manifest["kind"], action.manifest["metadata"]["name"]) == (kind, name)
 
 
 def test_a_field_that_others_have_added_stays(world: World) -> None:
