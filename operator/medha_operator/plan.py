@@ -150,7 +150,8 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     if observed.status != ReplicaStatus():
         # The status says nothing new before all is done: a refusal would have it change to and fro.
         confirmed = (Confirm(),) if _is_any_missing((*made, *lanes), observed) else ()
-        if made and _is_any_missing(lanes, observed):  # once more before there are pods: the others take a while
+        # Once more before there are pods: making the others takes a while.
+        if made and _is_any_missing(lanes, observed):
             lanes = [Confirm(), *lanes]
     elif _is_any_missing(lanes, observed):
         # A first status, written before there are pods, is refused for a resource that is gone: no further call.
