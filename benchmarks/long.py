@@ -21,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "long.json"
 PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", "--timeout=1800")
 SHARED = (
-    "cli", "constraints.txt", "core", "examples", "pyproject.toml", "router", "sim", "tests/conftest.py", "tests/frames.py",
+    "cli", "constraints.txt", "core", "examples", "pyproject.toml", "router", "sim",
+    "tests/benchmark.py", "tests/conftest.py", "tests/frames.py",
     "worker",
 )  # fmt: skip
 """What any row may read, beside its own folder of tests and the programs in benchmarks/, without their results."""

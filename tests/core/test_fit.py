@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
+from benchmark import benchmark
 from medha.fitted import SHA256
 from medha.hardware import A100, LLAMA3_8B, layer_operations
 from medha.profile import Link
@@ -24,14 +23,7 @@ TOKENS = [1, 4, 16, 64, 100, 200, 400, 600, 1000, 1500, 2500, 4000, 6000, 12000,
 
 @pytest.fixture(scope="module")
 def fit() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fit", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-
-    sys.modules["fit"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("fit")
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from benchmark import benchmark
 
 RECOVERY = Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 # Recovering is waiting, most of the time, so that three replicas share the machine.
@@ -22,13 +23,7 @@ FAILURES = (
 
 @pytest.fixture(scope="module")
 def recovery() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("recovery", RECOVERY)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["recovery"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return benchmark("recovery")
 
 
 def test_an_interruption_is_the_longest_wait_for_a_token_from_the_failure_on(recovery: ModuleType) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from benchmark import benchmark
 from medha_sim.campaign import FULL, runs
 from medha_sim.campaign_adopt import kind, sample
 from medha_sim.campaign_run import Run
@@ -21,11 +21,7 @@ RUNS = [Run("medha-lars", 0.05, seed, 4.0, rate=2.0) for seed in range(2)]
 
 @pytest.fixture
 def campaign(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("campaign", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = benchmark("campaign")
     monkeypatch.setattr(module, "runs", lambda scale: RUNS)
     monkeypatch.setattr(module, "loaded_files", lambda: [SCRIPT])  # others have a test of their own
     return module
