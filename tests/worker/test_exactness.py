@@ -108,6 +108,7 @@ class Planner:
     deals: bool
     rng: np.random.Generator
     kv_blocks: int = KV_BLOCKS
+    chunks: tuple[int, ...] = ()  # of each prompt, one per step; none: of any size, at any step
     joined: int = 0  # grows on to a further lane
     steps: list[Step] = field(default_factory=list)
     prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
@@ -175,13 +176,10 @@ class Planner:
             self.pools.take_releases(range(self.lanes)),
         )
         for one in self.running:
-            if self.rng.random() < 0.3:
+            if not self.chunks and self.rng.random() < 0.3:
                 continue
-            prompt = one.asked.prompt_tokens
-            count = 1
-            if one.computed < prompt:
-                left = prompt - one.computed
-                count = min(left, int(self.rng.choice([1, 7, 16, 33, left])))
+            left = one.asked.prompt_tokens - one.computed
+            count = self._chunk(one, left) if left > 0 else 1
             entries += self._entries(one, count)
             one.computed += count
         lanes = {lane for entry in entries for lane in self._lanes(entry)}
@@ -198,6 +196,12 @@ class Planner:
         for one in [one for one in self.running if one.computed == one.length]:
             self.running.remove(one)
             self.pools.release(one.name, one.computed)
+
+    def _chunk(self, one: Running, left: int) -> int:
+        if not self.chunks:
+            return min(left, int(self.rng.choice([1, 7, 16, 33, left])))
+        ends = np.cumsum(self.chunks)
+        return min(left, int(ends[ends.searchsorted(one.computed, side="right")]) - one.computed)
 
     def _entries(self, one: Running, count: int) -> list[StepEntry]:
         shards = self.pools.shards(one.name)
@@ -337,3 +341,42 @@ def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
                 assert there[3:] == [36, 36]
         finally:
             ranks.close()
+
+
+BORDERS = (16, 32, 48)
+"""Where the shards of a prompt of 64 tokens begin and end, with 16 tokens a lane."""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: f"{strategy[0]} {strategy[1].__name__}")
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param((16, 16, 16, 16), id="one chunk a shard"),
+        pytest.param((15, 1, 1, 14, 1, 1, 30, 1), id="one token at each side of a border"),
+        pytest.param((32, 1, 31), id="two shards, then one token"),
+    ],
+)
+def test_chunks_may_end_at_the_borders_of_shards(
+    four_lanes: tuple[Ranks, torch.nn.Module], chunks: tuple[int, ...], strategy: tuple[str, Cut]
+) -> None:
+    """The shards behind a chunk are empty when it runs. Of the second prompt, which is cached, a block is computed."""
+    ranks, reference = four_lanes
+    planner = Planner(4, 16, False, np.random.default_rng(0), chunks=chunks)
+    everyone = check(
+        ranks, reference, planner, [Asked(64, 3), Asked(64, 3)], [strategy], len(chunks) % 3, one_by_one=True
+    )
+    assert [one.there for one in everyone.values()] == [0, 60]
+    counts = [sum(entry.token_count for entry in step.entries if entry.id == "r0") for step in planner.steps]
+    ends = set(np.cumsum(counts).tolist())
+    assert ends >= set(np.cumsum(chunks).tolist())
+    assert ends & set(BORDERS)
+
+
+@pytest.fixture(scope="module")
+def four_lanes(
+    checkpoints: Callable[[str], tuple[Path, torch.nn.Module]],
+) -> Iterator[tuple[Ranks, torch.nn.Module]]:
+    directory, reference = checkpoints("llama")
+    ranks = Ranks(Topology(kv=4, stream=2, tensor=1), directory)
+    yield ranks, reference
+    ranks.close()
