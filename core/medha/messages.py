@@ -392,6 +392,8 @@ class RankHello:
     """The last epoch in which this place of the grid took part, as its pod remembers; None in a new pod."""
     revision: str = ""
     """Which pods of its replica it belongs to; empty: not told, as by an earlier release or outside of a cluster."""
+    dropped: tuple[tuple[str, str, int], ...] = ()
+    """(link, reason, messages) that this process has dropped since it began; on the link `control` alone."""
 
 
 @dataclass(frozen=True, slots=True)

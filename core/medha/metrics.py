@@ -151,7 +151,7 @@ CONTROLLER_METRICS = (
     Metric("medha_sequences_refused", "counter", "sequences", "Submissions that were refused, by reason.", ("reason",)),
     Metric("medha_controller_handle_seconds", "histogram", "seconds", "Time that the controller took to decide on one event.", (), (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1)),
     Metric("medha_epoch", "gauge", "", "Epoch of the replica: it rises when its ranks meet anew."),
-    Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link (`router_control`, `router_tokens`, `rank_control`, `rank_tokens`) and reason, as in `medha_router_dropped_messages`. Ranks log theirs.", ("link", "reason")),
+    Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link and reason, as in `medha_router_dropped_messages`. Links at the controller's end: `router_control`, `router_tokens`, `rank_control`, `rank_tokens`. At the ranks' end, all ranks together: `at_rank_control`, `at_rank_tokens`; a rank tells every second, between its steps, what it has dropped since it began. So a controller that was started anew counts what its ranks dropped before, and what a rank drops right before it ends is in its log alone.", ("link", "reason")),
     Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that did not get past the handshake: plaintext, or a key that is no rank's of this replica.", ("link",)),
 )  # fmt: skip
 """What a replica's controller exports."""

@@ -6,7 +6,9 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -20,6 +22,7 @@ from medha.messages import (
     Emit,
     EntryFailed,
     FetchBundle,
+    Meet,
     MemoryRanOut,
     Message,
     RankFault,
@@ -37,9 +40,14 @@ from medha.messages import (
 from medha.wire import encode, tokens_to_frame
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import connect
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.link import Link
 
 from ..frames import frames, is_dropped
 from .test_controller import IDS, READY, Stage
+from .test_rank import SPEC as RANK_SPEC
+from .test_rank import START_SECONDS
+from .test_rank import Stage as RankStage
 
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
     "rank_control": (StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
@@ -160,6 +168,14 @@ def wire(message: Message, payload: bytes | None = None) -> list[bytes]:
         pytest.param(replace(READY, epoch=1, rank=3), "peer", id="ready for another rank"),
         pytest.param(RankHello(3, "x"), "peer", id="here for another rank"),
         pytest.param(RankFault(3, "it is ill", lost_epoch=0), "peer", id="ill for another rank"),
+        pytest.param(
+            RankHello(0, "first", dropped=(("control", "type", -1),)), "state", id="dropped less than nothing"
+        ),
+        pytest.param(
+            RankHello(0, "first", dropped=(("control", "type", 10**400),)),
+            "state",
+            id="dropped more than a metric can hold",
+        ),
         pytest.param(Step(1, 0, ()), "unexpected", id="what only a controller says"),
         pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
     ],
@@ -238,6 +254,97 @@ def test_a_bundle_that_is_not_ours_is_not_sent(watched: Watched) -> None:
     before = watched.dropped("router_control", "state")
     watched.router.send(FetchBundle("00"))
     watched.wait_dropped("router_control", before + 1, "state")
+
+
+def test_what_a_rank_has_dropped_is_counted_once_however_often_it_is_told(watched: Watched) -> None:
+    before = watched.dropped("at_rank_tokens", "payload"), watched.dropped("rank_control")
+    for messages in (2, 2, 5, 5):
+        told = (
+            ("tokens", "payload", messages),
+            ("elsewhere", "type", 1),
+            ("control", "of a later release", 1),
+        )
+        watched.rank.send(RankHello(0, "first", dropped=told))
+    watched.wait_dropped("at_rank_tokens", before[0] + 5, "payload")
+    watched.serves("after what was dropped")
+    assert watched.dropped("at_rank_tokens", "payload") == before[0] + 5
+    assert watched.dropped("rank_control") == before[1]
+    assert watched.dropped("elsewhere") == 0
+
+
+class Between:
+    """Stands between a real rank and a real controller, with both of their keys, and can put in words of its own."""
+
+    def __init__(self, rank: RankStage, controller: Watched) -> None:
+        self.to_rank = rank.control, rank.tokens
+        heard = [
+            link.receive(START_SECONDS) for link in self.to_rank
+        ]  # a ROUTER cannot send to who never spoke
+        assert heard[0] is not None
+        self.peer = heard[0].peer
+        keys, server = KeyPair.read(controller.keys.ranks), read_public_key(controller.keys.controller_public)
+        self.to_controller = [
+            connect(controller.context, controller.endpoints[name], self.peer, keys, server)
+            for name in ("rank_control", "rank_tokens")
+        ]
+
+    def pass_on(self) -> None:
+        """Let through what has come, both ways."""
+        for link, opened in zip(self.to_rank, self.to_controller, strict=True):
+            while link.socket.poll(10):
+                opened.socket.send_multipart(link.socket.recv_multipart()[1:])
+            while opened.socket.poll(10):
+                link.socket.send_multipart([self.peer, *opened.socket.recv_multipart()])
+
+    def put_in(self, link: Link, *messages: list[bytes]) -> None:
+        for raw in messages:
+            link.socket.send_multipart([self.peer, *raw])
+
+    def close(self) -> None:
+        for opened in self.to_controller:
+            opened.close(0)
+
+
+def test_what_a_real_rank_drops_is_among_the_metrics_of_its_controller(tmp_path: Path) -> None:
+    for name in ("rank", "controller"):
+        (tmp_path / name).mkdir()
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
+    with ExitStack() as stack:
+        controller = Watched(tmp_path / "controller", RANK_SPEC)
+        stack.callback(controller.close)
+        rank = RankStage(tmp_path / "rank", tmp_path / "tiny")
+        stack.callback(rank.close)
+        between = Between(rank, controller)
+        stack.callback(between.close)
+
+        def pass_on_until(done: Callable[[], bool], what: str) -> None:
+            end = time.monotonic() + START_SECONDS
+            while not done():
+                assert controller.process.poll() is None, controller.kill()
+                assert time.monotonic() < end, what
+                between.pass_on()
+
+        pass_on_until(controller.ready_file.exists, "the rank is not ready")
+        between.put_in(rank.control, [b"not json"], [b"{"], wire(Cancel("a")))
+        between.put_in(rank.tokens, wire(Tokens("p", 0, 1), b"123"), wire(Meet(0)))
+        for link in (controller.router, controller.router_tokens):
+            assert link.receive(START_SECONDS) is not None  # it is known from now on
+        controller.send_tokens()  # a rank reads its link for ids when a step needs some
+        controller.submit("one token", sampling=Sampling(max_tokens=1))
+        expected = {
+            ("at_rank_control", "header"): 2,
+            ("at_rank_control", "unexpected"): 1,
+            ("at_rank_tokens", "payload"): 1,
+            ("at_rank_tokens", "unexpected"): 1,
+        }
+        pass_on_until(
+            lambda: all(controller.dropped(*where) == messages for where, messages in expected.items()),
+            "not all that the rank has dropped is counted",
+        )
+        emit = controller.from_controller(Emit)
+        assert isinstance(emit, Emit)
+        assert emit.finish_reason == "length"
+        assert sum(controller.dropped(link) for link in ("at_rank_control", "at_rank_tokens")) == 5
 
 
 def test_a_rank_that_there_is_not_is_not_heard(watched: Watched) -> None:

@@ -152,6 +152,7 @@ class Controller:
             revision=settings.revision,
             gather_seconds=settings.spec.lifecycle.ready_seconds,
             lost=self._end_epoch,
+            dropped=self._observer.dropped,
         )
         endpoints = settings.router_control, settings.router_tokens
         self._router = RouterLinks(context, endpoints, settings.replica, enrolment, router_key, drops)

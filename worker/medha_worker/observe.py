@@ -106,9 +106,9 @@ class Observer:
     def _finished(self, reason: str) -> None:
         self._counters["medha_sequences_finished"].labels(reason=reason).inc()
 
-    def dropped(self, link: str, reason: str) -> None:
-        """A message was dropped."""
-        self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc()
+    def dropped(self, link: str, reason: str, messages: int = 1) -> None:
+        """Messages were dropped, here or by ranks."""
+        self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc(messages)
 
     def refused(self, link: str, connections: int) -> None:
         """Peers were not let in."""

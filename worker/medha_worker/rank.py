@@ -53,7 +53,7 @@ class Rank:
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        incarnation, drops = secrets.token_hex(8), Drops(_log)
+        incarnation, self._drops = secrets.token_hex(8), Drops(_log)
         identity = rank_identity(settings.rank, incarnation)
         keys, server = KeyPair.read(settings.key_file), read_public_key(settings.controller_key_file)
 
@@ -70,8 +70,8 @@ class Rank:
 
         control = opened(settings.control, CONTROL_FRAME_BYTES)
         tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
-        self._control = Link(control, "control", drops, accepts=(Meet, Step, Trace, Shutdown))
-        self._tokens = Link(tokens, "tokens", drops, accepts=(Tokens,))
+        self._control = Link(control, "control", self._drops, accepts=(Meet, Step, Trace, Shutdown))
+        self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
         self._hello = RankHello(
             settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
         )
@@ -176,7 +176,7 @@ class Rank:
             return
         if now - self._hello_at >= HELLO_SECONDS:
             self._hello_at = now
-            self._ahead.send(self._hello)
+            self._ahead.send(replace(self._hello, dropped=self._drops.totals()))
             self._tokens.send(self._hello)
 
     def _look_at_links(self) -> None:

@@ -27,7 +27,7 @@ from medha.messages import (
     Step,
     TracePart,
 )
-from medha_links.drops import Drops
+from medha_links.drops import Drops, RankDrops
 from medha_links.keys import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
 from medha_worker.epoch_file import following_epoch, write_epoch
@@ -40,6 +40,9 @@ AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood sti
 TELL_SECONDS = 10.0  # how often it is said that ranks are missing
 
 _log = logging.getLogger("medha.controller")
+
+_AT_RANKS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
+"""The links of a rank, as metrics of the controller name them."""
 
 RankNews = StageFree | Done | TracePart | list[RankReady]
 """A list: all ranks are ready, and an epoch begins."""
@@ -60,10 +63,14 @@ class RankLinks:
         epoch_file: Path | None,
         gather_seconds: float,
         lost: Callable[[], None],
+        dropped: Callable[[str, str, int], None],
         oldest_epoch: int = 0,
         revision: str = "",
     ) -> None:
-        """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over."""
+        """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over.
+
+        `dropped` is told the link, the reason and the number of messages that ranks have dropped.
+        """
         control, tokens = endpoints
         peers = [rank_identity(rank) for rank in range(ranks)]
         self._control = Link(
@@ -96,6 +103,8 @@ class RankLinks:
         self._epoch_file = epoch_file
         self.gather_seconds = gather_seconds
         self._tell_lost = lost
+        self._rank_drops = RankDrops(_AT_RANKS)
+        self._tell_dropped = dropped
         self._lock_step: LockStep | None = None  # of the epoch that serves
         self._vocab_size = 0
         self._has_served = False
@@ -247,6 +256,13 @@ class RankLinks:
                 self._strangers.add(hello.incarnation)
                 _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)
             return
+        try:
+            growth = self._rank_drops.growth(hello.rank, hello.incarnation, hello.dropped)
+        except WireInvalid as error:
+            (self._control if name == "control" else self._tokens).drop(error)
+            return
+        for (link, reason), messages in growth.items():
+            self._tell_dropped(_AT_RANKS[link], reason, messages)
         if self._muster.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
         self._identities[hello.rank] = peer
