@@ -247,8 +247,9 @@ def _set_budget(
     limits: Limits,
 ) -> None:
     decode_seconds = packed.predicted_seconds
+    longest = limits.max_step_seconds / limits.stages  # in which an arriving request is not seen
     if targets is None:
-        budget = limits.max_step_seconds / limits.stages
+        budget = longest
         if head and head[0].is_long and limits.idle_efficiency < 1:
             budget = batch.efficient_seconds(head[0], limits, budget, limits.idle_efficiency)
         packed.budget_seconds = budget
@@ -256,8 +257,8 @@ def _set_budget(
     target = targets.tpot_seconds / limits.stages
     packed.decode_overrun = decode_seconds > target
     least = decode_seconds / (1 - limits.min_prefill_share)
-    packed.budget_seconds = max(target, least)
-    fair = max(targets.fair_tpot_seconds / limits.stages, least)
+    packed.budget_seconds = max(min(target, longest), least)
+    fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
     if head and fair > packed.budget_seconds:
         floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE)
         packed.budget_seconds = max(packed.budget_seconds, floor)

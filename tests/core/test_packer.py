@@ -77,6 +77,12 @@ def test_without_decodes_a_step_is_bounded_by_max_step_seconds() -> None:
     assert tokens([], [prefill("a", 500)]) == {"a": 100}
 
 
+def test_no_stream_asks_for_so_loose_a_tpot_that_arrivals_wait_for_longer_than_max_step_seconds() -> None:
+    loose = [decode("d", 30.0)]
+    assert tokens(loose, [prefill("a", 500)]) == {"a": 99}
+    assert tokens(loose, [prefill("a", 500)], replace(LIMITS, stages=2)) == {"a": 49}
+
+
 def test_the_budget_is_the_tightest_tpot_target_of_the_decodes() -> None:
     decodes = [decode("d1", 0.0801), decode("d2", 0.0301)]
     assert tokens(decodes, [prefill("a", 500)]) == {"a": 28}
