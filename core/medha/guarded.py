@@ -24,6 +24,7 @@ _EPSILON_SECONDS = 1e-6
 """Differences of absolute times and sums of work are not exact."""
 _SINGLE_ROUNDS = 8
 _RETURNS = 4
+_MOST_RETURNS = 16  # of one decision: when steps get faster there may be room for thousands, and the next decision is near
 _BATCH = 64
 _FEW = 32  # rows
 _FIRST_BAD = 64  # places without room that are looked at before all of them are
@@ -195,7 +196,7 @@ class Guarded:
         earliest = np.add(view.remaining, view.now, out=view.scratch)
         deadline = view.columns.deadline.take(view.plan.by_due, out=view.spare, mode="clip")
         places = (view.late & (deadline >= earliest)).nonzero()[0]
-        while len(places):
+        for _ in range(_MOST_RETURNS):
             smallest = places
             if len(places) > _RETURNS:
                 smallest = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]

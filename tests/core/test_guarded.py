@@ -277,6 +277,20 @@ def test_one_given_up_gets_its_deadline_back_when_there_is_room_again() -> None:
     assert np.isfinite(table.plan.promise[1]), "what was promised stands, should it be given up again"
 
 
+def test_when_there_is_room_for_many_again_they_return_over_several_decisions() -> None:
+    """Each return looks at all rows: thousands at once would hold up the step for a third of a second."""
+    table = Table.of(*((0.0, 1.0, 30.0) for _ in range(100)))
+    table.order(now=0)
+    before = len(table.given_up)
+    assert before > 60
+    table.columns.remaining_seconds[:] = 0.1
+    left = []
+    while table.given_up:
+        table.order(now=0)
+        left.append(len(table.given_up))
+    assert left == [*range(before - 16, 0, -16), 0]
+
+
 def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:
     """Each 5 s are promised for before 100; only who would be later than the deadline makes room."""
     table = Table.of(*((0.0, 5.0, 100.0) for _ in range(21)))
