@@ -207,11 +207,72 @@ def test_alerts_fire_when_a_budget_burns_and_stay_silent_otherwise(
     helm: Helm, promtool: str, tmp_path: Path, name: str
 ) -> None:
     series, minute, expected = CASES[name]
+    labels = {"namespace": "n", "model": "m", "service_class": "chat"}
+    alerts = [labels | alert for alert in expected]
+    fire_as_expected(helm, promtool, tmp_path, series, minute, {"MedhaTtftBudgetBurns": alerts})
+
+
+def resources(condition: str, status: str, reason: str) -> dict[str, str]:
+    labels = f'kind="MedhaReplica", condition="{condition}", status="{status}", reason="{reason}"'
+    return {"series": f"medha_operator_resources{{{labels}}}", "values": "1x60"}
+
+
+READY = resources("Ready", "True", "Serving")
+HINDERED: dict[str, tuple[list[dict[str, str]], int, list[str]]] = {
+    # what is said of a replica, minute at which is asked, alerts that fire
+    "it serves": ([READY, resources("Reconciling", "False", "Serving")], 50, []),
+    "it serves, and a write is refused": (
+        [READY, resources("Reconciling", "True", "Refused"), resources("Stalled", "False", "Refused")],
+        16,
+        ["MedhaNotCarriedOut"],
+    ),
+    "that was refused a moment ago": ([READY, resources("Reconciling", "True", "Refused")], 14, []),
+    "it serves, and every look fails": (
+        [READY, resources("Reconciling", "True", "ApiServerFails")],
+        16,
+        ["MedhaNotCarriedOut"],
+    ),
+    "it serves, and its spec is refused": (
+        [READY, resources("Reconciling", "False", "Invalid"), resources("Stalled", "True", "Invalid")],
+        16,
+        ["MedhaStalled"],
+    ),
+    "it is on its way": (
+        [resources("Ready", "False", "Loading"), resources("Reconciling", "True", "Loading")],
+        16,
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINDERED)
+def test_an_alert_tells_of_a_spec_that_is_not_carried_out_though_its_replica_serves(
+    helm: Helm, promtool: str, tmp_path: Path, name: str
+) -> None:
+    series, minute, firing = HINDERED[name]
+    expected: dict[str, list[dict[str, str]]] = {}
+    for alert in ("MedhaNotCarriedOut", "MedhaStalled", "MedhaNotReady"):
+        (reason,) = {
+            one["series"].rpartition('reason="')[2].rstrip('"}') for one in series if one is not READY
+        }
+        labels = {"kind": "MedhaReplica", "reason": reason, "severity": "warning"}
+        expected[alert] = [labels] if alert in firing else []
+    fire_as_expected(helm, promtool, tmp_path, series, minute, expected)
+
+
+def fire_as_expected(
+    helm: Helm,
+    promtool: str,
+    folder: Path,
+    series: list[dict[str, str]],
+    minute: int,
+    expected: dict[str, list[dict[str, str]]],
+) -> None:
+    """Whether, with these series, each alert fires at that minute with the expected labels, and with no others."""
     spec = rules(helm)
     for group in spec["groups"]:
         for rule in group["rules"]:
             rule.pop("annotations", None)  # whose numbers are not what is tested here
-    labels = {"namespace": "n", "model": "m", "service_class": "chat"}
     test = {
         "rule_files": ["rules.yaml"],
         "evaluation_interval": "1m",
@@ -222,16 +283,17 @@ def test_alerts_fire_when_a_budget_burns_and_stay_silent_otherwise(
                 "alert_rule_test": [
                     {
                         "eval_time": f"{minute}m",
-                        "alertname": "MedhaTtftBudgetBurns",
-                        "exp_alerts": [{"exp_labels": labels | alert} for alert in expected],
+                        "alertname": name,
+                        "exp_alerts": [{"exp_labels": labels} for labels in alerts],
                     }
+                    for name, alerts in expected.items()
                 ],
             }
         ],
     }
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump(test), encoding="utf-8")
+    (folder / "rules.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
+    (folder / "test.yaml").write_text(yaml.safe_dump(test), encoding="utf-8")
     done = subprocess.run(
-        [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [promtool, "test", "rules", "test.yaml"], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
