@@ -38,6 +38,9 @@ class GuardedSettings:
     """Longest step. While nobody is given up, being late by less comes of steps and is no overload."""
     lanes: int = 1
     """Lanes that serve the rows side by side. With more than one what is promised is an estimate, and no proof."""
+    near_rows: int = 1024
+    far_every_decisions: int = 8
+    """With more than the near rows, which are due next, the others are looked at in one of so many decisions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,13 @@ class Plan:
 
 
 class Guarded:
-    """The order of prefills under `guarded`. Deterministic: what it decides follows from its arguments alone."""
+    """The order of prefills under `guarded`, of one plan. Deterministic: the same calls lead to the same decisions."""
 
     def __init__(self, settings: GuardedSettings) -> None:
         self.settings = settings
         self._space = _Space(0)
+        self._near_decisions = 0  # since all rows were looked at
+        self._any_late = False  # by the last look at all, or since
 
     def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
         """Rows, most urgent first, after `plan` was brought up to date."""
@@ -78,7 +83,13 @@ class Guarded:
             return None
         if rows > self._space.rows:
             self._space = _Space(2 * rows)
-        view = self._feasible(_View(columns, plan, now, factor, self.settings, self._space))
+        near = self.settings.near_rows
+        self._near_decisions += 1
+        if rows <= near or self._near_decisions == self.settings.far_every_decisions:
+            near, self._near_decisions, self._any_late = rows, 0, False
+        view = _View(columns, plan, now, factor, self.settings, self._space, near, self._any_late)
+        view = self._feasible(view)
+        self._any_late = view.any_late
         place = self._cheap(view)
         return None if place is None else int(plan.by_due[place])
 
@@ -194,7 +205,7 @@ class Guarded:
     def _take_back(self, view: _View) -> None:
         """Give the smallest given up their deadlines again, as long as everybody else's due can still be met."""
         earliest = np.add(view.remaining, view.now, out=view.scratch)
-        deadline = view.columns.deadline.take(view.plan.by_due, out=view.spare, mode="clip")
+        deadline = view.columns.deadline.take(view.by_due, out=view.spare, mode="clip")
         places = (view.late & (deadline >= earliest)).nonzero()[0]
         for _ in range(_MOST_RETURNS):
             smallest = places
@@ -252,9 +263,9 @@ class _Space:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.columns: list[Floats] = [np.empty(rows) for _ in range(8)]
+        self.columns: list[Floats] = [np.empty(rows) for _ in range(7)]
         self.late: Bools = np.empty(rows, dtype=np.bool_)
-        self.late_rows: Bools = np.empty(rows, dtype=np.bool_)  # the same, by row
+        self.all_rows: Floats = np.empty(rows)
 
 
 class _View:
@@ -268,12 +279,15 @@ class _View:
         factor: float,
         settings: GuardedSettings,
         space: _Space,
+        rows: int,
+        any_late: bool,
     ) -> None:
+        """Of the first `rows` by due; `any_late`: one of the others is given up."""
         self.columns, self.plan, self.now, self.factor = columns, plan, now, factor
         self.settings, self.space = settings, space
-        by_due, rows = plan.by_due, len(plan.by_due)
-        columns_here = [column[:rows] for column in space.columns]
-        due, remaining, load, promised, done, room, scratch, spare = columns_here
+        self.by_due: Ints = plan.by_due[:rows]
+        by_due = self.by_due
+        due, remaining, load, done, room, scratch, spare = [column[:rows] for column in space.columns]
         self.scratch: Floats = scratch
         """For results that are not kept."""
         self.spare: Floats = spare
@@ -286,10 +300,10 @@ class _View:
             remaining if settings.lanes == 1 else np.divide(remaining, settings.lanes, out=load)
         )
         """What it takes of all lanes together: of one lane, the same array as `remaining`."""
-        late = np.greater(plan.due, columns.deadline, out=space.late_rows[:rows])
-        self.late: Bools = late.take(by_due, out=space.late[:rows], mode="clip")
+        deadline = columns.deadline.take(by_due, out=spare, mode="clip")
+        self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
         """Given up."""
-        self.any_late = bool(self.late.any())
+        self.any_late = any_late or bool(self.late.any())
         self.grace = 0.0 if self.any_late else settings.grace_seconds
         self.due: Floats = np.subtract(due, now, out=due)
         self.done: Floats = self.load.cumsum(out=done)
@@ -297,9 +311,6 @@ class _View:
         self.room: Floats = room
         """By how much it may be delayed."""
         self._find_rooms(0, rows)
-        self._promised: Floats = promised
-        """The load of those that have a promise, 0 of the others; not set before it is asked for."""
-        self._knows_promised = False
 
     def kept(self) -> Ints:
         """Places of those that are not given up: in overload few."""
@@ -341,14 +352,11 @@ class _View:
         return max(total, own) > latest
 
     def promised_seconds(self) -> float:
-        """The load of all that have a promise, be it that they are not given up any more."""
-        if not self._knows_promised:
-            kept = self.kept()
-            without = kept[np.isinf(self.plan.promise[self.plan.by_due[kept]])]
-            np.copyto(self._promised, self.load)
-            self._promised[without] = 0.0
-            self._knows_promised = True
-        return float(self._promised.sum())
+        """The load of all rows that have a promise, be it that they are not given up any more."""
+        plan = self.plan
+        has_one = np.isfinite(plan.promise)
+        work = np.multiply(self.columns.remaining_seconds, has_one, out=self.space.all_rows[: len(has_one)])
+        return float(work.sum()) * self.factor / self.settings.lanes
 
     def deadline_of(self, place: int) -> float:
         """Absolute."""
@@ -384,25 +392,28 @@ class _View:
         plan.by_due[:] = np.insert(
             others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
         )
-        return _View(self.columns, plan, self.now, self.factor, self.settings, self.space)
+        return _View(
+            self.columns, plan, self.now, self.factor, self.settings, self.space, len(self.due), any_late=True
+        )
 
     def move(self, place: int, due: float) -> int:
         """Give the request at `place`, which has a promise, another due, and sort it in; the rest of the view follows.
 
-        Returns its new place.
+        Returns its new place, unless that is behind the view.
         """
         row = int(self.plan.by_due[place])
         self.plan.due[row] = due
         to = int(self.due.searchsorted(due - self.now, side="right"))
         to -= to > place
+        if to == len(self.due) - 1 < len(self.plan.by_due) - 1:
+            self._leave(place, due)
+            return len(self.due)
         first, last = min(place, to), max(place, to)
         lower, upper = slice(first, last), slice(first + 1, last + 1)
         source, target = (upper, lower) if to > place else (lower, upper)
-        columns = [self.plan.by_due, self.due, self.remaining, self.late, self.done, self.room]
+        columns = [self.by_due, self.due, self.remaining, self.late, self.done, self.room]
         if self.load is not self.remaining:
             columns.append(self.load)
-        if self._knows_promised:
-            columns.append(self._promised)
         for column in columns:
             moving = column[place]
             column[target] = column[source]
@@ -413,7 +424,6 @@ class _View:
         self.room[target] -= load
         self.due[to] = due - self.now
         self.late[to] = bool(due > self.columns.deadline[row])
-        self._promised[to] = own  # it has one
         self.done[to] = own + (float(self.done[to - 1]) if to else 0.0)
         if self.settings.lanes > 1:
             self._find_rooms(first, last + 1)
@@ -421,3 +431,30 @@ class _View:
             room = float(self.due[to]) - float(self.done[to])
             self.room[to] = room - own if self.late[to] else room
         return to
+
+    def _leave(self, place: int, due: float) -> None:
+        """The request at `place` is due behind the view now."""
+        order, last, own = self.plan.by_due, len(self.due) - 1, float(self.load[place])
+        to = int(self.plan.due.searchsorted(due, side="right", sorter=order)) - 1
+        row = order[place]
+        order[place:to] = order[place + 1 : to + 1]
+        order[to] = row
+        columns = [self.due, self.remaining, self.late, self.done, self.room]
+        if self.load is not self.remaining:
+            columns.append(self.load)
+        for column in columns:
+            column[place:last] = column[place + 1 :]
+        self._cut(last)
+        self.done[place:] -= own
+        if self.settings.lanes > 1:
+            self._find_rooms(place, last)
+        else:
+            self.room[place:] += own
+
+    def _cut(self, rows: int) -> None:
+        """See only so many."""
+        self.by_due, self.due, self.late = self.by_due[:rows], self.due[:rows], self.late[:rows]
+        self.load = self.remaining[:rows] if self.load is self.remaining else self.load[:rows]
+        self.remaining = self.load if self.settings.lanes == 1 else self.remaining[:rows]
+        self.done, self.room = self.done[:rows], self.room[:rows]
+        self.scratch, self.spare = self.scratch[:rows], self.spare[:rows]
