@@ -513,14 +513,16 @@ def main() -> int:
             _print(f"[{number}/{len(failures)}]", outcomes[-1])
             _rest(replica)
         if not arguments.quick and not only:
-            reloads.append(fail(replica, network, Failure("kill", tuple(replica.ranks), 100), expected))
+            whole = Failure("kill", tuple(replica.ranks), 100)
+            _keep_apart(whole, deaths)
+            reloads.append(fail(replica, network, whole, expected))
             _print("", reloads[-1])
             _rest(replica)
-        freed = {
-            kind: freed_after_router(replica, network, kind)
-            for kind in ("kill", "stop", "cut")
-            if not only or any(name in f"free after {kind}" for name in only)
-        }
+        freed = {}
+        for kind in ("kill", "stop", "cut"):
+            if not only or any(name in f"free after {kind}" for name in only):
+                _keep_apart(Failure(kind, ("router",), 0), deaths)
+                freed[kind] = freed_after_router(replica, network, kind)
         left = replica.stop()
         if arguments.log:
             arguments.log.write_text(replica.log.read_text())
