@@ -16,10 +16,17 @@ from rich.table import Table
 
 from medha.errors import ConfigInvalid
 from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
+from medha_cli.options import Number
+from medha_cli.results import require_writable, write_page
 from medha_cli.simulate import require_plotly
 from medha_sim.plan import Bounds, Rating, Wish, bounds, plan, read_shape
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
+
+
+_MOST_TOKENS = 10**9
+_MOST_GPUS = 1 << 16
+_MOST_REQUESTS = 10**6
 
 
 class Tokens(click.ParamType[int]):
@@ -33,7 +40,10 @@ class Tokens(click.ParamType[int]):
         match = re.fullmatch(r"(\d+(?:\.\d+)?)(|[km]i?)", value.strip().lower().replace(",", ""))
         if match is None:
             self.fail(f"{value!r} is no number of tokens; write 131072, 128K, 1M, 128Ki or 1Mi", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]])
+        tokens = float(match[1]) * _UNITS[match[2]]
+        if not 1 <= tokens <= _MOST_TOKENS:
+            self.fail(f"{value!r} is not in the range of 1 to {_MOST_TOKENS:,} tokens", param, ctx)
+        return int(tokens)
 
 
 @click.command("plan")
@@ -51,15 +61,31 @@ class Tokens(click.ParamType[int]):
     "--context", type=Tokens(), default="1M", show_default=True, help="Prompt length: 128K, 1M, 2Mi."
 )
 @click.option("--output", type=Tokens(), default="512", show_default=True, help="Output tokens of a request.")
-@click.option("--ttft", default=30.0, show_default=True, help="Seconds to the first token of a lone prompt.")
-@click.option("--tpot", default=0.05, show_default=True, help="Seconds per output token, prefill beside it.")
-@click.option("--concurrent", default=1, show_default=True, help="Requests of this length held at a time.")
-@click.option("--max-gpus", default=128, show_default=True, help="Largest grid to look at.")
-@click.option("--price", default=2.5, show_default=True, help="Of one GPU for one hour, in your currency.")
 @click.option(
-    "--memory-fraction", default=0.9, show_default=True, help="Of a GPU's memory that may be filled."
-)
-@click.option("--rows", default=8, show_default=True, help="Grids to list.")
+    "--ttft", type=Number(0, min_open=True), default=30.0, show_default=True,
+    help="Seconds to the first token of a lone prompt.",
+)  # fmt: skip
+@click.option(
+    "--tpot", type=Number(0, min_open=True), default=0.05, show_default=True,
+    help="Seconds per output token, prefill beside it.",
+)  # fmt: skip
+@click.option(
+    "--concurrent", type=click.IntRange(1, _MOST_REQUESTS), default=1, show_default=True,
+    help="Requests of this length held at a time.",
+)  # fmt: skip
+@click.option(
+    "--max-gpus", type=click.IntRange(1, _MOST_GPUS), default=128, show_default=True,
+    help="Largest grid to look at.",
+)  # fmt: skip
+@click.option(
+    "--price", type=Number(0, min_open=True), default=2.5, show_default=True,
+    help="Of one GPU for one hour, in your currency.",
+)  # fmt: skip
+@click.option(
+    "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
+    help="Of a GPU's memory that may be filled.",
+)  # fmt: skip
+@click.option("--rows", type=click.IntRange(1), default=8, show_default=True, help="Grids to list.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def command(
@@ -102,23 +128,22 @@ def command(
     )
     if plot is not None:
         require_plotly()
-        if not plot.resolve().parent.is_dir():
-            raise ConfigInvalid(f"--plot is {plot}, whose folder does not exist; make it or choose another")
+        require_writable("--plot", plot, inputs=[Path(model_name)])
     ratings = plan(model, hardware, wish)
     over_context = bounds(model, hardware, wish, _contexts(context))
+    console = Console(highlight=False)
+    if as_json:
+        click.echo(json.dumps(_as_json(model, hardware, wish, ratings, over_context), indent=1))
+    else:
+        console.print(_grids_table(model, hardware, wish, ratings[:rows]))
+        console.print(_bounds_table(wish, over_context))
     if plot is not None:
         from medha_sim.plan_page import page  # brings the plotting library
 
         title = f"{model.name} on {hardware.name}: TTFT {ttft:g} s, TPOT {1e3 * tpot:g} ms"
-        plot.write_text(page(title, wish, ratings, over_context), encoding="utf-8")
-    if as_json:
-        click.echo(json.dumps(_as_json(model, hardware, wish, ratings, over_context), indent=1))
-        return
-    console = Console(highlight=False)
-    console.print(_grids_table(model, hardware, wish, ratings[:rows]))
-    console.print(_bounds_table(wish, over_context))
-    if plot is not None:
-        console.print(f"plots: {plot}")
+        write_page("--plot", plot, page(title, wish, ratings, over_context), "what it would show is printed")
+        if not as_json:
+            console.print(f"plots: {plot}", markup=False)
 
 
 def _model(name: str) -> ModelShape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,9 @@ import yaml
 from rich.console import Console
 
 from medha.errors import ConfigInvalid
-from medha_cli.simulate import policy_names, print_tables, require_plotly, require_writable
+from medha_cli.options import refuse_unused
+from medha_cli.results import figures_beside, write_results
+from medha_cli.simulate import policy_names, print_tables, require_page, require_plotly
 
 if TYPE_CHECKING:
     from medha_sim.replay import Record
@@ -39,7 +42,10 @@ DIFFERS_STATUS = 1
     show_default=True,
     help="The page that compares; its figures are written as JSON beside it.",
 )
-def command(record: Path, policies: str | None, settings: tuple[str, ...], out: Path) -> None:
+@click.pass_context
+def command(
+    context: click.Context, record: Path, policies: str | None, settings: tuple[str, ...], out: Path
+) -> None:
     """Feed RECORD, a log of `medha up --record`, to a fresh controller, and compare what it commands.
 
     With --policies or --set, the log's requests are then simulated under that scheduling, and under the live one,
@@ -54,6 +60,14 @@ def command(record: Path, policies: str | None, settings: tuple[str, ...], out: 
     from medha_sim.replay import read_record, verify
 
     console = Console(highlight=False, soft_wrap=True)
+    compares = policies is not None or bool(settings)
+    names = () if policies is None else policy_names(policies)
+    changes = _changes(settings)
+    if compares:
+        require_plotly()
+        require_page("--out", out, inputs=[record])
+    else:
+        refuse_unused(context, {"out": "nothing is compared; add --policies or --set, or leave it out"})
     log = read_record(record)
     found = verify(log)
     if log.cut_off:
@@ -65,34 +79,31 @@ def command(record: Path, policies: str | None, settings: tuple[str, ...], out: 
         "the same commands" if found.compared else "steps and samples agree (the log holds no commands)"
     )
     console.print(f"{found.events} events, {found.steps} steps: {compared}")
-    if policies is not None or settings:
-        require_plotly()
-        require_writable(out)
-        _compare(console, log, None if policies is None else policy_names(policies), settings, out)
+    if compares:
+        _compare(console, log, names, changes, out)
 
 
 def _compare(
-    console: Console, log: Record, policies: tuple[str, ...] | None, settings: tuple[str, ...], out: Path
+    console: Console, log: Record, policies: tuple[str, ...], changes: dict[str, Setting], out: Path
 ) -> None:
     """What happened, what the simulator makes of it, and what would have been."""
     from medha_sim.metrics import summarise
     from medha_sim.replay import changed_scheduling, read, what_if
-    from medha_sim.report import Report, write_report
+    from medha_sim.report import Report, figures, page
     from medha_sim.study import RunKey
 
     live = log.spec.scheduling
-    changes = dict(map(_setting, settings))
+    values = {name: setting.value for name, setting in changes.items()}
     schedulings = {f"{live.policy}, as live": live}
     for policy in policies or (live.policy,):
-        scheduling = changed_scheduling(log, changes | {"policy": policy})
+        scheduling = changed_scheduling(log, values | {"policy": policy})
         if scheduling != live:
-            schedulings[", ".join((policy, *settings))] = scheduling
+            schedulings[", ".join((policy, *(setting.text for setting in changes.values())))] = scheduling
     reading = read(log)
     runs = [(RunKey("recorded", None, 0, 1.0), summarise(reading.log))]
     for name, scheduling in schedulings.items():
         with console.status(f"simulating {name}"):
             runs.append((RunKey(name, None, 0, 1.0), summarise(what_if(reading, scheduling))))
-    print_tables(console, runs)
     report = Report(
         title=f"Replay of {log.path.name}",
         paragraphs=(
@@ -109,15 +120,41 @@ def _compare(
             "runs": [{"system": key.system, "result": summary} for key, summary in runs],
         },
     )
-    beside = write_report(report, out)
-    console.print(f"page: {out}   figures: {beside}")
-
-
-def _setting(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not (name and equals):
-        raise ConfigInvalid(f"--set is {text!r}; write FIELD=VALUE, e.g. --set maxChunkTokens=512")
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigInvalid(f"--set {text}: the value is no YAML: {error}") from error
+        write_results("--out", out, figures(report), lambda: page(report))
+    finally:
+        print_tables(console, runs)
+    console.print(f"page: {out}   figures: {figures_beside(out)}", markup=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value of a scheduling field, and how it was asked for."""
+
+    text: str
+    value: Any
+
+
+def _changes(texts: tuple[str, ...]) -> dict[str, Setting]:
+    """By field, what `--set` asks for."""
+    changes: dict[str, Setting] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigInvalid(f"--set is {text!r}; write FIELD=VALUE, e.g. --set maxChunkTokens=512")
+        if name == "policy":
+            raise ConfigInvalid(
+                f"--set is {text!r}; name policies with --policies, e.g. -p {value or 'fcfs'}"
+            )
+        if name in changes:
+            raise ConfigInvalid(
+                f"--set is {text!r}, and {changes[name].text!r} before it; a field has one value, leave one out"
+            )
+        try:
+            changes[name] = Setting(text, yaml.safe_load(value))
+        except yaml.YAMLError as error:
+            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else error
+            raise ConfigInvalid(
+                f"--set is {text!r}, whose value is no YAML ({problem}); write FIELD=VALUE, e.g. --set maxChunkTokens=512"
+            ) from error
+    return changes

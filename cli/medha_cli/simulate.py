@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from medha.errors import ConfigInvalid
+from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import HARDWARE, MODELS
 from medha.topology import Topology
 from medha_cli.manifest import read_manifest
+from medha_cli.options import Number, given, refuse_unused
+from medha_cli.results import figures_beside, require_writable, write_results
 
 if TYPE_CHECKING:
     from medha_sim.plots import Runs
@@ -56,21 +59,23 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
     help="Arrival rates over the measured capacity, separated by commas.",
 )
 @click.option(
-    "--rate", type=float, help="Requests (or conversations) a second instead; for a trace, scales it to that."
+    "--rate",
+    type=Number(0, min_open=True),
+    help="Requests (or conversations) a second instead; for a trace, scales it to that.",
 )
 @click.option(
-    "--long", "long_share", type=click.FloatRange(0, 1), default=0.05, show_default=True,
+    "--long", "long_share", type=Number(0, 1), default=0.05, show_default=True,
     help="Share of long requests (Medha-SWE-like, 100K-1M tokens) among ShareGPT-like ones.",
 )  # fmt: skip
 @click.option(
     "--long-scale",
-    type=click.FloatRange(0, 100, min_open=True),
+    type=Number(0, 100, min_open=True),
     default=1.0,
     show_default=True,
     help="Long prompts are so many times as long.",
 )
 @click.option(
-    "--burstiness", type=click.FloatRange(0, 20), default=1.0, show_default=True,
+    "--burstiness", type=Number(0, 20), default=1.0, show_default=True,
     help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursty.",
 )  # fmt: skip
 @click.option(
@@ -84,23 +89,24 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
     help="The trace's columns of arrival (seconds; `-` if there is none), prompt and output tokens.",
 )
 @click.option(
-    "--duration", type=click.FloatRange(1, 1e6), default=600.0, show_default=True,
+    "--duration", type=Number(1, 1e6), default=600.0, show_default=True,
     help="Simulated seconds of each run; requests still open then are counted as censored.",
 )  # fmt: skip
 @click.option(
     "--seeds", type=click.IntRange(1, 100), default=3, show_default=True,
-    help="Runs of each setting, from seed 1 on; all policies see the same requests.",
+    help="Runs of each setting, from seed 1 on; all policies see the same requests. A trace that has its own times "
+    "is the same for every seed and run once, unless there is --noise.",
 )  # fmt: skip
 @click.option(
-    "--band", type=click.FloatRange(0, 0.5), default=0.1, show_default=True,
+    "--band", type=Number(0, 0.5), default=0.1, show_default=True,
     help="Also run with capacity so much lower and higher; 0 leaves that out.",
 )  # fmt: skip
 @click.option(
-    "--bias", type=click.FloatRange(0.1, 10), default=1.0, show_default=True,
+    "--bias", type=Number(0.1, 10), default=1.0, show_default=True,
     help="Steps take so many times what the controllers' profile says.",
 )  # fmt: skip
 @click.option(
-    "--noise", type=click.FloatRange(0, 2), default=0.0, show_default=True,
+    "--noise", type=Number(0, 2), default=0.0, show_default=True,
     help="Standard deviation of each step's time, relative to it.",
 )  # fmt: skip
 @click.option("--open-ended", is_flag=True, help="Clients name no max_tokens, so KV is reserved by class.")
@@ -118,7 +124,9 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
     show_default=True,
     help="The page; its figures are written as JSON beside it.",
 )
+@click.pass_context
 def command(
+    context: click.Context,
     manifest: Path | None,
     policies: str,
     model: str,
@@ -160,7 +168,7 @@ def command(
       medha simulate -p guarded,loongserve,sarathi-512,hrrn --load 0.9
     """
     require_plotly()
-    from medha_sim.report import of_study, write_report
+    from medha_sim.report import figures, of_study, page
     from medha_sim.scenario import Disturbance
     from medha_sim.study import StudySpec, measured_capacity, run_study
 
@@ -175,6 +183,7 @@ def command(
         burstiness=burstiness,
         open_ended=open_ended,
     )
+    refuse_unused(context, _unused(workload))
     by_load = rate is None and workload.shape == "mix"
     spec = StudySpec(
         deployment=_deployment(manifest, model, hardware, topology, replicas, long_scale),
@@ -186,7 +195,14 @@ def command(
         band=0.0 if quick else band,
         disturbance=Disturbance(bias, noise),
     )
-    require_writable(out)
+    if not spec.depends_on_seed:
+        if given(context, "seeds") and seeds > 1:
+            raise ConfigInvalid(
+                f"--seeds is {seeds}, but a trace that has its own times gives the same run for each seed; leave "
+                "--seeds out, or add --noise"
+            )
+        spec = replace(spec, seeds=spec.seeds[:1])
+    require_page("--out", out, inputs=[path for path in (manifest, trace) if path is not None])
     spec.check()
     capacity_rate = None
     if spec.loads:
@@ -198,12 +214,16 @@ def command(
     if not result.runs:
         console.print("interrupted before anything was done")
         sys.exit(INTERRUPTED_STATUS)
-    print_tables(console, result.runs)
     report = of_study(result)
-    for warning in report.warnings[:MOST_WARNINGS]:
-        console.print(f"note: {warning}", markup=False, soft_wrap=True)
-    beside = write_report(report, out)
-    console.print(f"page: {out}   figures: {beside}", soft_wrap=True)
+    try:
+        write_results("--out", out, figures(report), lambda: page(report))
+    finally:
+        print_tables(console, result.runs)
+        for warning in report.warnings[:MOST_WARNINGS]:
+            console.print(f"note: {warning}", markup=False, soft_wrap=True)
+    console.print(f"page: {out}   figures: {figures_beside(out)}", markup=False, soft_wrap=True)
+    if result.failure is not None:
+        raise PartFailed(result.failure)
     if result.interrupted:
         sys.exit(INTERRUPTED_STATUS)
 
@@ -274,6 +294,34 @@ def _workload(
     )
 
 
+def _unused(workload: WorkloadSpec) -> dict[str, str]:
+    """Parameters that this workload does not depend on, and why."""
+    match workload.shape:
+        case "trace":
+            mix = "the requests are those of --trace; leave it out"
+            unused = {
+                "load": "a trace has a rate of its own; leave it out, or give --rate",
+                "long_share": mix,
+                "long_scale": mix,
+            }
+            if workload.columns.arrived_at is not None:
+                unused["burstiness"] = (
+                    "the trace has times of its own; leave it out, or have them drawn: --columns -,PROMPT,OUTPUT --rate R"
+                )
+            return unused
+        case "conversations":
+            why = "--conversations have their own lengths and times; leave it out"
+            names = ("long_share", "long_scale", "burstiness", "open_ended", "columns")
+            return dict.fromkeys(names, why) | {
+                "load": "--rate says how many conversations begin; leave it out"
+            }
+        case _:
+            unused = {"columns": "there is no --trace; leave it out, or name one"}
+            if workload.rate is not None:
+                unused["load"] = "--rate is given too; leave one of them out"
+            return unused
+
+
 def policy_names(text: str, *, baselines: bool = False) -> tuple[str, ...]:
     """The policies of an option, each once; other systems too, if `baselines`."""
     from medha_sim.study import POLICIES, SYSTEMS
@@ -290,7 +338,7 @@ def policy_names(text: str, *, baselines: bool = False) -> tuple[str, ...]:
 
 def _topology(text: str) -> Topology:
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigInvalid(
             f"--topology is {text!r}; write tensor x stream x kv ranks, e.g. {DEFAULT_TOPOLOGY}"
         )
@@ -320,11 +368,11 @@ def require_plotly() -> None:
         )
 
 
-def require_writable(out: Path) -> None:
-    if not out.resolve().parent.is_dir():
-        raise ConfigInvalid(f"--out is {out}, whose folder does not exist; make it or choose another")
-    if out.suffix == ".json":
-        raise ConfigInvalid(f"--out is {out}; it names the HTML page, the JSON is written beside it")
+def require_page(option: str, out: Path, inputs: Sequence[Path]) -> None:
+    """Before anything runs: the page and the JSON beside it can be written, and overwrite none of `inputs`."""
+    if not out.name or out.suffix == ".json":
+        raise ConfigInvalid(f"{option} is {out}; it names the HTML page, the JSON is written beside it")
+    require_writable(option, out, figures_beside(out), inputs=inputs)
 
 
 # --- what the terminal shows -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -297,17 +298,23 @@ def _replayed(record: Record, found: Verification) -> Iterator[tuple[Recorded, l
             if step is None:
                 found.difference = Difference(recorded.line, f"step {event.step_id} was never launched")
                 return
-            computed = {entry.id for entry in step.entries}
-            answered = {sample.id for sample in event.samples} | {failure.id for failure in event.failures}
-            if not answered <= computed:
-                strangers = ", ".join(sorted(answered - computed)[:3])
+            strangers = _strangers(event, step)
+            if strangers:
                 found.difference = Difference(
-                    recorded.line, f"step {event.step_id} was to compute other sequences than {strangers}"
+                    recorded.line,
+                    f"step {event.step_id} was to compute other sequences than {', '.join(strangers[:3])}",
                 )
                 return
         commands = controller.handle(event, recorded.now)
         launched |= {command.step_id: command for command in commands if isinstance(command, Step)}
         yield recorded, commands
+
+
+def _strangers(done: Done, step: Step) -> list[str]:
+    """Sequences that a step answers for and was not to compute."""
+    answered = {sample.id for sample in done.samples} | {failure.id for failure in done.failures}
+    answered |= {id_ for id_, _ in done.block_hashes}
+    return sorted(answered - {entry.id for entry in step.entries})
 
 
 # --- what the log says -------------------------------------------------------------------------------
@@ -332,8 +339,10 @@ class _Reader:
         span = self._events[-1].now - start if self._events else 0.0
         for recorded in self._events:
             now = recorded.now - start
-            if isinstance(recorded.event, Done) and recorded.event.step_id not in self._launched:
-                break
+            if isinstance(recorded.event, Done):
+                launched = self._launched.get(recorded.event.step_id)
+                if launched is None or _strangers(recorded.event, launched[0]):
+                    break
             self._log.window_seconds = now
             self._before(recorded.event, now)
             for command in self._controller.handle(recorded.event, recorded.now):
@@ -431,6 +440,10 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
     now, event, commands = entry.get("now"), entry.get("event"), entry.get("commands")
     if not isinstance(now, int | float) or not isinstance(event, dict):
         raise ConfigInvalid(f"{path}:{number}: has no `now` or no `event`")
+    if not isfinite(now):
+        raise ConfigInvalid(
+            f"{path}:{number}: now is {now}, which is no time; delete the line and those behind it"
+        )
     if event.get("type") == "Drain":
         return Recorded(number, float(now), Drain(), commands)
     message = _message(path, number, json.dumps(event))

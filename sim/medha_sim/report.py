@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
@@ -71,12 +70,9 @@ def of_study(result: StudyResult) -> Report:
     )
 
 
-def write_report(report: Report, html: Path) -> Path:
-    """Write the page and, beside it, the JSON, whose path is returned."""
-    beside = html.with_suffix(".json")
-    beside.write_text(json.dumps(report.document, indent=1) + "\n", encoding="utf-8")
-    html.write_text(page(report), encoding="utf-8")
-    return beside
+def figures(report: Report) -> str:
+    """The JSON."""
+    return json.dumps(report.document, indent=1) + "\n"
 
 
 def page(report: Report) -> str:
@@ -218,8 +214,10 @@ def _description(result: StudyResult) -> str:
     if spec.band:
         text += (
             f" Whiskers and brackets: least and greatest with ranks {spec.band:.0%} slower and faster than the "
-            "profile says. ±: 95 % interval of the mean over seeds."
+            "profile says."
         )
+    if len(spec.seeds) >= _LEAST_SEEDS:
+        text += " ±: 95 % interval of the mean over seeds."
     return text
 
 
@@ -229,15 +227,17 @@ def _warnings(result: StudyResult) -> Iterable[str]:
             f"Interrupted: {len(result.runs)} of {result.planned} runs are here, "
             f"{sum(summary['interrupted'] for _, summary in result.runs)} of them stopped on the way."
         )
+    if result.failure is not None:
+        yield f"Broken off: {len(result.runs)} of {result.planned} runs are here. {result.failure}"
     for key, summary in comparable(result.runs):
-        figures = summary["all"]
-        if key.capacity == 1 and figures["ttft_undecided"] > _MANY_UNDECIDED * max(figures["arrived"], 1):
+        counts = summary["all"]
+        if key.capacity == 1 and counts["ttft_undecided"] > _MANY_UNDECIDED * max(counts["arrived"], 1):
             yield (
-                f"{key}: {figures['ttft_undecided']} of {figures['arrived']} requests are undecided; simulate "
+                f"{key}: {counts['ttft_undecided']} of {counts['arrived']} requests are undecided; simulate "
                 "longer to know more."
             )
-        if figures["refused"] or figures["failed"]:
-            yield f"{key}: {figures['refused']} refused, {figures['failed']} failed."
+        if counts["refused"] or counts["failed"]:
+            yield f"{key}: {counts['refused']} refused, {counts['failed']} failed."
 
 
 def _sections(runs: Runs) -> Iterable[str]:

@@ -27,7 +27,7 @@ from medha_sim.baselines.systems import simulation as baseline
 from medha_sim.driver import Progress, Workload
 from medha_sim.lengths import MEDHA_SWE, Stretched
 from medha_sim.metrics import Summary, summarise
-from medha_sim.scenario import Deployment, Disturbance
+from medha_sim.scenario import MAX_MODEL_LEN_TOKENS, Deployment, Disturbance
 from medha_sim.workloads import (
     Mix,
     Targets,
@@ -68,8 +68,15 @@ class WorkloadSpec:
         long = MEDHA_SWE if self.long_scale == 1 else Stretched(MEDHA_SWE, self.long_scale)
         return sharegpt_with_long(self.long_share, long)
 
-    def make(self, targets: Targets, duration_seconds: float, seed: int) -> Workload:
-        """The workload of one seed.
+    @property
+    def is_drawn(self) -> bool:
+        """Whether it depends on the seed; a trace that has its own times does not."""
+        return self.shape != "trace" or self.columns.arrived_at is None
+
+    def make(
+        self, targets: Targets, duration_seconds: float, seed: int, max_model_len: int = MAX_MODEL_LEN_TOKENS
+    ) -> Workload:
+        """The workload of one seed. `max_model_len` bounds what a trace may hold.
 
         Raises:
             ConfigInvalid: a setting or the trace is wrong.
@@ -83,6 +90,9 @@ class WorkloadSpec:
                 rate=self.rate,
                 duration_seconds=duration_seconds,
                 seed=seed,
+                max_model_len=max_model_len,
+                coefficient_of_variation=self.burstiness,
+                names_max_tokens=self.names_max_tokens,
             )
         assert self.rate is not None
         if self.shape == "conversations":
@@ -111,13 +121,23 @@ class StudySpec:
     band: float = 0.1  # capacity is varied by this share up and down; 0 for no band
     disturbance: Disturbance = field(default_factory=Disturbance)
 
+    @property
+    def depends_on_seed(self) -> bool:
+        """Whether runs of several seeds differ."""
+        return self.workload.is_drawn or self.disturbance.noise > 0
+
     def check(self) -> None:
         """Find what is wrong before anything runs.
 
         Raises:
-            ConfigInvalid: the weights do not fit, a setting or the trace makes no workload, or a baseline is asked
-                for what only Medha's own controllers have.
+            ConfigInvalid: the weights do not fit, a setting or the trace makes no workload, a baseline is asked for
+                what only Medha's own controllers have, or all seeds would give the same runs.
         """
+        if len(self.seeds) > 1 and not self.depends_on_seed:
+            raise ConfigInvalid(
+                f"seeds are {', '.join(map(str, self.seeds))}, but a trace that has its own times gives the same run "
+                "for each of them, and an interval over them would say nothing; leave one, or add noise"
+            )
         baselines = [system for system in self.systems if system not in POLICIES]
         if baselines and self.deployment.replicas > 1:
             raise ConfigInvalid(
@@ -131,7 +151,8 @@ class StudySpec:
             )
         self.deployment.kv_tokens()
         workload = replace(self.workload, rate=1.0) if self.loads else self.workload
-        workload.make(self.deployment.targets(), self.duration_seconds, self.seeds[0])
+        deployment = self.deployment
+        workload.make(deployment.targets(), self.duration_seconds, self.seeds[0], deployment.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +179,7 @@ class StudyResult:
     runs: tuple[tuple[RunKey, Summary], ...]
     planned: int
     interrupted: bool
+    failure: str | None = None  # of the run that broke the study off
 
     def as_json(self) -> Summary:
         """Everything, as plain data."""
@@ -182,6 +204,7 @@ class StudyResult:
             "capacity_requests_per_second": self.capacity_rate,
             "planned_runs": self.planned,
             "interrupted": self.interrupted,
+            "failure": self.failure,
             "runs": [asdict(key) | {"result": summary} for key, summary in self.runs],
         }
 
@@ -207,7 +230,9 @@ def simulate_one(
     if key.load is not None:
         assert capacity_rate is not None
         workload_spec = replace(workload_spec, rate=key.load * capacity_rate)
-    workload = workload_spec.make(deployment.targets(), spec.duration_seconds, key.seed)
+    workload = workload_spec.make(
+        deployment.targets(), spec.duration_seconds, key.seed, deployment.max_model_len
+    )
     bias = spec.disturbance.bias / key.capacity
     if key.system in POLICIES:
         disturbance = replace(spec.disturbance, bias=bias)
@@ -249,20 +274,21 @@ Observer = Callable[[Sequence[RunKey], Sequence[float]], None]
 def run_study(
     spec: StudySpec, capacity_rate: float | None = None, *, jobs: int, observe: Observer | None = None
 ) -> StudyResult:
-    """Run everything on `jobs` processes. Ctrl-C ends it early, and keeps what was done.
+    """Run everything on `jobs` processes. Ctrl-C ends it early, and so does a run that fails; what was done is kept.
 
     `capacity_rate` is the deployment's `measured_capacity`; studies without loads need none.
 
     Runs that Ctrl-C stops on the way are kept too, up to where they were, marked `interrupted`.
 
     Raises:
-        ConfigInvalid: a setting is wrong.
-        PartFailed: a run failed, or its process was killed.
+        ConfigInvalid: a setting is wrong, which no run could be done with.
+        PartFailed: a run failed, or its process was killed, before any other was done.
     """
     planned = keys(spec)
     assert capacity_rate is not None or not spec.loads, "a load is a share of a measured capacity"
     done: dict[int, Summary] = {}
     interrupted = False
+    failure: MedhaError | None = None
     context = multiprocessing.get_context("spawn")  # a fork would inherit the progress bar's thread
     fractions = context.Array("d", len(planned))
     stop = context.Event()
@@ -276,20 +302,30 @@ def run_study(
                 done[waiting[future]] = _result(future, planned[waiting[future]])
         except KeyboardInterrupt:
             interrupted = True
+        except MedhaError as error:
+            failure = error
+        except BaseException:
+            stop.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        if interrupted or failure is not None:
             stop.set()
             for future in waiting:
                 future.cancel()
             started = [future for future in waiting if not future.cancelled()]
             wait(started)
             for future in started:
-                done[waiting[future]] = _result(future, planned[waiting[future]])
-        except BaseException:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+                try:
+                    done[waiting[future]] = _result(future, planned[waiting[future]])
+                except MedhaError as error:
+                    failure = failure or error
     runs = tuple((planned[index], done[index]) for index in sorted(done))
     runs = tuple((key, summary) for key, summary in runs if summary["window_seconds"] > 0)
-    return StudyResult(spec, capacity_rate, runs, len(planned), interrupted)
+    if failure is not None and not runs:
+        raise failure
+    return StudyResult(
+        spec, capacity_rate, runs, len(planned), interrupted, None if failure is None else str(failure)
+    )
 
 
 def _as_they_end(

@@ -24,6 +24,8 @@ from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Counts, Lengths
 LONG_TOKENS = 100_000
 """Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
 
+_MOST_TOKENS = 2**31 - 1  # what maxModelLen can be
+
 _WORK_SAMPLE = 20_000  # requests from which the mean work of a mix is taken
 _WORK_SEED = 20250101
 
@@ -200,28 +202,35 @@ def read_trace(
     duration_seconds: float | None = None,
     seed: int = 0,
     long_tokens: int = LONG_TOKENS,
+    max_model_len: int = _MOST_TOKENS,
+    coefficient_of_variation: float = 1.0,
+    names_max_tokens: bool = True,
 ) -> Workload:
     """The requests of a CSV file with a header, in the order of time.
 
-    `rate` stretches the trace's times to that mean rate (or draws Poisson arrivals if it has no times);
-    `duration_seconds` leaves later arrivals out.
+    `rate` stretches the trace's times to that mean rate, or draws arrivals if it has no times: only they depend on
+    `seed` and `coefficient_of_variation`. `duration_seconds` leaves later arrivals out. `names_max_tokens` as for
+    `generate`.
 
     Raises:
-        ConfigInvalid: names the file, the line and the column.
+        ConfigInvalid: names the file, the line and the column; also of a prompt that does not leave a token of
+            `max_model_len`, and of an output that is longer than that.
     """
     columns = columns or TraceColumns()
+    if rate is not None:
+        _require_positive("rate", rate, "requests a second")
     rows = _rows(path, columns)
-    prompts, outputs = _column(rows, columns.prompt_tokens, path), _column(rows, columns.output_tokens, path)
+    prompts = _column(rows, columns.prompt_tokens, path, max_model_len - 1, max_model_len)
+    outputs = _column(rows, columns.output_tokens, path, max_model_len, max_model_len)
     if columns.arrived_at is None:
         if rate is None:
-            raise ConfigInvalid(f"{path} is read without a column of arrival times; give a rate")
-        times = np.cumsum(gaps(len(rows), 1.0, _generators(seed, 1)[0])) / rate
+            raise ConfigInvalid(f"{path} is read without a column of arrival times; give a rate (--rate)")
+        times = np.cumsum(gaps(len(rows), coefficient_of_variation, _generators(seed, 1)[0])) / rate
     else:
         times = np.array([_number(row, columns.arrived_at, path, line) for line, row in rows])
         order = np.argsort(times, kind="stable")
         times, prompts, outputs = times[order] - times[order[0]], prompts[order], outputs[order]
         if rate is not None:
-            _require_positive("rate", rate, "requests a second")
             if times[-1] <= 0:
                 raise ConfigInvalid(f"{path}: all requests arrive at once, so the trace has no rate to scale")
             times *= (len(rows) - 1) / times[-1] / rate
@@ -229,7 +238,12 @@ def read_trace(
     names = ["long" if tokens >= long_tokens else "short" for tokens in prompts[:kept]]
     return Workload(
         _arrivals(
-            times[:kept].tolist(), names, prompts[:kept], outputs[:kept], targets, names_max_tokens=True
+            times[:kept].tolist(),
+            names,
+            prompts[:kept],
+            outputs[:kept],
+            targets,
+            names_max_tokens=names_max_tokens,
         )
     )
 
@@ -237,7 +251,9 @@ def read_trace(
 def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]:
     """(line, row) of a CSV file that has the columns."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(
+            newline="", encoding="utf-8-sig"
+        ) as file:  # spreadsheets begin it with a mark of order
             reader = csv.DictReader(file)
             found = reader.fieldnames or []
             rows = [(reader.line_num, row) for row in reader]
@@ -254,13 +270,21 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
     return rows
 
 
-def _column(rows: list[tuple[int, dict[str, str]]], name: str, path: Path) -> Counts:
-    """Counts of tokens; less than 1 is an error, a fraction is rounded."""
+def _column(
+    rows: list[tuple[int, dict[str, str]]], name: str, path: Path, most: int, max_model_len: int
+) -> Counts:
+    """Counts of tokens; less than 1 and more than `most` are errors, a fraction is rounded."""
     values = np.array([_number(row, name, path, line) for line, row in rows])
-    low = np.flatnonzero(values < 1)
-    if len(low):
-        line, row = rows[int(low[0])]
-        raise ConfigInvalid(f"{path}:{line}: {name} is {row[name]}; a request has at least 1 token")
+    wrong = np.flatnonzero((values < 1) | (values > most))
+    if len(wrong):
+        line, row = rows[int(wrong[0])]
+        mend = (
+            "a request has at least 1 token; leave the row out"
+            if values[wrong[0]] < 1
+            else f"the replicas' maxModelLen is {max_model_len}, which leaves room for {most}; leave the row out, or "
+            "simulate a manifest with a larger spec.model.maxModelLen"
+        )
+        raise ConfigInvalid(f"{path}:{line}: {name} is {row[name]}; {mend}")
     counts: Counts = np.rint(values).astype(np.int64)
     return counts
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from medha_cli.main import main
 
@@ -21,8 +23,22 @@ QUICK = ("--quick", "--duration", "3", "--rate", "2", "--hardware", "H100", "--j
 
 
 def medha(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "medha_cli.main", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run(arguments)
+
+
+def run(
+    arguments: Sequence[str], most_file_bytes: int = resource.RLIM_INFINITY, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`most_file_bytes`: no file can become longer, as on a disk that is full."""
+    return subprocess.run(
+        [sys.executable, "-m", "medha_cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=os.environ | environment,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most_file_bytes,) * 2),
+    )
 
 
 def test_policies_are_compared_in_a_table_on_a_page_and_in_json(tmp_path: Path) -> None:
@@ -77,6 +93,86 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert run["result"]["all"]["arrived"] > 0
 
 
+# --- results are not lost ----------------------------------------------------------------------------
+
+
+def test_figures_stay_where_the_disk_is_too_full_for_the_page(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    done = run(["simulate", *QUICK, "-p", "fcfs", "-o", str(out)], most_file_bytes=1_000_000)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"--out: {out} cannot be written (File too large); make room, or choose another" in done.stderr
+    assert f"the figures are in {out.with_suffix('.json')}" in done.stderr
+    assert "short: TTFT p50" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["page.json"]
+    assert len(json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))["runs"]) == 1
+
+
+def test_figures_are_printed_where_nothing_can_be_written(tmp_path: Path) -> None:
+    arguments = ["simulate", *QUICK, "-p", "fcfs", "-o", str(tmp_path / "page.html")]
+    done = run(arguments, most_file_bytes=16_384, TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert "the figures are on standard output" in done.stderr
+    found, end = json.JSONDecoder().raw_decode(done.stdout.lstrip())
+    assert len(found["runs"]) == 1
+    assert "short: TTFT p50" in done.stdout.lstrip()[end:]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- traces ------------------------------------------------------------------------------------------
+
+HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+UNTIMED = ("--columns", "-,num_prefill_tokens,num_decode_tokens")
+
+
+def simulate(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["simulate", "--quick", "--duration", "1", "-j", "1", *arguments])
+
+
+def test_a_trace_with_times_is_run_once_and_shows_no_interval_over_its_seeds(tmp_path: Path) -> None:
+    trace, out = tmp_path / "trace.csv", tmp_path / "page.html"
+    trace.write_text(HEADER + "0,100,3\n1,100,3\n")
+    arguments = ["simulate", "-p", "fcfs", "--duration", "3", "--band", "0", "-j", "1", "--trace", str(trace)]
+    done = medha(*arguments, "-o", str(out))
+    assert done.returncode == 0, done.stderr
+    assert [run["seed"] for run in json.loads(out.with_suffix(".json").read_text())["runs"]] == [1]
+    assert "±" not in done.stdout
+    assert "±" not in out.read_text(encoding="utf-8").partition("<h2>")[0].partition("</script>")[2]
+    refused = medha(*arguments, "--seeds", "3", "-o", str(out))
+    assert refused.returncode == 2
+    assert "--seeds is 3, but a trace that has its own times" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--load", "0.5"], "--load 0.5 changes nothing here: a trace has a rate of its own"),
+        (["--long", "0.5"], "--long 0.5 changes nothing here"),
+        (["--long-scale", "2"], "--long-scale 2.0 changes nothing here"),
+        (["--burstiness", "5"], "--burstiness 5.0 changes nothing here: the trace has times of its own"),
+    ],
+)
+def test_options_that_a_trace_ignores_are_refused(tmp_path: Path, options: list[str], words: str) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(HEADER + "0,100,3\n1,100,3\n")
+    result = simulate("--trace", str(trace), "-o", str(tmp_path / "page.html"), *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.csv"]
+
+
+def test_a_prompt_longer_than_any_replica_takes_is_told_before_anything_is_simulated(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text(HEADER + "0,100,3\n1,10000000000,3\n")
+    result = simulate("--trace", str(trace), "-o", str(tmp_path / "page.html"))
+    assert result.exit_code == 2
+    assert f"{trace}:3: num_prefill_tokens is 10000000000; the replicas' maxModelLen is" in result.stderr
+    assert "leave the row out, or simulate a manifest" in result.stderr
+
+
+# --- wrong options -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -85,7 +181,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
         (["--model", "GPT-5"], "model is 'GPT-5'; shapes are known of Llama-3-8B"),
         (["--hardware", "abacus"], "hardware is 'abacus'; descriptions exist of"),
         (["--topology", "8x2"], "--topology is '8x2'; write tensor x stream x kv ranks"),
-        (["--topology", "0x2x1"], "parallelism.tensor is 0"),
+        (["--topology", "0x2x1"], "--topology is '0x2x1'; write tensor x stream x kv ranks"),
         (["--load", "much"], "--load is 'much'; write shares of the capacity"),
         (["--load", "-1"], "--load is '-1'"),
         (["--conversations"], "--conversations needs --rate"),
@@ -93,17 +189,47 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
         (["--trace", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--columns", "a,b"], "--columns is 'a,b'; name three"),
         (["--model", "Llama-3-70B", "--topology", "1x1x1"], "needs 141 GB of weights on each of 1 ranks"),
-        (["--rate", "0"], "rate is 0"),
+        (["--rate", "0"], "Invalid value for '--rate': 0.0 is not in the range x>0"),
+        (["--rate", "-1"], "Invalid value for '--rate': -1.0"),
+        (["--rate", "0", "--trace", "x.csv", *UNTIMED], "Invalid value for '--rate': 0.0"),
+        (["--rate", "nan"], "Invalid value for '--rate': nan is no finite number"),
+        (["--duration", "nan"], "Invalid value for '--duration': nan is no finite number"),
+        (["--rate", "1", "--load", "0.5"], "--load 0.5 changes nothing here: --rate is given too"),
+        (["--rate", "1", "--columns", "a,b,c"], "--columns a,b,c changes nothing here: there is no --trace"),
+        (["--conversations", "--rate", "1", "--open-ended"], "--open-ended changes nothing here"),
+        (["--conversations", "--rate", "1", "--long", "0"], "--long 0.0 changes nothing here"),
         (["nowhere.yaml"], "nowhere.yaml: cannot be read"),
         ([str(ROOT / "examples/tiny.yaml"), "--topology", "1x1x1"], "has its own; leave one of them out"),
-        (["-o", "nowhere/page.html"], "whose folder does not exist"),
+        (["-o", "nowhere/page.html"], "--out is nowhere/page.html, whose folder does not exist"),
+        (["-o", f"{__file__}/page.html"], "page.html, whose folder is a file; make it or choose another"),
+        (["-o", "/dev/null"], "--out: /dev/null is there already and is no plain file; choose another"),
+        (["-o", "/proc/page.html"], "--out: /proc/page.html cannot be written"),
+        (["-o", ""], "it names the HTML page"),
         (["-o", "page.json"], "the JSON is written beside it"),
     ],
 )
 def test_wrong_options_are_told_with_their_mend(arguments: list[str], words: str) -> None:
-    result = CliRunner().invoke(main, ["simulate", "--quick", "--duration", "1", "-j", "1", *arguments])
+    result = simulate(*arguments)
     assert result.exit_code == 2
     assert words in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-p", "fcfs", "--set", "policy=edf"], "--set is 'policy=edf'; name policies with --policies"),
+        (["--set", "maxChunkTokens=["], "whose value is no YAML (expected the node content"),
+        (["--set", "maxChunkTokens=8", "--set", "maxChunkTokens=9"], "a field has one value, leave one out"),
+        (["--set", "maxChunkTokens"], "--set is 'maxChunkTokens'; write FIELD=VALUE"),
+        (["-o", "page.html"], "--out page.html changes nothing here: nothing is compared"),
+        (["-p", "lars", "-o", "nowhere/page.html"], "whose folder does not exist"),
+        (["-p", "lars", "-o", "log.html"], "--out: log.json is read by this command; choose another"),
+    ],
+)
+def test_wrong_options_of_a_replay_are_told_before_its_log_is_read(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["replay", "log.json", *arguments])
+    assert result.exit_code == 2
+    assert words in " ".join(result.stderr.split())
 
 
 def test_help_shows_examples() -> None:

@@ -162,7 +162,22 @@ def test_the_command_refuses_what_it_does_not_know() -> None:
         (["--context", "5X"], "write 131072, 128K, 1M"),
         (["--model", "nope"], "neither a preset"),
         (["--hardware", "abacus"], "choose one of"),
-        (["--plot", "/nonexistent/plan.html"], "whose folder does not exist"),
+        (
+            ["--plot", "/nonexistent/plan.html"],
+            "--plot is /nonexistent/plan.html, whose folder does not exist",
+        ),
+        (["--plot", f"{__file__}/plan.html"], "whose folder is a file"),
+        (["--plot", "/proc/plan.html"], "--plot: /proc/plan.html cannot be written"),
+        (["--rows", "-1"], "Invalid value for '--rows': -1 is not in the range"),
+        (["--context", "0"], "Invalid value for '--context': '0' is not in the range of 1 to 1,000,000,000"),
+        (["--context", "9" * 400], "Invalid value for '--context'"),
+        (["--output", "0"], "Invalid value for '--output'"),
+        (["--ttft", "0"], "Invalid value for '--ttft': 0.0 is not in the range"),
+        (["--tpot", "nan"], "Invalid value for '--tpot': nan is no finite number"),
+        (["--price", "0"], "Invalid value for '--price'"),
+        (["--memory-fraction", "2"], "Invalid value for '--memory-fraction'"),
+        (["--concurrent", "0"], "Invalid value for '--concurrent'"),
+        (["--max-gpus", "0"], "Invalid value for '--max-gpus'"),
         (["--context", "10M", "--ttft", "2", "--max-gpus", "8"], "no grid of up to 8 H100"),
     ):
         result = runner.invoke(main, ["plan", *arguments])

@@ -212,6 +212,24 @@ def test_an_event_that_is_missing_is_found(tmp_path: Path) -> None:
     assert found.difference.line < 10
 
 
+def test_an_answer_for_a_sequence_that_was_not_computed_is_found_with_its_line(tmp_path: Path) -> None:
+    at = 0
+
+    def change(lines: list[str]) -> None:
+        nonlocal at
+        at = next(index for index, line in enumerate(lines) if index > 30 and '"Done"' in line)
+        entry = json.loads(lines[at])
+        entry["event"]["body"]["block_hashes"] = [["ghost", "00"]]
+        lines[at] = json.dumps(entry)
+
+    record = read_record(record_of(tmp_path, change)[0])
+    found = verify(record)
+    assert found.difference is not None
+    assert found.difference.line == at + 1
+    assert "to compute other sequences than ghost" in found.difference.detail
+    assert read(record).log.window_seconds < record.events[-1].now - record.events[0].now
+
+
 def test_a_log_without_digests_is_checked_by_its_steps_and_samples(tmp_path: Path) -> None:
     def change(lines: list[str]) -> None:
         for index in range(2, len(lines)):
@@ -260,6 +278,8 @@ def test_a_log_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
         (1, '{"v":1,"type":"Cancel","body":{"id":"a"}}', ":2: is a Cancel"),
         (3, "[]", ":4: is a JSON list"),
         (3, '{"now": 1.0}', ":4: has no `now` or no `event`"),
+        (3, '{"now": NaN, "event": {"type": "Drain"}}', ":4: now is nan, which is no time"),
+        (3, '{"now": 1e999, "event": {"type": "Drain"}}', ":4: now is inf, which is no time"),
         (3, '{"now": 1.0, "event": {"v":1,"type":"Nonsense","body":{}}}', ":4: unknown message type"),
         (3, '{"now": 1.0, "event": {"v":1,"type":"Shutdown","body":{}}}', ":4: Shutdown is no event"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha_sim import study
 from medha_sim.metrics import Summary
-from medha_sim.report import comparable, difference_rows, of_study, page, table_rows, write_report
+from medha_sim.report import comparable, difference_rows, figures, of_study, page, table_rows
 from medha_sim.scenario import Deployment, Disturbance, deployment_of
 from medha_sim.study import (
     RunKey,
@@ -30,6 +31,7 @@ from medha_sim.study import (
     run_study,
     simulate_one,
 )
+from medha_sim.workloads import TraceColumns
 
 DEPLOYMENT = Deployment(model=LLAMA3_8B, hardware=H100, topology=Topology(tensor=8, stream=2))
 SPEC = StudySpec(
@@ -107,6 +109,59 @@ def test_an_interrupted_study_keeps_what_was_done_and_where_the_others_were() ->
     assert found.runs[0][1]["window_seconds"] == 10.0
     assert all(run["interrupted"] == (run["window_seconds"] < 10.0) for _, run in found.runs)
     assert "Interrupted" in page(of_study(found))
+
+
+def test_a_study_that_breaks_off_keeps_what_was_done() -> None:
+    spec = replace(SPEC, seeds=(1, 2, 3, 4), duration_seconds=10.0)
+
+    def kill(_: Sequence[RunKey], fractions: Sequence[float]) -> None:
+        if fractions[0] == 1.0 and fractions[1] > 0:  # so the first result is sent
+            for process in multiprocessing.active_children():
+                process.kill()
+
+    found = run_study(spec, jobs=1, observe=kill)
+    assert not found.interrupted
+    assert found.failure is not None
+    assert "BrokenProcessPool" in found.failure
+    assert 1 <= len(found.runs) < len(keys(spec))
+    assert found.runs[0] == (keys(spec)[0], found.runs[0][1])
+    assert any("Broken off" in warning for warning in of_study(found).warnings)
+    assert json.loads(figures(of_study(found)))["failure"] == found.failure
+
+
+@pytest.mark.parametrize(
+    ("change", "runs"),
+    [
+        ({"seeds": (1,)}, True),
+        ({"disturbance": Disturbance(noise=0.1)}, True),
+        ({"workload": WorkloadSpec(shape="trace", rate=1.0, columns=TraceColumns(None))}, True),
+        ({}, False),
+    ],
+)
+def test_several_seeds_that_would_give_one_run_are_refused(
+    change: dict[str, Any], runs: bool, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,4\n")
+    timed: dict[str, Any] = {"workload": WorkloadSpec(shape="trace")}
+    spec = replace(SPEC, **(timed | change))
+    spec = replace(spec, workload=replace(spec.workload, trace=trace))
+    if runs:
+        spec.check()
+    else:
+        with pytest.raises(ConfigInvalid, match="seeds are 1, 2, but a trace that has its own times"):
+            spec.check()
+
+
+def test_a_trace_is_held_to_the_length_of_the_deployments_model(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,6000,4\n")
+    spec = replace(SPEC, workload=WorkloadSpec(shape="trace", trace=trace), seeds=(1,))
+    spec.check()
+    with pytest.raises(
+        ConfigInvalid, match=":2: num_prefill_tokens is 6000; the replicas' maxModelLen is 5000"
+    ):
+        replace(spec, deployment=replace(DEPLOYMENT, max_model_len=5000)).check()
 
 
 def test_an_error_in_a_process_is_told_with_the_run_that_it_ended() -> None:
@@ -205,18 +260,13 @@ def test_service_classes_of_the_deployment_give_the_deadlines() -> None:
 # --- the report --------------------------------------------------------------------------------------
 
 
-def test_the_page_fetches_nothing_and_the_json_beside_it_has_every_run(
-    result: StudyResult, tmp_path: Path
-) -> None:
-    html = tmp_path / "out.html"
-    beside = write_report(of_study(result), html)
-    text = html.read_text(encoding="utf-8")
-    assert beside == tmp_path / "out.json"
+def test_the_page_fetches_nothing_and_the_json_beside_it_has_every_run(result: StudyResult) -> None:
+    text = page(of_study(result))
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
     assert text.count("Plotly.newPlot(") >= 10
     for words in ("Deadlines met", "Time to first token", "Convoys", "share of KV held", "chunks by context"):
         assert words in text
-    found = json.loads(beside.read_text(encoding="utf-8"))
+    found = json.loads(figures(of_study(result)))
     assert found["planned_runs"] == len(found["runs"]) == len(result.runs) == 12
     assert read_study(found) == list(result.runs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -192,6 +193,50 @@ def test_a_trace_can_be_scaled_to_a_rate_cut_and_have_other_columns(tmp_path: Pa
     columns = TraceColumns("when", "in", "out")
     arrivals = read_trace(path, TARGETS, columns=columns, rate=1.0, duration_seconds=1.5).arrivals
     assert [one.at_seconds for one in arrivals] == [0.0, 1.0]
+
+
+def test_a_trace_may_begin_with_a_mark_of_byte_order(tmp_path: Path) -> None:
+    text = "\ufeffarrived_at,num_prefill_tokens,num_decode_tokens\n0,10,4\n"
+    assert len(read_trace(trace(tmp_path, text), TARGETS).arrivals) == 1
+
+
+def test_arrivals_that_are_drawn_for_a_trace_follow_seed_and_burstiness(tmp_path: Path) -> None:
+    path = trace(tmp_path, "in,out\n" + "30,4\n" * 4000)
+
+    def gaps_of(**settings: Any) -> Seconds:
+        made = read_trace(path, TARGETS, columns=TraceColumns(None, "in", "out"), rate=1.0, **settings)
+        return np.diff([one.at_seconds for one in made.arrivals])
+
+    assert gaps_of(seed=1)[0] != gaps_of(seed=2)[0]
+    assert gaps_of(coefficient_of_variation=3.0).std() == pytest.approx(3.0, rel=0.1)
+
+
+def test_clients_of_a_trace_may_name_no_output_length(tmp_path: Path) -> None:
+    path = trace(tmp_path, "arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,4\n")
+    (named,) = read_trace(path, TARGETS).arrivals
+    (open_ended,) = read_trace(path, TARGETS, names_max_tokens=False).arrivals
+    assert (named.max_tokens, open_ended.max_tokens) == (4, None)
+    assert open_ended.output_tokens == 4
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("arrived_at", ["when", None])
+def test_a_trace_is_refused_a_rate_that_is_none(tmp_path: Path, rate: float, arrived_at: str | None) -> None:
+    path = trace(tmp_path, "when,in,out\n0,30,4\n10,40,5\n")
+    with pytest.raises(ConfigInvalid, match=r"rate is .*; it must be a positive number"):
+        read_trace(path, TARGETS, columns=TraceColumns(arrived_at, "in", "out"), rate=rate)
+
+
+def test_the_longest_prompt_of_a_trace_leaves_one_token_of_the_models_length(tmp_path: Path) -> None:
+    header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+    assert read_trace(trace(tmp_path, header + "0,999,1000\n"), TARGETS, max_model_len=1000).arrivals
+    for row, words in (
+        ("0,1000,1", ":2: num_prefill_tokens is 1000; the replicas' maxModelLen is 1000, .* room for 999"),
+        ("0,1,1001", ":2: num_decode_tokens is 1001; the replicas' maxModelLen is 1000, .* room for 1000"),
+        ("0,1e300,1", ":2: num_prefill_tokens is 1e300; .*leave the row out, or simulate a manifest"),
+    ):
+        with pytest.raises(ConfigInvalid, match=words):
+            read_trace(trace(tmp_path, header + row), TARGETS, max_model_len=1000)
 
 
 def test_a_trace_without_times_gets_poisson_arrivals(tmp_path: Path) -> None:

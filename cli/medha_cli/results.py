@@ -1,0 +1,114 @@
+"""The files that a long run ends in: tried before it begins, written whole or not at all, and not lost if that fails."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from medha.errors import ConfigInvalid, MedhaError
+
+
+class ResultsUnwritten(MedhaError):
+    """Results could not be written where they were to go. Mended by making room there; the text says where they are."""
+
+
+def figures_beside(page: Path) -> Path:
+    """The JSON of an HTML page."""
+    return page.with_suffix(".json")
+
+
+def require_writable(option: str, *files: Path, inputs: Sequence[Path] = ()) -> None:
+    """Find out before the work begins whether its results can be written.
+
+    A file is tried beside each and removed again: permissions alone do not tell (root, read-only file systems).
+
+    Raises:
+        ConfigInvalid: names the option, the file and the mend. One of `inputs` must not be overwritten either.
+    """
+    for file in files:
+        try:
+            target = file.resolve()
+            if not target.parent.is_dir():
+                wrong = "is a file" if target.parent.exists() else "does not exist"
+                raise ConfigInvalid(f"{option} is {file}, whose folder {wrong}; make it or choose another")
+            if target.exists() and not target.is_file():
+                raise ConfigInvalid(f"{option}: {file} is there already and is no plain file; choose another")
+            if target in [given.resolve() for given in inputs]:
+                raise ConfigInvalid(f"{option}: {file} is read by this command; choose another, to keep it")
+            partial = _partial(target)
+            partial.touch()
+            partial.unlink()
+        except (OSError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+            raise ConfigInvalid(
+                f"{option}: {file} cannot be written ({_reason(error)}); name a file in a folder that can be written"
+            ) from error
+
+
+def write_results(option: str, page_file: Path, figures: str, page: Callable[[], str]) -> None:
+    """Write the figures, a JSON text, and then the page that is made of them.
+
+    Raises:
+        ResultsUnwritten: the figures then are in the folder of temporary files or, if that fails too, were printed.
+    """
+    beside = figures_beside(page_file)
+    try:
+        _write_whole(beside, figures)
+    except OSError as error:
+        kept = _keep_elsewhere(figures)
+        raise ResultsUnwritten(f"{_unwritten(option, beside, error)}; the figures are {kept}") from error
+    write_page(option, page_file, page(), f"the figures are in {beside}")
+
+
+def write_page(option: str, page_file: Path, page: str, kept: str) -> None:
+    """Write a page; `kept` says where what it shows can be found anyhow.
+
+    Raises:
+        ResultsUnwritten: it cannot be written.
+    """
+    try:
+        _write_whole(page_file, page)
+    except OSError as error:
+        raise ResultsUnwritten(f"{_unwritten(option, page_file, error)}; {kept}") from error
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """What was there stays until the new text is whole."""
+    target = file.resolve()
+    partial = _partial(target)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _keep_elsewhere(figures: str) -> str:
+    """Where the figures went."""
+    name = ""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="medha-", suffix=".json")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(figures)
+    except OSError:
+        if name:
+            Path(name).unlink()
+        click.echo(figures)
+        return "on standard output"
+    return f"in {name}"
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f"{target.name}.{os.getpid()}.partial")
+
+
+def _unwritten(option: str, file: Path, error: OSError) -> str:
+    return f"{option}: {file} cannot be written ({_reason(error)}); make room, or choose another place"
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
