@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.box import SIMPLE_HEAD
@@ -206,14 +206,16 @@ def command(
     spec.check()
     capacity_rate = None
     if spec.loads:
-        with console.status("measuring the capacity"):
-            capacity_rate = measured_capacity(spec.deployment, spec.workload)
+        try:
+            with console.status("measuring the capacity"):
+                capacity_rate = measured_capacity(spec.deployment, spec.workload)
+        except KeyboardInterrupt:
+            _nothing_done(console)
     result = _with_progress(
         console, lambda observe: run_study(spec, capacity_rate, jobs=jobs or _cores(), observe=observe)
     )
     if not result.runs:
-        console.print("interrupted before anything was done")
-        sys.exit(INTERRUPTED_STATUS)
+        _nothing_done(console)
     report = of_study(result)
     try:
         write_results("--out", out, figures(report), lambda: page(report))
@@ -226,6 +228,11 @@ def command(
         raise PartFailed(result.failure)
     if result.interrupted:
         sys.exit(INTERRUPTED_STATUS)
+
+
+def _nothing_done(console: Console) -> NoReturn:
+    console.print("interrupted before anything was done")
+    sys.exit(INTERRUPTED_STATUS)
 
 
 # --- from options to a study -------------------------------------------------------------------------

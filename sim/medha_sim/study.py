@@ -149,6 +149,12 @@ class StudySpec:
                 f"noise is {self.disturbance.noise:g}, which {baselines[0]} is not simulated with; leave it out, "
                 f"or compare {', '.join(POLICIES)} only"
             )
+        stages, model = self.deployment.topology.stream, self.deployment.model
+        if stages > model.layers:
+            raise ConfigInvalid(
+                f"parallelism.stream is {stages}, but {model.name} has {model.layers} layers to share out; use at most "
+                "that many stages"
+            )
         self.deployment.kv_tokens()
         workload = replace(self.workload, rate=1.0) if self.loads else self.workload
         deployment = self.deployment
@@ -313,7 +319,10 @@ def run_study(
             for future in waiting:
                 future.cancel()
             started = [future for future in waiting if not future.cancelled()]
-            wait(started)
+            try:
+                wait(started)
+            except KeyboardInterrupt:  # asked twice: without those under way
+                started = [future for future in started if future.done()]
             for future in started:
                 try:
                     done[waiting[future]] = _result(future, planned[waiting[future]])

@@ -24,6 +24,7 @@ from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Counts, Lengths
 LONG_TOKENS = 100_000
 """Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
 
+_MOST_REQUESTS = 5_000_000  # of one run: some GB of memory, and hours
 _MOST_TOKENS = 2**31 - 1  # what maxModelLen can be
 
 _WORK_SAMPLE = 20_000  # requests from which the mean work of a mix is taken
@@ -327,6 +328,11 @@ def _arrivals(
 
 def _times(rate: float, duration_seconds: float, variation: float, clock: np.random.Generator) -> list[float]:
     """Arrival times below `duration_seconds`; a longer duration or a higher rate only appends."""
+    if rate * duration_seconds > _MOST_REQUESTS:
+        raise ConfigInvalid(
+            f"rate is {rate:g} a second for {duration_seconds:g} s, which makes {rate * duration_seconds:g} requests; "
+            f"lower one of them, so that there are at most {_MOST_REQUESTS:,}"
+        )
     times: list[float] = []
     at = 0.0
     while True:

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from medha_cli.main import main
+from medha_sim import study
 
 ROOT = Path(__file__).parents[2]
 WORKING_SECONDS = 5.0  # of processor time
@@ -91,6 +92,19 @@ def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
     assert run["result"]["interrupted"] is True
     assert 0 < run["result"]["window_seconds"] < 10_000
     assert run["result"]["all"]["arrived"] > 0
+
+
+def test_ctrl_c_while_the_capacity_is_measured_says_that_nothing_was_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "measured_capacity", interrupted)
+    result = simulate("-o", str(tmp_path / "page.html"))
+    assert result.exit_code == 130
+    assert "interrupted before anything was done" in result.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- results are not lost ----------------------------------------------------------------------------
@@ -192,6 +206,8 @@ def test_a_prompt_longer_than_any_replica_takes_is_told_before_anything_is_simul
         (["--rate", "0"], "Invalid value for '--rate': 0.0 is not in the range x>0"),
         (["--rate", "-1"], "Invalid value for '--rate': -1.0"),
         (["--rate", "0", "--trace", "x.csv", *UNTIMED], "Invalid value for '--rate': 0.0"),
+        (["--rate", "1e9"], "rate is 1e+09 a second for 1 s, which makes 1e+09 requests; lower one of them"),
+        (["--topology", "8x40x1"], "parallelism.stream is 40, but Llama-3-8B has 32 layers"),
         (["--rate", "nan"], "Invalid value for '--rate': nan is no finite number"),
         (["--duration", "nan"], "Invalid value for '--duration': nan is no finite number"),
         (["--rate", "1", "--load", "0.5"], "--load 0.5 changes nothing here: --rate is given too"),

@@ -111,6 +111,24 @@ def test_an_interrupted_study_keeps_what_was_done_and_where_the_others_were() ->
     assert "Interrupted" in page(of_study(found))
 
 
+def test_ctrl_c_twice_keeps_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = study.wait
+
+    def second(futures: Any, timeout: float | None = None, **options: Any) -> Any:
+        if timeout is None:
+            raise KeyboardInterrupt
+        return real(futures, timeout, **options)
+
+    def first(_: Sequence[RunKey], fractions: Sequence[float]) -> None:
+        if fractions[0] == 1.0 and fractions[1] > 0:  # so the first result is sent
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "wait", second)
+    found = run_study(replace(SPEC, seeds=(1, 2, 3, 4), duration_seconds=10.0), jobs=1, observe=first)
+    assert found.interrupted
+    assert [run["window_seconds"] for _, run in found.runs][:1] == [10.0]
+
+
 def test_a_study_that_breaks_off_keeps_what_was_done() -> None:
     spec = replace(SPEC, seeds=(1, 2, 3, 4), duration_seconds=10.0)
 
