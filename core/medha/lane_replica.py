@@ -41,7 +41,7 @@ class LaneReplica:
                 self._paths.publish(publish.id, runs, publish.start, publish.after)
 
     def release(self, sequence: str) -> None:
-        """Sequences that hold nothing on this lane are ignored."""
+        """In the controller's order, which tells what is least recently used; of other lanes' sequences nothing is here."""
         if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
             self.ledger.release(sequence)
             self._paths.release(sequence)

@@ -50,8 +50,6 @@ class Placed:
 class _Lane:
     ledger: BlockLedger
     cache: PrefixCache = field(default_factory=PrefixCache)
-    publishes: list[Publish] = field(default_factory=list)
-    releases: list[str] = field(default_factory=list)
 
     @property
     def available_blocks(self) -> int:
@@ -108,6 +106,10 @@ class KvPools:
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
         self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
         self._held: dict[str, _Held] = {}
+        # Of all lanes together, in the order in which they happened: a lane's clock counts the releases there, and one
+        # that is told out of turn makes its ranks evict other blocks than `medha.prefix` has.
+        self._publishes: list[Publish] = []
+        self._releases: dict[str, None] = {}
         self.queried_tokens = 0
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
@@ -201,9 +203,8 @@ class KvPools:
         (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of `owners` has to own it.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
-        for lane in self._lanes:
-            if sequence in lane.releases:
-                return None  # ranks have still to release the earlier sequence of this name
+        if sequence in self._releases:
+            return None  # ranks have still to release the earlier sequence of this name
         whole_blocks = prompt_tokens // self.block_size_tokens
         usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
         hashes = block_hashes if usable else ""
@@ -329,33 +330,28 @@ class KvPools:
             here = self._lanes[lane]
             here.ledger.release(sequence)
             here.cache.unlock(sequence)
-            here.releases.append(sequence)
+        self._releases[sequence] = None
 
     # --- what the ranks are told ----------------------------------------------------------------------
 
-    def take_publishes(self, lanes: Iterable[int] = (0,)) -> tuple[Publish, ...]:
-        """What the ranks of these lanes have to remember before they apply anything else."""
-        publishes: list[Publish] = []
-        for lane in lanes:
-            publishes += self._lanes[lane].publishes
-            self._lanes[lane].publishes = []
+    # Every step tells every rank, whichever lanes it runs on: what concerns several lanes is one event for all of them.
+
+    def take_publishes(self, lanes: Sequence[int] = (0,)) -> tuple[Publish, ...]:
+        """What ranks have to remember before they apply anything else, in order; of all `lanes` there are."""
+        assert len(lanes) == len(self._lanes), f"told to lanes {lanes} of {len(self._lanes)}"
+        publishes, self._publishes = self._publishes, []
         return tuple(publishes)
 
-    def take_releases(self, lanes: Iterable[int] = (0,)) -> tuple[str, ...]:
-        """Sequences that the ranks of these lanes have to release, in order."""
-        releases: dict[str, None] = {}
-        for lane in lanes:
-            releases |= dict.fromkeys(self._lanes[lane].releases)
-            self._lanes[lane].releases = []
+    def take_releases(self, lanes: Sequence[int] = (0,)) -> tuple[str, ...]:
+        """Sequences that ranks have to release, in the order in which they ended here; of all `lanes` there are."""
+        assert len(lanes) == len(self._lanes), f"told to lanes {lanes} of {len(self._lanes)}"
+        releases, self._releases = self._releases, {}
         return tuple(releases)
 
     @property
     def has_news(self) -> bool:
-        """Whether the ranks of a lane have something to publish or to release."""
-        for lane in self._lanes:  # noqa: SIM110 - a generator takes longer
-            if lane.publishes or lane.releases:
-                return True
-        return False
+        """Whether ranks have something to publish or to release."""
+        return bool(self._publishes or self._releases)
 
     def state_hashes(self) -> tuple[int, ...]:
         """For each lane a 53-bit digest of what its ranks replay: its ledger, and the shard maps of all sequences."""
@@ -611,7 +607,7 @@ class KvPools:
             new, after = published
             if new:
                 here.ledger.remember(sequence, stop - new, new)
-            here.publishes.append(Publish(sequence, stop - new, new, lane, after))
+            self._publishes.append(Publish(sequence, stop - new, new, lane, after))
 
     def _told(self, segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Deal, ...]]:
         """What a message says of a map: few segments as they are, many as deals, nothing where there is only one lane."""

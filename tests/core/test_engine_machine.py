@@ -40,6 +40,8 @@ from medha.messages import (
 )
 from medha.topology import Topology
 
+from .replayed import assert_replayed
+
 PROFILE = StepProfile(0.001, 0.0001, 1e-8, 0.0001)
 STEP_SECONDS = 0.01
 
@@ -401,6 +403,8 @@ class ControllerMachine(RuleBasedStateMachine):
                     self.end(command.id)
                 case Failed():
                     self.end(command.id)
+        if not lanes.controller.pools.has_news:
+            assert_replayed(lanes.controller.pools, lanes.replicas)
 
     def end(self, id_: str) -> None:
         del self.open[id_]

@@ -21,6 +21,8 @@ from medha.pools import KvPools, Placed
 from medha.prefix import HASH_CHARACTERS, PrefixHasher, hash_at
 from medha.shards import Segment
 
+from .replayed import assert_replayed
+
 Content = tuple[int, ...]
 
 
@@ -196,6 +198,11 @@ class PoolsMachine(RuleBasedStateMachine):
             ranks.replica.ledger.check()
 
     @invariant()
+    def ranks_that_were_told_everything_have_what_the_controller_has(self) -> None:
+        if not self.pools.has_news:
+            assert_replayed(self.pools, [ranks.replica for ranks in self.ranks])
+
+    @invariant()
     def every_table_holds_the_kv_of_its_sequence(self) -> None:
         for name, one in self.sequences.items():
             for position in range(one.computed):
@@ -353,3 +360,42 @@ def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_publishe
     pools.computed("new", 8)  # never used by one that has ended, and yet not given up while it runs
     assert len(admit("newer", 300).evictions) == 1
     assert pools.expected(8, hasher.hashes(np.arange(8, dtype=np.int32)))[0] == 4, "the older one has gone"
+
+
+def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_they_concern() -> None:
+    """A sequence of lane 1 ends before one of lanes 0 and 1, and one step tells of both: lane 1 forgets the former first."""
+    pools = KvPools(lanes=2, kv_blocks=20, block_size_tokens=4, tokens_per_lane=16)
+    replicas = [LaneReplica(BlockLedger(20, 4), lane) for lane in range(2)]
+    hasher = PrefixHasher(4, b"secret")
+
+    def admit(name: str, first_id: int, tokens: int, reserved: int) -> Placed:
+        hashes = hasher.hashes(np.arange(first_id, first_id + tokens, dtype=np.int32))
+        placed = pools.admit(name, tokens, reserved, block_hashes=hashes, pending_seconds=[1.0, 0.0])
+        assert placed is not None
+        message = Admit(
+            name, name, tokens, tokens, 0, Sampling(), reserved, segments=placed.segments,
+            prefixes=placed.prefixes, evictions=placed.evictions,
+        )  # fmt: skip
+        assert [replica.admit(message) for replica in replicas] == [[], []]
+        return placed
+
+    def tell() -> tuple[str, ...]:
+        publishes, releases = pools.take_publishes(range(2)), pools.take_releases(range(2))
+        for replica in replicas:
+            replica.publish(publishes)
+            for name in releases:
+                replica.release(name)
+        assert_replayed(pools, replicas)
+        return releases
+
+    assert admit("short", 0, 16, 16).shards.lanes == (1,)
+    assert admit("long", 100, 32, 32).shards.lanes == (0, 1)
+    pools.computed("short", 16)
+    pools.computed("long", 32)
+    assert tell() == ()
+    pools.release("short")
+    pools.release("long")
+    assert tell() == ("short", "long")
+    (eviction,) = admit("large", 200, 15, 68).evictions
+    assert (eviction.lane, eviction.count) == (1, 4)
+    assert_replayed(pools, replicas)
