@@ -87,7 +87,7 @@ _BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
 ROUTER_METRICS = (
     Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by how: `stop`, `length`, `cancelled` (the client went away), or the code of the error that it got.", ("model", "endpoint", "outcome")),
     Metric("medha_request_ttft_seconds", "histogram", "seconds", "Time to first token: from the last byte of the request's headers to its first output token.", _BY_CLASS, _TTFT_SECONDS),
-    Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, else the TTFT floor of its service class.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
+    Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, else what its service class gives the longest prompt: the larger of the TTFT floor and factor times the announced prefill time.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
     Metric("medha_request_tpot_seconds", "histogram", "seconds", "Time per output token of a whole request: (last token - first token) / (output tokens - 1).", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
     Metric("medha_inter_token_seconds", "histogram", "seconds", "Time between two messages with output tokens of one sequence.", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
     Metric("medha_request_seconds", "histogram", "seconds", "Whole duration of a request that ended in tokens.", _BY_CLASS, _REQUEST_SECONDS),

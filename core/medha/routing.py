@@ -6,8 +6,9 @@ the same seed: the client sees one stream. A sequence never gets lost: it ends w
 reason, with one `Fail`, or because its client has gone.
 
 A sequence goes where its first token is expected soonest (`medha.balance`), among the replicas whose free KV holds it;
-samples of one prompt stay together. The most urgent sequence chooses first: urgency is the deadline, which does not
-move, so that everybody's turn comes.
+samples of one prompt stay together. The most urgent sequence chooses first: urgency is the deadline, reckoned as the
+replica will (`medha.slo`), when the sequence arrives. It does not move, whatever is announced or lost later, so that
+everybody's turn comes.
 
 Time comes in as `now` (seconds of the driver's monotonic clock); the same events give the same commands.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from medha.balance import Prefix, PrefixMemory, prefill_seconds
@@ -34,6 +35,7 @@ from medha.messages import (
     Tick,
     TokenLogprob,
 )
+from medha.slo import class_terms, ttft_target_seconds
 from medha.waiting import Key, WaitingQueues
 
 # --- events ------------------------------------------------------------------------------------------
@@ -300,6 +302,28 @@ class RouterCore:
     def open(self) -> int:
         return len(self._sequences)
 
+    def ttft_target_seconds(self, request: Arrive, prompt_tokens: int) -> float:
+        """When the first token of a prompt is due, from its arrival: as the client asks, else as its class gives it.
+
+        Replicas of one model may differ in speed. The tightest target of those that serve and can hold the prompt
+        counts, so that it waits here no longer than any of them would let it. It is reckoned from the announced prefill
+        times and so differs from the replica's own by a few per cent; infinite if none serves.
+        """
+        if request.deadline_after_seconds is not None:
+            return request.deadline_after_seconds
+        cards = [replica.card for replica in self._serving(request)]
+        return min(
+            (
+                ttft_target_seconds(
+                    class_terms(card.service_classes, request.service_class),
+                    prefill_seconds(card.prefill_points, prompt_tokens),
+                )
+                for card in cards
+                if card.longest_request_tokens > prompt_tokens
+            ),
+            default=inf,
+        )
+
     # Client side ----------------------------------------------------------------------------------
 
     def _arrive(self, request: Arrive, now: float) -> list[RouterCommand]:
@@ -311,10 +335,10 @@ class RouterCore:
         if problem is not None:
             kind, detail = problem
             return [Fail(sequence_id, kind, detail, self._retry_after(request)) for sequence_id in ids]
-        target = request.deadline_after_seconds or self._ttft_floor(request)
         for new in request.sequences:
             self._arrivals += 1
-            sequence = _Sequence(new, request, now, (now + target, self._arrivals))
+            due = now + self.ttft_target_seconds(request, new.prompt_length)
+            sequence = _Sequence(new, request, now, (due, self._arrivals))
             self._sequences[new.id] = sequence
             self._waiting.add(sequence.key, sequence)
         commands = self._dispatch(now)
@@ -682,13 +706,6 @@ class RouterCore:
         retry_after = self._retry_after(sequence.request) if kind in ("overloaded", "unavailable") else None
         return Fail(sequence.new.id, kind, detail, retry_after)
 
-    def _ttft_floor(self, request: Arrive) -> float:
-        for card in self.cards(request.model):
-            for terms in card.service_classes:
-                if terms.name == request.service_class:
-                    return terms.ttft_floor_seconds
-        return 0.0
-
     def _retry_after(self, request: Arrive) -> int:
         """Seconds after which the least loaded replica has worked off what is ahead; from 1 to 60."""
         pending = [card.pending_prefill_seconds for card in self.cards(request.model)]
@@ -699,9 +716,7 @@ def _reservation(sequence: _Sequence, card: Announce) -> int:
     """KV tokens that a sequence will reserve in a replica: its output is counted in full, or as its class does."""
     output = sequence.new.sampling.max_tokens
     if output is None:
-        named = sequence.request.service_class
-        outputs = [one.default_output_tokens for one in card.service_classes if one.name == named]
-        output = outputs[0] if outputs else 1
+        output = class_terms(card.service_classes, sequence.request.service_class).default_output_tokens
     whole = max(sequence.new.prompt_length + output, sequence.tokens + 1)
     return min(whole, max(card.max_model_len, sequence.tokens + 1))
 

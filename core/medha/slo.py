@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from medha.api import ServiceClass
+from medha.messages import ServiceClassTerms
+
+FALLBACK_TERMS = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096)
+"""Of a replica that announces no service class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,23 @@ class Targets:
     """What its class would give it: a request that asks for less may not slow the prefills of others for it."""
 
 
+def class_terms(classes: Sequence[ServiceClassTerms], name: str) -> ServiceClassTerms:
+    """The terms of the class `name` of those that a replica announces; `default` and unknown names get the first."""
+    return next((terms for terms in classes if terms.name == name), classes[0] if classes else FALLBACK_TERMS)
+
+
+def ttft_target_seconds(
+    terms: ServiceClass | ServiceClassTerms, work_seconds: float, asked_seconds: float | None = None
+) -> float:
+    """d = max(floor, factor * w) unless the request asks for its own TTFT (DESIGN §5).
+
+    Routers and controllers both order by it, a router with `work_seconds` as replicas announce it.
+    """
+    if asked_seconds is not None:
+        return asked_seconds
+    return max(terms.ttft_floor_seconds, terms.ttft_factor * work_seconds)
+
+
 def targets(
     service_class: ServiceClass,
     work_seconds: float,
@@ -25,15 +47,12 @@ def targets(
 ) -> Targets:
     """The targets of a request whose whole prefill takes `work_seconds` alone.
 
-    d = max(floor, factor * w) unless the request asks for its own TTFT. A TPOT tighter than the class's floor
-    is clamped to it: one client must not throttle the rest (DESIGN §5).
+    A TPOT tighter than the class's floor is clamped to it: one client must not throttle the rest (DESIGN §5).
     """
-    by_class = max(service_class.ttft_floor_seconds, service_class.ttft_factor * work_seconds)
-    ttft = by_class if asked_ttft_seconds is None else asked_ttft_seconds
     tpot = service_class.tpot_target_seconds if asked_tpot_seconds is None else asked_tpot_seconds
     tpot = max(tpot, service_class.tpot_floor_seconds)
     return Targets(
-        ttft_seconds=ttft,
+        ttft_seconds=ttft_target_seconds(service_class, work_seconds, asked_ttft_seconds),
         tpot_seconds=tpot,
         fair_tpot_seconds=max(tpot, service_class.tpot_target_seconds),
     )

@@ -15,9 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
 from medha.messages import ServiceClassTerms
+from medha.slo import FALLBACK_TERMS
 from medha_router.answers import Answers, usage
 from medha_router.api_error import ApiError
-from medha_router.generation import FALLBACK_TERMS, Generation, Piece
+from medha_router.generation import Generation, Piece
 from medha_router.http import (
     DONE,
     ClientGone,
@@ -125,7 +126,7 @@ class Door:
         answers = Answers(request_id, int(datetime.now(UTC).timestamp()), plan, bundle)
         headers = {
             "x-medha-service-class": terms.name,
-            "x-medha-tpot-target-ms": f"{(tpot_target or terms.tpot_target_seconds) * 1000:g}",
+            "x-medha-tpot-target-ms": f"{generation.tpot_target_seconds * 1000:g}",
         }
         if ttft_target is not None:
             headers["x-medha-ttft-target-ms"] = f"{ttft_target * 1000:g}"
@@ -312,10 +313,10 @@ def _milliseconds(request: Request, header: str) -> float | None:
     if given is None:
         return None
     try:
-        value = float(given)
+        seconds = float(given) / 1000
     except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
         message = f"the header {header} is {given[:80]!r}; give a positive number of milliseconds"
         raise ApiError(400, message, header, "invalid_value")
-    return value / 1000
+    return seconds

@@ -16,9 +16,6 @@ from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
 from medha_router.prepare import Plan, Prepared
 
-FALLBACK_TERMS = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096)
-"""Of a replica that announces no service class."""
-
 
 @dataclass(frozen=True)
 class ShownToken:
@@ -127,8 +124,9 @@ class Generation:
         self._prompt_lengths = [len(prompt) for prompt in prepared.prompts]
         self.prompt_tokens = sum(self._prompt_lengths)
         self._longest_prompt = max(self._prompt_lengths)
-        self._ttft_target = ttft_target_seconds or terms.ttft_floor_seconds
-        self._tpot_target = tpot_target_seconds or terms.tpot_target_seconds
+        self.tpot_target_seconds = (
+            terms.tpot_target_seconds if tpot_target_seconds is None else tpot_target_seconds
+        )
         self._link = link
         self._observer = observer
         self._arrived_at = arrived_at
@@ -152,6 +150,7 @@ class Generation:
         self._arrive = Arrive(
             plan.model, plan.digest, tuple(sequences), terms.name, ttft_target_seconds, tpot_target_seconds
         )
+        self._ttft_target = link.core.ttft_target_seconds(self._arrive, self._longest_prompt)
         observer.accepted(plan.model, self.prompt_tokens)
         self._outcomes = link.submit(self._arrive, prompts)
 
@@ -224,7 +223,9 @@ class Generation:
         longest = max(choice.output_tokens for choice in self._choices.values())
         if longest > 1 and self._first_token_at is not None:
             per_token = (max(self._last_token_at.values()) - self._first_token_at) / (longest - 1)
-            self._observer.per_token(model, service_class, self._longest_prompt, per_token, self._tpot_target)
+            self._observer.per_token(
+                model, service_class, self._longest_prompt, per_token, self.tpot_target_seconds
+            )
 
     def close(self) -> None:
         """Free everything; cancels what still runs."""

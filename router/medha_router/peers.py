@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from itertools import pairwise
-from math import isfinite
+from math import isfinite, ulp
 
 from medha.errors import WireInvalid
 from medha.messages import Announce, Emit
 
+POSITIVE = ulp(0.0)
+"""The least number that is more than 0."""
 REMEMBERED_TOKENS = 8  # connections of one replica
 REMEMBERED = 1000
 """Identities that were replaced; messages of a closed connection may still come for a moment."""
@@ -88,7 +90,7 @@ def require_plausible(card: Announce) -> None:
     Raises:
         WireInvalid: numbers that no replica can have.
     """
-    least = {
+    least: dict[str, float] = {
         "kv_tokens_total": 0,
         "kv_tokens_free": 0,
         "running": 0,
@@ -105,14 +107,14 @@ def require_plausible(card: Announce) -> None:
             (f"{terms.name:.80}'s {name}", getattr(terms, name), 0)
             for name in (
                 "default_output_tokens",
-                "ttft_floor_seconds",
                 "ttft_factor",
                 "tpot_target_seconds",
                 "tpot_floor_seconds",
             )
         ]
+        numbers.append((f"{terms.name:.80}'s ttft_floor_seconds", terms.ttft_floor_seconds, POSITIVE))
     for point in card.prefill_points:
-        numbers += [("prefill_points", number, 0) for number in point]
+        numbers += [("prefill_points", number, POSITIVE) for number in point]
     for name, number, bound in numbers:
         if not (isfinite(number) and number >= bound):
             raise WireInvalid(f"the card of replica {card.replica:.80} says {name} {number}")

@@ -60,6 +60,9 @@ CARD = Announce(
     service_classes=(ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096),),
 )
 
+POINTS = ((100, 1.0), (10_000, 100.0))  # 10 ms a token; by the class above 800 tokens are due after 24 s
+SLOW = tuple((tokens, 10 * seconds) for tokens, seconds in POINTS)
+
 
 def arrive(*ids: str, prompt: str = "p", length: int = 10, **fields: object) -> Arrive:
     sequences = tuple(
@@ -134,6 +137,89 @@ def test_the_tighter_deadline_leaves_the_queue_first() -> None:
     core.handle(arrive("book", deadline_after_seconds=60.0), 0.0)
     core.handle(arrive("chat", prompt="q", deadline_after_seconds=1.0), 0.5)
     assert [submit.id for _, submit in submits(announce(core, 1.0, waiting=0))] == ["chat", "book"]
+
+
+def waiting_ids(core: RouterCore) -> list[str]:
+    return [sequence.new.id for sequence in core._waiting.of(("m", "d"))]
+
+
+def test_a_long_prompt_whose_class_gives_it_longer_does_not_hold_up_a_short_one_behind_it() -> None:
+    """Deadlines of a class are the larger of its floor and its factor times the announced prefill time."""
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("long", length=800), 0.0)
+    core.handle(arrive("short", prompt="q"), 0.1)
+    core.handle(arrive("short, later", prompt="r"), 21.9)
+    core.handle(arrive("short, much later", prompt="s"), 22.1)
+    expected = ["short", "short, later", "long", "short, much later"]  # the long one is due at 24 s
+    assert [submit.id for _, submit in submits(announce(core, 30.0, waiting_limit=9))] == expected
+
+
+def test_deadlines_by_class_order_as_those_that_name_the_same_seconds() -> None:
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    for index, length in enumerate((10, 800, 66, 67, 70, 300, 67)):
+        core.handle(arrive(f"{index} by class", prompt=f"p{index}", length=length), 0.5 * index)
+        named = max(2.0, 3 * length / 100)
+        core.handle(
+            arrive(f"{index} named", prompt=f"q{index}", length=length, deadline_after_seconds=named),
+            0.5 * index + 0.01,
+        )
+    order = waiting_ids(core)
+    assert [name.split()[0] for name in order[::2]] == [name.split()[0] for name in order[1::2]]
+    assert all(name.endswith("by class") for name in order[::2])
+
+
+def test_a_request_that_asks_for_no_time_at_all_goes_first() -> None:
+    core = serving()
+    announce(core, waiting=2)
+    core.handle(arrive("by class"), 0.0)
+    core.handle(arrive("at once", prompt="q", deadline_after_seconds=0.0), 0.1)
+    assert waiting_ids(core) == ["at once", "by class"]
+
+
+@pytest.mark.parametrize("names", [("fast", "slow"), ("slow", "fast")])
+def test_of_replicas_that_differ_the_tightest_deadline_counts_and_only_of_those_that_hold_the_prompt(
+    names: tuple[str, str],
+) -> None:
+    core = serving(None, *names)
+    points = {"fast": POINTS, "slow": SLOW}
+    for name in names:
+        announce(core, replica=name, waiting=2, prefill_points=points[name])
+    announce(core, replica="tiny", waiting=2, longest_request_tokens=90, prefill_points=((100, 0.001),))
+    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(24.0)
+    assert core.ttft_target_seconds(arrive("a"), 50) == 2.0
+    announce(core, replica="fast", ready=False)
+    assert core.ttft_target_seconds(arrive("a"), 800) == pytest.approx(240.0)
+
+
+def test_a_class_that_goes_by_default_is_the_first_that_is_announced() -> None:
+    core = serving()
+    classes = tuple(
+        ServiceClassTerms(name, floor, 3.0, 0.05, 0.01, 4096)
+        for name, floor in (("chat", 5.0), ("bulk", 9.0))
+    )
+    announce(core, service_classes=classes)
+    assert core.ttft_target_seconds(arrive("a"), 10) == 5.0
+    assert core.ttft_target_seconds(arrive("a", service_class="bulk"), 10) == 9.0
+
+
+@pytest.mark.parametrize("ending", ["refused", "lost"])
+def test_a_sequence_that_comes_back_stands_where_it_stood_whatever_is_announced_since(ending: str) -> None:
+    core = serving(None, "r0", "r1")
+    for replica in ("r0", "r1"):
+        announce(core, replica=replica, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("long", prompt="p", length=800), 0.0)
+    sent = submits(announce(core, 1.0, replica="r0", waiting=1, prefill_points=POINTS))
+    assert [submit.id for _, submit in sent] == ["long"]
+    core.handle(arrive("before", prompt="q"), 21.9)
+    core.handle(arrive("after", prompt="r"), 22.1)
+    announce(core, 22.2, replica="r1", waiting=2, prefill_points=SLOW)
+    if ending == "refused":
+        core.handle(Received("r0", Refused("long", "capacity")), 22.3)
+    else:
+        core.handle(LinkLost("r0"), 22.3)
+    assert waiting_ids(core) == ["before", "long", "after"]
 
 
 @pytest.mark.parametrize("reason", ["capacity", "draining", "not_ready"])
@@ -558,7 +644,6 @@ def test_under_any_order_of_events_each_sequence_ends_once_with_its_tokens_once_
 
 # --- load and prefixes --------------------------------------------------------------------------------
 
-POINTS = ((100, 1.0), (10_000, 100.0))  # 10 ms a token
 PREFIX = marks(PrefixHasher(MARK_BLOCK_TOKENS, b"k").hashes(np.arange(640, dtype=np.int32)))
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from medha.api import ServiceClass
-from medha.slo import Targets, targets
+from medha.messages import ServiceClassTerms
+from medha.slo import FALLBACK_TERMS, Targets, class_terms, targets, ttft_target_seconds
 
 CHAT = ServiceClass(
     name="chat", ttft_floor_seconds=2, ttft_factor=3, tpot_target_seconds=0.05, tpot_floor_seconds=0.01
@@ -21,8 +22,25 @@ def test_the_deadline_is_the_floor_or_a_multiple_of_the_work(work_seconds: float
     assert found == Targets(found.ttft_seconds, 0.05, 0.05)
 
 
-def test_a_request_may_name_its_own_deadline() -> None:
-    assert targets(CHAT, 100.0, asked_ttft_seconds=0.7).ttft_seconds == 0.7
+@pytest.mark.parametrize("asked", [0.7, 0.0])
+def test_a_request_may_name_its_own_deadline(asked: float) -> None:
+    assert targets(CHAT, 100.0, asked_ttft_seconds=asked).ttft_seconds == asked
+
+
+@pytest.mark.parametrize("work_seconds", [0.0, 0.5, 1.0, 100.0])
+@pytest.mark.parametrize("asked", [None, 0.0, 0.7])
+def test_what_a_replica_announces_of_a_class_gives_the_same_deadline(
+    work_seconds: float, asked: float | None
+) -> None:
+    announced = ServiceClassTerms("chat", 2.0, 3.0, 0.05, 0.01, 4096)
+    expected = targets(CHAT, work_seconds, asked).ttft_seconds
+    assert ttft_target_seconds(announced, work_seconds, asked) == expected
+
+
+def test_default_and_unknown_names_get_the_first_class_that_is_announced() -> None:
+    chat, batch = (ServiceClassTerms(name, 2.0, 3.0, 0.05, 0.01, 4096) for name in ("chat", "batch"))
+    assert [class_terms((chat, batch), name) for name in ("batch", "default", "gone")] == [batch, chat, chat]
+    assert class_terms((), "default") is FALLBACK_TERMS
 
 
 @pytest.mark.parametrize(

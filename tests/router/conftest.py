@@ -339,3 +339,10 @@ def router(shared_router: Router, replica: ScriptedReplica) -> Router:
 
 def say(bundle: Bundle, text: str) -> tuple[int, ...]:
     return tuple(np.asarray(bundle.encode(text, add_special_tokens=False)).tolist())
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +14,24 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from medha.messages import Announce, BundlePart, Cancel, Emit, Failed, Message, Refused, TokenLogprob
+from medha.messages import (
+    Announce,
+    BundlePart,
+    Cancel,
+    Emit,
+    Failed,
+    Message,
+    Refused,
+    ServiceClassTerms,
+    TokenLogprob,
+)
 from medha.wire import encode
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import connect
 from medha_router.bundle import Bundle
 
 from ..frames import frames, is_dropped
-from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
+from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router, wait_for
 
 BODY = {"model": MODEL, "prompt": "x"}
 ACCEPTS: dict[str, tuple[type[Message], ...]] = {
@@ -45,13 +54,6 @@ def speaker(attacked: Router, bundle_files: dict[str, bytes], bundle: Bundle) ->
     attacked.wait_ready()
     yield replica
     replica.stop()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
 
 
 def dropped(router: Router, link: str, reason: str = "") -> float:
@@ -115,6 +117,9 @@ def test_a_replica_that_says_what_cannot_be_is_not_believed(
         {"waiting_limit": -1},
         {"prefill_points": ((512, 1.0), (256, 2.0))},
         {"prefill_points": ((512, float("inf")),)},
+        {"prefill_points": ((0, 1.0), (512, 2.0))},
+        {"prefill_points": ((512, 0.0),)},
+        {"service_classes": (ServiceClassTerms("default", 0.0, 3.0, 0.05, 0.01, 4096),)},
     ],
 )
 def test_a_card_with_impossible_numbers_is_dropped_and_the_one_before_holds(

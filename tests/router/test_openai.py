@@ -8,11 +8,11 @@ import httpx
 import openai
 import pytest
 
-from medha.messages import BundlePart, Failed
+from medha.messages import BundlePart, Failed, ServiceClassTerms
 from medha.wire import encode
 from medha_router.bundle import Bundle
 
-from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say
+from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say, wait_for
 
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 
@@ -347,6 +347,24 @@ def test_metrics_have_our_names_and_those_of_vllm(router: Router) -> None:
     assert router.metric('vllm:kv_cache_usage_perc{engine="r0",model_name="tiny"}') == 0.25
     assert router.metric("vllm:time_to_first_token_seconds_count{") >= 1
     assert router.metric('vllm:request_success_total{engine="router",finished_reason="length"') >= 1
+
+
+def test_first_tokens_are_held_against_what_the_class_gives_so_long_a_prompt(
+    router: Router, replica: ScriptedReplica
+) -> None:
+    """The floor of this class is over at once; its factor times the announced prefill time is an hour and more."""
+    before = replica.card
+    tight = ServiceClassTerms("tight", 1e-9, 3.0, 0.05, 0.02, 4096)
+    classes = (*before.service_classes, tight)
+    body = {"model": MODEL, "prompt": "x", "service_tier": "tight"}
+    met = 'medha_request_ttft_attainment_total{met="%s",model="tiny",prompt_tokens="le_128",service_class="tight"}'
+    try:
+        replica.order("announce", {"service_classes": classes, "prefill_points": ((1, 2000.0),)})
+        wait_for(lambda: router.post("/v1/completions", body).status_code == 200, "it is not announced")
+    finally:
+        replica.order("announce", {"service_classes": before.service_classes, "prefill_points": ()})
+    assert (router.metric(met % "true"), router.metric(met % "false")) == (1, 0)
+    wait_for(lambda: router.post("/v1/completions", body).status_code == 400, "the old card is not back")
 
 
 def test_malformed_messages_are_counted_and_change_nothing(router: Router, replica: ScriptedReplica) -> None:

@@ -448,6 +448,15 @@ def test_the_bundle_is_sent_to_who_asks_by_its_digest(stage: Stage) -> None:
     assert part == BundlePart(announce.digest, "tokenizer.json", 0)
 
 
+def test_prefill_times_are_announced_up_to_the_longest_prompt(stage: Stage) -> None:
+    stage.ready()
+    announce = stage.from_controller(Announce)
+    assert isinstance(announce, Announce)
+    (short, short_seconds), (longest, longest_seconds) = announce.prefill_points
+    assert (short, longest) == (256, announce.max_model_len)
+    assert 0 < short_seconds < longest_seconds
+
+
 def test_sigterm_drains_then_ends_the_ranks_and_the_process(stage: Stage) -> None:
     stage.ready()
     stage.send_tokens()

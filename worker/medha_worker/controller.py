@@ -521,7 +521,8 @@ class Controller:
             self._router.tokens.send(card)
 
     def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
-        lengths = np.array([tokens for tokens in PREFILL_POINTS if tokens <= config.max_model_len], np.int64)
+        longest = config.max_model_len  # so that routers take no prompt's time from beyond the points
+        lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
         seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
         return Announce(
             replica=self._settings.replica,
