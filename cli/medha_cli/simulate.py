@@ -86,7 +86,8 @@ INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
     "--columns",
     default="arrived_at,num_prefill_tokens,num_decode_tokens",
     show_default=True,
-    help="The trace's columns of arrival (seconds; `-` if there is none), prompt and output tokens.",
+    help="The trace's columns of arrival (seconds; `-` if there is none), prompt and output tokens, and, if there is "
+    "a fourth, service class (one of the manifest's; an empty cell is its first).",
 )
 @click.option(
     "--duration", type=Number(1, 1e6), default=600.0, show_default=True,
@@ -285,9 +286,10 @@ def _workload(
     if conversations and rate is None:
         raise ConfigInvalid("--conversations needs --rate: conversations that begin in a second")
     names = [name.strip() for name in columns.split(",")]
-    if len(names) != 3 or not all(names):
+    if len(names) not in (3, 4) or not all(names):
         raise ConfigInvalid(
-            f"--columns is {columns!r}; name three: arrival, prompt and output, e.g. arrived_at,prompt,output"
+            f"--columns is {columns!r}; name three: arrival, prompt and output, e.g. arrived_at,prompt,output; or four: "
+            "service class, too"
         )
     return WorkloadSpec(
         shape="conversations" if conversations else "trace" if trace is not None else "mix",
@@ -296,7 +298,7 @@ def _workload(
         burstiness=burstiness,
         rate=rate,
         trace=trace,
-        columns=TraceColumns(None if names[0] == "-" else names[0], names[1], names[2]),
+        columns=TraceColumns(None if names[0] == "-" else names[0], *names[1:]),
         names_max_tokens=not open_ended,
     )
 

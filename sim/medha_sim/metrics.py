@@ -41,6 +41,7 @@ def summarise(log: RunLog) -> Summary:
         "kinds": _by(records, lambda record: record.kind, window),
         "classes": _by(records, lambda record: record.service_class, window),
         "lengths": _by(records, lambda record: length_bucket(record.prompt_tokens), window),
+        "unserved": unserved(records),
         "convoy": convoy(records),
         "steps": steps(log),
         "series": series(log),
@@ -81,6 +82,18 @@ def group(records: Sequence[RequestRecord], window_seconds: float) -> Summary:
         "ttft_over_target": distribution(relative),
         "tpot_seconds": distribution(tpot),
     }
+
+
+def unserved(records: Iterable[RequestRecord]) -> list[Summary]:
+    """Why requests were refused or failed: for each ending and reason how many, and what was said of the first."""
+    found: dict[tuple[str, str], Summary] = {}
+    for record in records:
+        if record.ending not in ("refused", "failed"):
+            continue
+        reason, _, detail = record.detail.partition(": ")
+        first = {"ending": record.ending, "reason": reason, "count": 0, "first": detail}
+        found.setdefault((record.ending, reason), first)["count"] += 1
+    return list(found.values())
 
 
 def ttft_met(record: RequestRecord, window_seconds: float) -> bool | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +52,7 @@ from medha_sim.scenario import medha_replica
 
 _NEIGHBOURS = 32
 """Live steps of about the same predicted time, among which one is drawn."""
+_NO_TIME_SECONDS = 1e11  # 3,000 years: what is beyond is none of a clock's times
 _FASTEST = 0.1  # of its prediction: no step takes less
 
 
@@ -440,7 +440,7 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
     now, event, commands = entry.get("now"), entry.get("event"), entry.get("commands")
     if not isinstance(now, int | float) or not isinstance(event, dict):
         raise ConfigInvalid(f"{path}:{number}: has no `now` or no `event`")
-    if not isfinite(now):
+    if not -_NO_TIME_SECONDS < now < _NO_TIME_SECONDS:  # nor is NaN
         raise ConfigInvalid(
             f"{path}:{number}: now is {now}, which is no time; delete the line and those behind it"
         )

@@ -236,8 +236,8 @@ def _warnings(result: StudyResult) -> Iterable[str]:
                 f"{key}: {counts['ttft_undecided']} of {counts['arrived']} requests are undecided; simulate "
                 "longer to know more."
             )
-        if counts["refused"] or counts["failed"]:
-            yield f"{key}: {counts['refused']} refused, {counts['failed']} failed."
+        for why in summary["unserved"]:
+            yield f"{key}: {why['count']} {why['ending']} as {why['reason']}, the first: {why['first']}."
 
 
 def _sections(runs: Runs) -> Iterable[str]:

@@ -125,19 +125,22 @@ class Deployment:
         return Predictor(self.profile(), self.topology, chunking, self.tokens_per_lane)
 
     def targets(self) -> Targets:
-        """Deadlines of the first service class. They come from the profile alone, so all systems have the same."""
-        first = self.service_classes[0]
+        """Deadlines of the service classes. They come from the profile alone, so all systems have the same."""
         table = self.predictor()
 
         def prefill_seconds(prompts: Counts) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
             return table.prefill_seconds_many(np.zeros_like(prompts), prompts)
 
-        return Targets(
-            prefill_seconds,
-            ttft_floor_seconds=first.ttft_floor_seconds,
-            ttft_factor=first.ttft_factor,
-            tpot_seconds=first.tpot_target_seconds,
-        )
+        of_class = {
+            entry.name: Targets(
+                prefill_seconds,
+                ttft_floor_seconds=entry.ttft_floor_seconds,
+                ttft_factor=entry.ttft_factor,
+                tpot_seconds=entry.tpot_target_seconds,
+            )
+            for entry in self.service_classes
+        }
+        return replace(of_class[self.service_classes[0].name], of_class=of_class)
 
     def with_policy(self, policy: str) -> Deployment:
         scheduling = self.scheduling.model_dump() | {"policy": policy}

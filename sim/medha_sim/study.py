@@ -131,7 +131,7 @@ class StudySpec:
 
         Raises:
             ConfigInvalid: the weights do not fit, a setting or the trace makes no workload, a baseline is asked for
-                what only Medha's own controllers have, or all seeds would give the same runs.
+                what only Medha's own controllers have or for GPUs that it does not use, or all seeds would give the same runs.
         """
         if len(self.seeds) > 1 and not self.depends_on_seed:
             raise ConfigInvalid(
@@ -156,6 +156,8 @@ class StudySpec:
                 "that many stages"
             )
         self.deployment.kv_tokens()
+        for system in baselines:
+            baseline(system, self.deployment, Workload([]))
         workload = replace(self.workload, rate=1.0) if self.loads else self.workload
         deployment = self.deployment
         workload.make(deployment.targets(), self.duration_seconds, self.seeds[0], deployment.max_model_len)

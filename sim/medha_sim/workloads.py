@@ -9,8 +9,8 @@ same; and every policy sees exactly the same workload.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from medha_sim.lengths import MEDHA_SWE, SHAREGPT, Counts, Lengths
 LONG_TOKENS = 100_000
 """Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
 
+DEFAULT_CLASS = "default"
+"""What a request names that names no service class: whatever a replica's first one is called."""
+
 _MOST_REQUESTS = 5_000_000  # of one run: some GB of memory, and hours
 _MOST_TOKENS = 2**31 - 1  # what maxModelLen can be
 
@@ -33,12 +36,16 @@ _WORK_SEED = 20250101
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Deadlines of DESIGN §5: TTFT within max(floor, factor * isolated prefill), and a TPOT target."""
+    """Deadlines of DESIGN §5: TTFT within max(floor, factor * isolated prefill), and a TPOT target.
+
+    They are those of the first service class; `of_class` has each class's own by name, that one first.
+    """
 
     prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]  # of prompts alone, from nothing
     ttft_floor_seconds: float = 2.0
     ttft_factor: float = 3.0
     tpot_seconds: float = 0.05
+    of_class: Mapping[str, Targets] = field(default_factory=dict)
 
     def ttft_seconds(self, prompt_tokens: Counts) -> npt.NDArray[np.float64]:
         return np.maximum(self.ttft_floor_seconds, self.ttft_factor * self.prefill_seconds(prompt_tokens))
@@ -192,6 +199,7 @@ class TraceColumns:
     arrived_at: str | None = "arrived_at"
     prompt_tokens: str = "num_prefill_tokens"
     output_tokens: str = "num_decode_tokens"
+    service_class: str | None = None  # None, or an empty cell: the first class
 
 
 def read_trace(
@@ -210,7 +218,7 @@ def read_trace(
     """The requests of a CSV file with a header, in the order of time.
 
     `rate` stretches the trace's times to that mean rate, or draws arrivals if it has no times: only they depend on
-    `seed` and `coefficient_of_variation`. `duration_seconds` leaves later arrivals out. `names_max_tokens` as for
+    `seed` and `coefficient_of_variation`. Deadlines are those of each row's service class. `duration_seconds` leaves later arrivals out. `names_max_tokens` as for
     `generate`.
 
     Raises:
@@ -223,6 +231,7 @@ def read_trace(
     rows = _rows(path, columns)
     prompts = _column(rows, columns.prompt_tokens, path, max_model_len - 1, max_model_len)
     outputs = _column(rows, columns.output_tokens, path, max_model_len, max_model_len)
+    classes = _classes(rows, columns.service_class, path, targets)
     if columns.arrived_at is None:
         if rate is None:
             raise ConfigInvalid(f"{path} is read without a column of arrival times; give a rate (--rate)")
@@ -231,6 +240,7 @@ def read_trace(
         times = np.array([_number(row, columns.arrived_at, path, line) for line, row in rows])
         order = np.argsort(times, kind="stable")
         times, prompts, outputs = times[order] - times[order[0]], prompts[order], outputs[order]
+        classes = [classes[row] for row in order]
         if rate is not None:
             if times[-1] <= 0:
                 raise ConfigInvalid(f"{path}: all requests arrive at once, so the trace has no rate to scale")
@@ -245,6 +255,7 @@ def read_trace(
             outputs[:kept],
             targets,
             names_max_tokens=names_max_tokens,
+            classes=classes,
         )
     )
 
@@ -260,7 +271,7 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigInvalid(f"{path}: cannot be read as CSV: {error}") from error
-    for name in (columns.arrived_at, columns.prompt_tokens, columns.output_tokens):
+    for name in (columns.arrived_at, columns.prompt_tokens, columns.output_tokens, columns.service_class):
         if name is not None and name not in found:
             raise ConfigInvalid(
                 f"{path}: has no column {name!r}; it has {', '.join(map(repr, found)) or 'none'}. Name the columns "
@@ -290,6 +301,27 @@ def _column(
     return counts
 
 
+def _classes(
+    rows: list[tuple[int, dict[str, str]]], name: str | None, path: Path, targets: Targets
+) -> list[str]:
+    """The service class of each row; the first one's for an empty cell and for "default"."""
+    if name is None:
+        return [DEFAULT_CLASS] * len(rows)
+    known = tuple(targets.of_class) or (DEFAULT_CLASS,)
+    classes = []
+    for line, row in rows:
+        found = (row[name] or "").strip()  # a short row has None
+        if found in ("", DEFAULT_CLASS):
+            found = known[0]
+        if found not in known:
+            raise ConfigInvalid(
+                f"{path}:{line}: {name} is {found!r}; the service classes are {', '.join(known)}. Correct the cell, or "
+                "simulate a manifest whose spec.serviceClasses has it"
+            )
+        classes.append(found)
+    return classes
+
+
 def _number(row: dict[str, str], name: str, path: Path, line: int) -> float:
     text = row[name]
     try:
@@ -309,17 +341,22 @@ def _arrivals(
     targets: Targets,
     *,
     names_max_tokens: bool,
+    classes: Sequence[str] = (),
 ) -> list[Arrival]:
-    ttft = targets.ttft_seconds(prompts)
+    """`classes`: of each request, or none if all are of the default class."""
+    of_class = {name: targets.of_class.get(name, targets) for name in {*classes, DEFAULT_CLASS}}
+    ttft = {name: mine.ttft_seconds(prompts) for name, mine in of_class.items()}
+    classes = classes or [DEFAULT_CLASS] * len(times)
     return [
         Arrival(
             id=f"{kinds[index]}-{index}",
             at_seconds=times[index],
             prompt_tokens=int(prompts[index]),
             output_tokens=int(outputs[index]),
-            ttft_target_seconds=float(ttft[index]),
-            tpot_target_seconds=targets.tpot_seconds,
+            ttft_target_seconds=float(ttft[classes[index]][index]),
+            tpot_target_seconds=of_class[classes[index]].tpot_seconds,
             kind=kinds[index],
+            service_class=classes[index],
             max_tokens=int(outputs[index]) if names_max_tokens else None,
         )
         for index in range(len(times))

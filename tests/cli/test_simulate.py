@@ -66,7 +66,8 @@ def test_longer_prompts_are_not_refused_and_what_is_refused_is_told(tmp_path: Pa
         "spec: {model: {name: a, source: {path: a}, maxModelLen: 9000}, parallelism: {tensor: 8}}"
     )
     done = medha("simulate", str(manifest), *QUICK, *longs)
-    assert "refused, 0 failed" in done.stdout
+    assert "refused as too_long, the first: " in done.stdout
+    assert "tokens; maxModelLen is 9000." in done.stdout
 
 
 def test_ctrl_c_keeps_what_was_done(tmp_path: Path) -> None:
@@ -184,6 +185,21 @@ def test_a_prompt_longer_than_any_replica_takes_is_told_before_anything_is_simul
     assert "leave the row out, or simulate a manifest" in result.stderr
 
 
+def test_requests_of_a_trace_are_of_the_service_classes_of_a_fourth_column(tmp_path: Path) -> None:
+    manifest, trace, out = tmp_path / "replica.yaml", tmp_path / "trace.csv", tmp_path / "page.html"
+    tiny = (ROOT / "examples/tiny.yaml").read_text()
+    assert "serviceClasses" not in tiny
+    classes = "  serviceClasses:\n    - name: chat\n    - name: batch\n      ttftFloorSeconds: 60\n"
+    manifest.write_text(tiny.replace("spec:\n", "spec:\n" + classes, 1))
+    trace.write_text("at,in,out,tier\n0,100,3,batch\n0.1,100,3,chat\n0.2,100,3,\n")
+    read = ("--columns", "at,in,out,tier", "--trace", str(trace))
+    result = simulate(str(manifest), *read, "-p", "lars", "-o", str(out))
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(out.with_suffix(".json").read_text())["runs"]
+    assert {name: of["finished"] for name, of in run["result"]["classes"].items()} == {"batch": 1, "chat": 2}
+    assert "TTFT by service class" in out.read_text(encoding="utf-8")
+
+
 # --- wrong options -----------------------------------------------------------------------------------
 
 
@@ -208,6 +224,8 @@ def test_a_prompt_longer_than_any_replica_takes_is_told_before_anything_is_simul
         (["--rate", "0", "--trace", "x.csv", *UNTIMED], "Invalid value for '--rate': 0.0"),
         (["--rate", "1e9"], "rate is 1e+09 a second for 1 s, which makes 1e+09 requests; lower one of them"),
         (["--topology", "8x40x1"], "parallelism.stream is 40, but Llama-3-8B has 32 layers"),
+        (["-p", "lars,sarathi-512", "--topology", "8x1x2"], "sarathi-512 runs on one lane, 8 GPUs, but"),
+        (["-p", "loongserve", "--topology", "1x1x1"], "loongserve runs on 1 or more instances of TP2, but"),
         (["--rate", "nan"], "Invalid value for '--rate': nan is no finite number"),
         (["--duration", "nan"], "Invalid value for '--duration': nan is no finite number"),
         (["--rate", "1", "--load", "0.5"], "--load 0.5 changes nothing here: --rate is given too"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from medha.errors import ConfigInvalid
-from medha.hardware import A100, H100, LLAMA3_8B, profile_for
+from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, profile_for
 from medha.messages import Cancel, Done, Emit, Failed, Refused, Sample, Sampling, Step, Submit
 from medha.predictor import Predictor
 from medha.profile import Attention, Operation, Profile
@@ -24,6 +24,7 @@ from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS, SYSTEMS, s
 from medha_sim.driver import Arrival, Controller, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, StepCost, StepTiming
 from medha_sim.lengths import SHAREGPT
+from medha_sim.metrics import summarise
 from medha_sim.records import RunLog
 from medha_sim.scenario import Deployment, card
 
@@ -347,6 +348,29 @@ def test_the_longest_prompt_is_bound_by_activations_that_tensor_parallelism_does
     assert one == pytest.approx((72e9 - 16.06e9) / (2 * 55_296 + 131_072), rel=1e-3)
 
 
+def test_distserve_fails_behind_a_bound_above_the_papers_longest_prompts() -> None:
+    """Paper B §6.1 says that it runs out of memory, and not from where; here 8B on two pools of TP8 does so at 1.06M."""
+    for deployment, bound in (
+        (Deployment(max_model_len=2_000_000), 1_059_721),
+        (Deployment(model=LLAMA3_70B, max_model_len=2_000_000), 388_921),
+    ):
+        assert longest_prompt_tokens(deployment.model, A100, 8) == bound
+        prompts = [
+            arrival("longest", 0, bound, 2),
+            arrival("one more", 0, bound + 1, 2),
+            arrival("short", 1, 100),
+        ]
+        log = simulation("distserve", deployment, Workload(prompts)).run(36_000.0)
+        assert {name: record.ending for name, record in log.requests.items()} == {
+            "longest": "finished",
+            "one more": "failed",
+            "short": "finished",
+        }
+        (why,) = summarise(log)["unserved"]
+        assert (why["ending"], why["reason"], why["count"]) == ("failed", "out_of_memory", 1)
+        assert why["first"] == f"activations of {bound + 1} tokens; at most {bound} fit"
+
+
 def test_the_transfer_takes_bytes_over_bandwidth() -> None:
     profile = Profile("p", "test", layers=1)
     cost = DisaggregatedCost(Predictor(profile), 1000.0, 1e6)
@@ -389,6 +413,61 @@ def test_the_same_workload_gives_the_same_log(system: str, workload: Workload) -
         lambda: first_tokens(simulation(system, Deployment(), workload).run(600.0)) for _ in range(2)
     ]
     assert times[0]() == times[1]()
+
+
+@pytest.mark.parametrize(
+    ("system", "grid", "words"),
+    [
+        (
+            "sarathi-512",
+            Topology(8, 1, 2),
+            r"one lane, 8 GPUs, but TP8 x SPP1 x KVP2 has 16, .* e\.g\. 8x2x1",
+        ),
+        ("vllm-2048", Topology(8, 2, 2), r"one lane, 16 GPUs, but .* has 32, .* e\.g\. 8x4x1"),
+        ("hrrn", Topology(1, 1, 2), r"one lane, 1 GPUs, but .* has 2"),
+        ("single-lars", Topology(8, 1, 2), "one lane, 8 GPUs"),
+        ("distserve", Topology(8), r"pool of TP8, 16 GPUs, but TP8 x SPP1 x KVP1 has 8, .* e\.g\. 8x2x1"),
+        ("distserve", Topology(8, 4, 2), "pool of TP8, 16 GPUs, but TP8 x SPP4 x KVP2 has 64"),
+        (
+            "loongserve",
+            Topology(),
+            "1 or more instances of TP2, but .* has 1, .* an even number of GPUs, 2 or",
+        ),
+        ("loongserve", Topology(3), "instances of TP2, but TP3 x SPP1 x KVP1 has 3"),
+        ("loongserve-reserved", Topology(6), "4 or more instances of TP2, but .* has 6, .* 8 or more"),
+    ],
+)
+def test_a_grid_of_which_a_system_uses_other_than_all_gpus_is_refused(
+    system: str, grid: Topology, words: str
+) -> None:
+    with pytest.raises(ConfigInvalid, match=f"{system} runs on .*{words}.* leave {system} out"):
+        simulation(system, Deployment(topology=grid), Workload([]))
+
+
+@pytest.mark.parametrize(
+    ("system", "grid", "used"),
+    [
+        ("sarathi-512", Topology(4, 4), 16),
+        ("distserve", Topology(8, 1, 2), 16),
+        ("loongserve", Topology(2), 2),
+        ("loongserve", Topology(8, 2, 2), 32),
+        ("loongserve-reserved", Topology(4, 2), 8),
+    ],
+)
+def test_other_grids_are_simulated_on_all_of_their_gpus(system: str, grid: Topology, used: int) -> None:
+    assert grid.ranks == used
+    log = simulation(system, Deployment(topology=grid), Workload([arrival("a", 0, 100, 3)])).run(60.0)
+    assert log.requests["a"].ending == "finished"
+
+
+@pytest.mark.parametrize(("system", "gpus"), [("loongserve", 2), ("distserve", 8)])
+def test_weights_that_do_not_fit_a_part_of_a_system_are_told_with_what_to_change(
+    system: str, gpus: int
+) -> None:
+    deployment = Deployment(model=LLAMA31_405B, hardware=H100, topology=Topology(8, 2))
+    words = f"parts of {gpus} GPUs, and the weights of Llama-3.1-405B do not fit {gpus} H100; simulate hardware with"
+    with pytest.raises(ConfigInvalid, match=words):
+        simulation(system, deployment, Workload([]))
 
 
 def test_an_unknown_system_is_refused_by_name(workload: Workload) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isinf
 
 import pytest
@@ -16,6 +17,7 @@ from medha_sim.metrics import (
     steps,
     summarise,
     ttft_met,
+    unserved,
 )
 from medha_sim.records import Ending, RequestRecord, RunLog
 
@@ -62,6 +64,22 @@ def test_a_target_is_decided_by_a_first_token_or_by_its_deadline(
     one: RequestRecord, met: bool | None
 ) -> None:
     assert ttft_met(one, 100.0) is met
+
+
+def test_what_was_not_served_is_counted_by_its_reason_with_what_was_said_of_the_first() -> None:
+    records = [record("a", first=1.0, ending="finished")]
+    rows: tuple[tuple[str, Ending, str], ...] = (
+        ("b", "refused", "too_long: 9000 tokens; maxModelLen is 8192"),
+        ("c", "refused", "overloaded: 4 wait"),
+        ("d", "refused", "too_long: 9001 tokens; maxModelLen is 8192"),
+        ("e", "failed", "out_of_memory: activations: too many"),
+    )
+    records += [replace(record(name, ending=ending), detail=detail) for name, ending, detail in rows]
+    assert [tuple(why.values()) for why in unserved(records)] == [
+        ("refused", "too_long", 2, "9000 tokens; maxModelLen is 8192"),
+        ("refused", "overloaded", 1, "4 wait"),
+        ("failed", "out_of_memory", 1, "activations: too many"),
+    ]
 
 
 def test_a_group_counts_every_request_and_leaves_the_undecided_out_of_its_attainment() -> None:

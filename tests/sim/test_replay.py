@@ -280,6 +280,7 @@ def test_a_log_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
         (3, '{"now": 1.0}', ":4: has no `now` or no `event`"),
         (3, '{"now": NaN, "event": {"type": "Drain"}}', ":4: now is nan, which is no time"),
         (3, '{"now": 1e999, "event": {"type": "Drain"}}', ":4: now is inf, which is no time"),
+        (3, '{"now": 1e30, "event": {"type": "Drain"}}', ":4: now is 1e+30, which is no time"),
         (3, '{"now": 1.0, "event": {"v":1,"type":"Nonsense","body":{}}}', ":4: unknown message type"),
         (3, '{"now": 1.0, "event": {"v":1,"type":"Shutdown","body":{}}}', ":4: Shutdown is no event"),
     ],

@@ -352,7 +352,10 @@ def test_stopped_runs_are_compared_only_if_there_are_no_others(result: StudyResu
 
 def test_many_undecided_and_refused_requests_are_warned_of(result: StudyResult) -> None:
     key, summary = result.runs[0]
-    figures = summary["all"] | {"ttft_undecided": 5, "refused": 3}
-    report = of_study(replace(result, runs=((key, summary | {"all": figures}),)))
+    figures = summary["all"] | {"ttft_undecided": 5}
+    unserved = [
+        {"ending": "refused", "reason": "too_long", "count": 3, "first": "9 tokens; the pool holds 8"}
+    ]
+    report = of_study(replace(result, runs=((key, summary | {"all": figures, "unserved": unserved}),)))
     assert any("5 of" in warning and "undecided" in warning for warning in report.warnings)
-    assert any("3 refused" in warning for warning in report.warnings)
+    assert f"{key}: 3 refused as too_long, the first: 9 tokens; the pool holds 8." in report.warnings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,41 @@ def test_a_trace_can_be_scaled_to_a_rate_cut_and_have_other_columns(tmp_path: Pa
     columns = TraceColumns("when", "in", "out")
     arrivals = read_trace(path, TARGETS, columns=columns, rate=1.0, duration_seconds=1.5).arrivals
     assert [one.at_seconds for one in arrivals] == [0.0, 1.0]
+
+
+CLASSES = replace(
+    TARGETS,
+    of_class={
+        "chat": TARGETS,
+        "batch": replace(TARGETS, ttft_floor_seconds=60.0, ttft_factor=10.0, tpot_seconds=0.5),
+    },
+)
+
+
+def test_a_column_of_a_trace_names_service_classes_and_each_has_its_own_targets(tmp_path: Path) -> None:
+    path = trace(
+        tmp_path,
+        "at,in,out,tier\n3,100000,5,batch\n2,30,4,batch\n1,30,4, chat \n4,30,4,\n5,30,4,default\n6,30,4\n",
+    )
+    arrivals = read_trace(path, CLASSES, columns=TraceColumns("at", "in", "out", "tier")).arrivals
+    found = [(one.service_class, one.ttft_target_seconds, one.tpot_target_seconds) for one in arrivals]
+    assert found == [
+        ("chat", 2.0, 0.05),
+        ("batch", 60.0, 0.5),
+        ("batch", 100.0, 0.5),
+        *[("chat", 2.0, 0.05)] * 3,
+    ]
+
+
+def test_a_trace_that_names_an_unknown_class_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = trace(tmp_path, "at,in,out,tier\n3,30,5,batch\n2,30,4,gold\n")
+    columns = TraceColumns("at", "in", "out", "tier")
+    with pytest.raises(
+        ConfigInvalid, match=r"csv:3: tier is 'gold'; the service classes are chat, batch\. Correct"
+    ):
+        read_trace(path, CLASSES, columns=columns)
+    with pytest.raises(ConfigInvalid, match="has no column 'class'"):
+        read_trace(path, CLASSES, columns=replace(columns, service_class="class"))
 
 
 def test_a_trace_may_begin_with_a_mark_of_byte_order(tmp_path: Path) -> None:

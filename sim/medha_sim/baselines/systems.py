@@ -1,7 +1,8 @@
 """Every system of the comparison by name, on the same deployment and workload.
 
 `medha-<policy>` is Medha's own controller with multi-prefill batching; `single-<policy>` is the variant without.
-LoongServe runs on as many GPUs, as instances of TP2. The one constant that was calibrated is
+LoongServe runs on as many GPUs, as instances of TP2. A system that cannot use just the GPUs of a grid is refused there:
+a comparison on fewer or more would say nothing. The one constant that was calibrated is
 `LOONGSERVE_ITERATION_SECONDS`, once, to T4, and it is used for every row.
 """
 
@@ -32,6 +33,7 @@ Its 128 decoding requests of 440 output tokens on average leave at 1.75/s when a
 166 ms; the step itself takes about 16 ms of that.
 """
 _INSTANCE_TENSOR = 2
+_INSTANCES_FOR_A_RESERVE = 4  # of which one is reserved
 MEDHA = tuple(f"medha-{policy}" for policy in ("fcfs", "edf", "lrs", "srpt", "lars", "guarded"))
 SINGLE = tuple(f"single-{policy}" for policy in ("fcfs", "edf", "lrs", "lars"))
 OTHERS = (
@@ -60,11 +62,13 @@ def simulation(
     so many times faster, its engine time included.
 
     Raises:
-        ConfigInvalid: no system has that name.
+        ConfigInvalid: no system has that name, it cannot run on just the GPUs of `deployment`, or its weights do not
+            fit there.
     """
     if system not in SYSTEMS:
         raise ConfigInvalid(f"system is {system!r}; choose one of {', '.join(SYSTEMS)}")
     family, _, rest = system.partition("-")
+    _require_equal_ranks(system, family, deployment.topology)
     if family == "medha":
         return deployment.with_policy(rest).simulation(workload, disturbance=Disturbance(bias=1 / capacity))
     if family == "loongserve":
@@ -86,6 +90,44 @@ def simulation(
     announced = replace(card("replica-0", deployment.config()), kv_tokens_total=kv_tokens)
     replica = SimulatedReplica(controller, executor, announced)
     return Simulation([replica], workload, latencies=deployment.latencies)
+
+
+def _require_equal_ranks(system: str, family: str, grid: Topology) -> None:
+    """Refuse a grid of which `system` would use only a part, or more than there is."""
+    tensor, pods = grid.tensor, grid.stream * grid.kv
+    match family:
+        case "medha":
+            return
+        case "loongserve":
+            least = _INSTANCES_FOR_A_RESERVE if system == "loongserve-reserved" else 1
+            wrong = grid.ranks % _INSTANCE_TENSOR != 0 or grid.ranks < least * _INSTANCE_TENSOR
+            runs_on = f"{least} or more instances of TP{_INSTANCE_TENSOR}"
+            mend = f"an even number of GPUs, {least * _INSTANCE_TENSOR} or more"
+        case "distserve":
+            wrong = pods != 2
+            runs_on = f"a prefill and a decode pool of TP{tensor}, {2 * tensor} GPUs"
+            mend = f"twice as many GPUs as tensor ranks, e.g. {tensor}x2x1"
+        case _:
+            wrong = grid.kv != 1
+            runs_on = f"one lane, {tensor * grid.stream} GPUs"
+            mend = f"one lane, e.g. {tensor}x{pods}x1"
+    if wrong:
+        raise ConfigInvalid(
+            f"{system} runs on {runs_on}, but {grid} has {grid.ranks}, and systems are compared on equal ranks; "
+            f"simulate {mend}, or leave {system} out"
+        )
+
+
+def _kv_tokens(system: str, part: Deployment) -> int:
+    """What a part of a system that has a grid of its own holds."""
+    try:
+        return part.kv_tokens()
+    except ConfigInvalid as error:
+        ranks, hardware = part.topology.ranks, part.hardware.name
+        raise ConfigInvalid(
+            f"{system} runs on parts of {ranks} GPUs, and the weights of {part.model.name} do not fit {ranks} {hardware}; "
+            f"simulate hardware with more memory, or leave {system} out"
+        ) from error
 
 
 def _on_the_pipeline(family: str, rest: str, deployment: Deployment) -> tuple[Controller, StepCost, int, int]:
@@ -128,8 +170,8 @@ def _loongserve(
     )
     settings = LoongServeSettings(
         instances=instances,
-        kv_tokens_per_instance=instance.kv_tokens(),
-        reserved_instances=instances // 4 if reserved else 0,
+        kv_tokens_per_instance=_kv_tokens("loongserve", instance),
+        reserved_instances=instances // _INSTANCES_FOR_A_RESERVE if reserved else 0,
     )
     return LoongServe(settings, cost), cost, instances, 1
 
@@ -144,4 +186,4 @@ def _distserve(deployment: Deployment) -> tuple[Controller, StepCost, int, int]:
         tensor * hardware.fabric_link_bytes_per_second,
     )
     longest = longest_prompt_tokens(model, hardware, tensor, memory_fraction=deployment.memory_fraction)
-    return DistServe(pool.kv_tokens(), longest_prompt=longest), cost, 3, 1
+    return DistServe(_kv_tokens("distserve", pool), longest_prompt=longest), cost, 3, 1
