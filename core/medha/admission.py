@@ -5,10 +5,12 @@ that does not move. Three rules keep shorts and longs out of each other's way (D
 
 * Longs are capped in number and in their share of the pool. The first long always passes, however large:
   otherwise a stream of shorts could keep it out for ever.
-* A request that finds no room is overtaken by smaller ones, until it is late. Then it *claims* what becomes free.
+* A request that finds no room, or no share of longs, is overtaken by smaller ones, until it is late. Then it *claims*
+  what becomes free. What a long one claims is taken off the share of longs, and one off their number, for all others.
 * Beside a claim others are still admitted, so that no convoy forms behind it, but all of them together hold no more
   than the head-room for shorts; and none any more once they alone stand between the claim and its KV. What the
-  claim waits for is then held by requests that end, so it does not starve.
+  claim waits for is then held by requests that end, so it does not starve. While it waits for longs to end, others may
+  also have what is free beyond it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Claim:
 
     request: Request
     lanes: tuple[int, ...]
-    blocks: int
+    blocks: int  # free ones on `lanes` that it waits for
     beside: dict[str, int] = field(default_factory=dict)
 
 
@@ -75,12 +77,12 @@ class Admission:
         _, held_by_others = self.pools.expected(
             submit.tokens, submit.block_hashes, is_long=request.may_spread
         )
-        return wanted - held_by_others
+        return wanted - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
     def free_room(self) -> Room:
-        """What is free on the emptiest lane and on all, without regard to claims."""
+        """What is free on the emptiest lane and on all, and of the share of longs, without regard to claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
-        return Room(max(free), sum(free), self._room_of_longs())
+        return Room(max(free), sum(free), self._left_for_longs(), self._starts_long())
 
     def room(self, lanes: Sequence[int]) -> Room:
         """What requests that `lanes` compute may take now, at most."""
@@ -92,13 +94,16 @@ class Admission:
             together = min(together, beside)
             if all(lane in claim.lanes for lane in lanes):
                 free = min(free, beside)
-        return Room(free, together, self._room_of_longs())
+        return Room(free, together, self._left_for_longs(claim), self._starts_long(claim))
 
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
         """Which of `lanes` should take a waiting request now; None: none of them, or there is no room."""
         wanted, sibling = request.wanted_blocks, request.prompt.sharing
+        if request.is_long and not self._has_share_for(request):
+            return None
+        lanes_open = self._lanes_open_to(request)
         if sibling is not None:
             lane = sibling.lane
         elif self._has_one_lane:
@@ -106,40 +111,44 @@ class Admission:
         elif request.may_spread:
             lane = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
         else:
-            with_room = [lane for lane in self._lanes if self._free_blocks(lane) >= wanted]
+            with_room = [lane for lane in lanes_open if self._free_blocks(lane) >= wanted]
             key = lambda lane: (pending_seconds[lane], -self._free_blocks(lane), lane)  # noqa: E731
             lane = min(with_room, key=key, default=-1)
-        if lane not in lanes:
+        if lane not in lanes or lane not in lanes_open:
             return None
-        if self._claim is None and not request.is_long and not request.may_spread:
-            return lane if wanted <= self._free_blocks(lane) else None
         free = sum(map(self._free_blocks, self._lanes)) if request.may_spread else self._free_blocks(lane)
-        return lane if wanted <= free and self._may_enter(request, wanted, (lane,)) else None
+        return lane if wanted <= free else None
 
     def _free_blocks(self, lane: int) -> int:
         return self.pools.free_blocks_on(lane)
 
-    def _room_of_longs(self) -> int | None:
-        """Blocks that another long request may take; None: any number."""
-        if not self._long_blocks:
-            return None
-        scheduling = self._config.scheduling
-        if len(self._prefilling_longs) >= scheduling.max_running_long:
-            return 0
-        return int((1 - scheduling.short_headroom) * self._pool_blocks) - self._long_blocks
-
-    def _may_enter(self, request: Request, wanted: int, lanes: Sequence[int]) -> bool:
-        """Whether caps and claims allow it."""
-        if request.is_long:
-            of_longs = self._room_of_longs()
-            if of_longs is not None and wanted > of_longs:
-                return False
+    def _lanes_open_to(self, request: Request) -> Sequence[int]:
+        """Lanes whose free KV is not claimed by somebody else; one that may spread needs all."""
         claim = self._claim
-        if claim is None or claim.request is request:
-            return True
-        if not request.may_spread and not any(lane in claim.lanes for lane in lanes):
-            return True
-        return wanted <= self._room_beside(claim)
+        if claim is None or claim.request is request or request.wanted_blocks <= self._room_beside(claim):
+            return self._lanes
+        return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
+
+    # The caps on longs, beside a claim: what a long claimant is to have is not for others.
+
+    def _left_for_longs(self, claim: _Claim | None = None) -> int | None:
+        """Blocks that another long request may take; None: any number."""
+        claimed = claim.request.wanted_blocks if claim is not None and claim.request.is_long else 0
+        if not self._long_blocks and not claimed:
+            return None
+        share = 1 - self._config.scheduling.short_headroom
+        return int(share * self._pool_blocks) - self._long_blocks - claimed
+
+    def _starts_long(self, claim: _Claim | None = None) -> bool:
+        """Whether another long request may begin its prefill."""
+        claimed = 1 if claim is not None and claim.request.is_long else 0
+        return len(self._prefilling_longs) + claimed < self._config.scheduling.max_running_long
+
+    def _has_share_for(self, request: Request) -> bool:
+        """Whether the caps on longs let a long request in."""
+        claim = None if self.claimant is request else self._claim
+        left = self._left_for_longs(claim)
+        return self._starts_long(claim) and (left is None or request.wanted_blocks <= left)
 
     # --- claims -------------------------------------------------------------------------------------
 
@@ -151,22 +160,34 @@ class Admission:
     def claim(self, request: Request) -> None:
         """From now on freed KV goes to `request`, until it is admitted or gone."""
         assert self._claim is None
-        lanes = self._lanes
-        if not request.may_spread:
-            lanes = (max(lanes, key=lambda lane: (self._free_blocks(lane), -lane)),)
-        self._claim = _Claim(request, lanes, request.wanted_blocks)
+        emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
+        self._claim = _Claim(request, (emptiest,), request.wanted_blocks)
+        self.look_at_claim()
+
+    def look_at_claim(self) -> None:
+        """What the claimant wants, or from whom it forks, may have changed."""
+        claim = self._claim
+        assert claim is not None
+        request, sibling = claim.request, claim.request.prompt.sharing
+        claim.blocks = request.wanted_blocks
+        if request.may_spread:
+            claim.lanes = self._lanes
+        elif sibling is not None:
+            claim.lanes = (sibling.lane,)
 
     def withdraw(self, request: Request) -> None:
-        """A waiting request is gone."""
+        """A waiting request is gone, or waits for something else."""
         if self.claimant is request:
             self._claim = None
 
     def _room_beside(self, claim: _Claim) -> int:
         """Blocks that may still be given to others beside a claim."""
         held = sum(claim.beside.values())
-        if sum(map(self._free_blocks, claim.lanes)) + held >= claim.blocks:
-            return 0
-        return max(self._headroom_blocks - held, 0)
+        headroom = max(self._headroom_blocks - held, 0)
+        beyond = sum(map(self._free_blocks, claim.lanes)) - claim.blocks
+        if claim.request.is_long and not self._has_share_for(claim.request):
+            return max(headroom, beyond)
+        return 0 if beyond + held >= 0 else headroom
 
     # --- KV is given and taken ----------------------------------------------------------------------
 
@@ -176,20 +197,19 @@ class Admission:
         pending_seconds: Sequence[float],
         remaining_seconds: Callable[[int], float],
     ) -> Admit | None:
-        """Give a request its KV, or change nothing and return None.
+        """Give KV to a request for which there is a lane; None: the pools have no place for it, and nothing has changed.
 
         `pending_seconds` are the prefill seconds ahead of a new request on each lane, `remaining_seconds(cached)` its
         own behind `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
-        if self.lane_for(request, self._lanes, pending_seconds) is None:
-            return None
         shared_tokens = 0
         placed: Placed | None
         if sibling is not None:
             shared_tokens = submit.tokens - 1
             placed = self.pools.fork(sibling.id, request.id, shared_tokens, request.reservation_tokens)
         else:
+            lanes_open = self._lanes_open_to(request)
             placed = self.pools.admit(
                 request.id,
                 submit.tokens,
@@ -197,8 +217,12 @@ class Admission:
                 block_hashes=submit.block_hashes,
                 pending_seconds=pending_seconds,
                 remaining_seconds=remaining_seconds,
+                owners=None if lanes_open is self._lanes else lanes_open,
             )
         if placed is None:
+            if self._claim is not None and self._claim.request is request:
+                # It is not a number of blocks that it lacks: it waits until its lanes are empty, if need be.
+                self._claim.blocks = len(self._claim.lanes) * self._config.kv_blocks
             return None
         request.enter(
             placed.shards,

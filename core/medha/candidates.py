@@ -21,6 +21,8 @@ from medha.prefill import Alone
 from medha.request import NOWHERE, Request
 
 _FIRST_CAPACITY = 64
+NEAR_PROMISE = 3.0
+"""Times its own work: from so long before its promise a request that was given up lets nobody else take KV first."""
 
 _Lanes = npt.NDArray[np.int16]
 _Item = TypeVar("_Item", bound=np.generic)
@@ -33,6 +35,7 @@ class Room:
     of_one_lane: int
     of_all_lanes: int  # for requests that may be cut over several lanes
     of_longs: int | None = None  # what is left of the share of long ones; None: no limit
+    starts_long: bool = True  # whether another long one may begin its prefill
 
 
 class Candidates:
@@ -43,10 +46,10 @@ class Candidates:
         self._keeps_order = by_due
         self.requests: list[Request] = []  # by row
         # Columns of one type lie in one array, so that a row moves in four operations.
-        self._seconds: Floats = np.zeros((8, _FIRST_CAPACITY), dtype=np.float64)
+        self._seconds: Floats = np.zeros((9, _FIRST_CAPACITY), dtype=np.float64)
         self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
-        self._flags: Bools = np.zeros((3, _FIRST_CAPACITY), dtype=np.bool_)
+        self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, in that order
         self._most_wanted = 0  # no row wants more blocks; fewer, perhaps
         self._name_columns()
@@ -55,7 +58,7 @@ class Candidates:
         return len(self.requests)
 
     def _name_columns(self) -> None:
-        arrival, deadline, work, remaining, busy, busy_until, due, promise = self._seconds
+        arrival, deadline, work, remaining, busy, busy_until, due, promise, patience = self._seconds
         self._arrival: Floats = arrival
         self._deadline: Floats = deadline
         self._work: Floats = work
@@ -64,13 +67,15 @@ class Candidates:
         self._busy_until: Floats = busy_until  # the deadline of that
         self._due: Floats = due
         self._promise: Floats = promise
+        self._patience: Floats = patience  # until then one that was given up claims no share of longs
         tie, wanted = self._counts
         self._tie: Ints = tie
         self._wanted: Ints = wanted  # blocks of KV to be admitted; 0 once it is
-        long, spread, held = self._flags
+        long, spread, held, misfit = self._flags
         self._long: Bools = long
         self._spread: Bools = spread  # may be cut over several lanes
         self._held: Bools = held  # waits for a prefill that it will share
+        self._misfit: Bools = misfit  # finds no place, though there is as much KV as it wants
 
     def _double(self) -> None:
         """Room for twice as many rows."""
@@ -91,7 +96,7 @@ class Candidates:
         self._arrival[row] = request.arrival
         self._deadline[row] = request.deadline
         due = self._busy_until[row] = self._due[row] = busy_until
-        self._promise[row] = np.inf
+        self._promise[row] = self._patience[row] = np.inf
         self._work[row] = request.work_seconds
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
         self._tie[row] = request.tie
@@ -99,7 +104,7 @@ class Candidates:
         self._lane[row] = request.lane
         self._long[row] = request.is_long
         self._spread[row] = request.may_spread
-        self._held[row] = False
+        self._held[row] = self._misfit[row] = False
         if self._keeps_order:
             place = int(self._due[:row].searchsorted(due, side="right", sorter=self._by_due[:row]))
             self._by_due[place + 1 : row + 1] = self._by_due[place:row]
@@ -170,12 +175,16 @@ class Candidates:
         row = request.row
         self._want(request, blocks)
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
-        self._held[row] = held
+        self._held[row], self._misfit[row] = held, False
         if busy_until != self._busy_until[row]:
             kept = self._due[row] <= self._busy_until[row]
             self._busy_until[row] = busy_until
             if kept or self._due[row] < busy_until:
                 self._fall_due(row, busy_until)
+
+    def misfits(self, request: Request) -> None:
+        """A waiting request found no place, though there was as much KV as it wants: it lacks KV, for all that."""
+        self._misfit[request.row] = True
 
     def _fall_due(self, row: int, due: float) -> None:
         """Give a row another due, and its place by it."""
@@ -261,32 +270,55 @@ class Candidates:
         """Waiting rows that find room, and share no prefill that still runs."""
         rows = len(self.requests)
         refused = self._without(room)
+        if not room.starts_long:
+            refused |= self._long[:rows]
+        elif room.of_longs is not None and self._most_wanted > room.of_longs:
+            refused |= self._without_share(room.of_longs)
         refused |= self._held[:rows]
         refused |= self._lane[:rows] != NOWHERE
         return np.logical_not(refused, out=refused)
 
     def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
-        """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV."""
+        """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV.
+
+        Long ones may lack their share of it. Of those, one that was given up is not late before its promise is near,
+        or has been: others can still be in time.
+        """
         rows = len(self.requests)
-        if rows == 0 or self._most_wanted <= room.of_one_lane:
+        if rows == 0:
             return None
-        self._most_wanted = int(self._wanted[:rows].max())
-        if self._most_wanted <= room.of_one_lane:
+        least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
+        misfit = self._misfit[:rows]
+        if self._most_wanted > least:
+            self._most_wanted = int(self._wanted[:rows].max())
+        if self._most_wanted <= least and not misfit.any():
             return None
-        blocked = self._without(room) & (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
-        if room.of_longs is not None:
-            blocked &= ~(self._long[:rows] & (self._wanted[:rows] > room.of_longs))
-        if not blocked.any():
+        lacks = self._without(room) | misfit
+        lacks_share = np.zeros(0, dtype=np.bool_)
+        if not room.starts_long:
+            lacks &= ~self._long[:rows]
+        elif room.of_longs is not None and self._most_wanted > room.of_longs:
+            lacks_share = self._without_share(room.of_longs)
+            lacks |= lacks_share
+        lacks &= (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
+        found = lacks.nonzero()[0]
+        if not len(found):
             return None
-        blocked &= self._deadline[:rows] - self._remaining[:rows] * correction < now
-        found = np.flatnonzero(blocked)
+        remaining = self._remaining[found] * correction
+        late = self._deadline[found] - remaining < now
+        if self._keeps_order and len(lacks_share):
+            near = self._due[found] - NEAR_PROMISE * remaining
+            near[self._due[found] <= self._deadline[found]] = np.inf
+            patience = self._patience[found] = np.minimum(self._patience[found], near)
+            late &= ~lacks_share[found] | (patience <= now)
+        found = found[late]
         if not len(found):
             return None
         order = np.lexsort((self._tie[found], self._deadline[found]))
         return self.requests[int(found[order[0]])]
 
     def _without(self, room: Room) -> Bools:
-        """Rows that want more than there is."""
+        """Rows that want more than is free."""
         rows = len(self.requests)
         wanted = self._wanted[:rows]
         found: Bools
@@ -296,8 +328,12 @@ class Candidates:
             found = wanted > room.of_one_lane
         if room.of_all_lanes > room.of_one_lane:
             found &= ~self._spread[:rows] | (wanted > room.of_all_lanes)
-        if room.of_longs is not None and self._most_wanted > room.of_longs:
-            found |= self._long[:rows] & (wanted > room.of_longs)
+        return found
+
+    def _without_share(self, blocks: int) -> Bools:
+        """Long rows that want more than these, which are left of the share of longs."""
+        rows = len(self.requests)
+        found: Bools = self._long[:rows] & (self._wanted[:rows] > blocks)
         return found
 
 

@@ -163,7 +163,7 @@ class ReplicaController:
 
     def load(self) -> Load:
         return Load(
-            running=len(self._roster.running) - sum(lane.quarantined for lane in self._lanes),
+            running=self._roster.active,
             waiting=len(self._roster.waiting),
             kv_tokens_free=self._pools.free_tokens,
             kv_blocks_held=self._pools.held_blocks,
@@ -284,13 +284,19 @@ class ReplicaController:
         if not self._roster.waiting or self._roster.is_full:
             return admits
         claimant = self._admission.claimant
+        if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
+            self._admission.withdraw(claimant)  # it will share that prefill, and lacks no KV until then
+            claimant = None
         if claimant is None:
             room, correction = self._admission.free_room(), self.predictor.correction
             claimant = self._candidates.late_without_room(room, now, correction)
-            if claimant is not None:
-                self._admission.claim(claimant)
-        elif not claimant.prompt.prefilling:
-            self._filler.admit(claimant, admits)
+            if claimant is None:
+                return admits
+            self._admission.claim(claimant)
+        if not self._roster.wants_the_same(claimant):
+            self._roster.look_again(claimant)
+        self._admission.look_at_claim()
+        self._filler.admit(claimant, admits)
         return admits
 
     # --- requests come and go -----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from medha.admission import Admission
-from medha.candidates import Candidates
+from medha.candidates import NEAR_PROMISE, Candidates
 from medha.config import ReplicaConfig
 from medha.context_parallel import ContextParallel
 from medha.lanes import Lanes
@@ -27,8 +27,6 @@ MOST_ORDERS = 4
 """How often a step selects candidates anew because admissions have used up the room of others."""
 _USUAL_STEP_TOKENS = 512
 """Whose hop counts as time between steps until some are measured."""
-_NEAR_PROMISE = 3.0
-"""Times its own work: from so long before its promise a request that was given up lets nobody else take KV first."""
 _LEAST_OF_TARGET = 0.5
 """Of a TPOT target is left for the steps themselves, whatever passes between them."""
 MOST_POSITIONS = 32768
@@ -145,20 +143,27 @@ class Filler:
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; False if there is none for it."""
-        if self._roster.is_full:
+        pending_seconds = self._pending_seconds()
+        if self._roster.is_full or self._lane_with_room(request, pending_seconds) is None:
             return False
         tokens = request.submit.tokens
 
         def remaining_seconds(cached_tokens: int) -> float:
             return self._predictor.prefill_seconds(cached_tokens, tokens)
 
-        admit = self._admission.admit(request, self._pending_seconds(), remaining_seconds)
-        if admit is None:
+        admit = self._admission.admit(request, pending_seconds, remaining_seconds)
+        if admit is None:  # what it had counted on is gone, or the room is not where it needs it
+            self._roster.look_again(request)
+            if self._lane_with_room(request, pending_seconds) is not None:
+                self._candidates.misfits(request)
             return False
         admits.append(admit)
         self._roster.enter(request)
         self._lanes.remapped(request)
         return True
+
+    def _lane_with_room(self, request: Request, pending_seconds: Sequence[float]) -> int | None:
+        return self._admission.lane_for(request, range(len(self._lanes)), pending_seconds)
 
     def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
         """Entries of the decodes of a step, which count as dispatched from here on."""
@@ -278,7 +283,7 @@ class Filler:
         due = self._candidates.dispatched_by(request)
         if due <= request.deadline or not self._admission.longs_crowd:
             return False
-        return due - now > _NEAR_PROMISE * self._candidates.remaining_seconds(request)
+        return due - now > NEAR_PROMISE * self._candidates.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Which of `lanes` has KV for a waiting request now."""

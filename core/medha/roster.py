@@ -35,10 +35,16 @@ class Roster:
         self._alike = Alike(config.block_size_tokens, candidates.dispatched_by)
         self._awaited: dict[str, Prompt] = {}  # prompts that are being computed, for which others wait
         self._arrivals = 0
+        self._ended = 0  # running requests whose KV waits in quarantine
 
     def find(self, request_id: str) -> Request | None:
         """The request of this id, if it is here."""
         return self.waiting.get(request_id) or self.running.get(request_id)
+
+    @property
+    def active(self) -> int:
+        """Running requests that have not ended."""
+        return len(self.running) - self._ended
 
     @property
     def is_full(self) -> bool:
@@ -102,7 +108,7 @@ class Roster:
         wanted = self._admission.wanted_blocks(request)
         self._candidates.add(request, left, self._busy_until(request, left), wanted)
         if request.is_held:
-            self._look_again(request)
+            self.look_again(request)
         if prompt.users > 1:
             self._share(prompt, newcomer=request)
 
@@ -116,7 +122,7 @@ class Roster:
         prompt.holders[request.id] = request
         self._share(prompt)
         for other in self._alike.enter(request):
-            self._look_again(other)
+            self.look_again(other)
         if request.cached_tokens:
             self.progressed([request])
 
@@ -129,7 +135,7 @@ class Roster:
     def leave_given_up(self) -> None:
         """Let nobody wait for a prefill that was given up, if it has more time than that."""
         for request in self._alike.leave_given_up():
-            self._look_again(request)
+            self.look_again(request)
         for prompt in self._awaited.values():
             holders = [holder for holder in prompt.holders.values() if not holder.ended]
             due = min((self._candidates.dispatched_by(holder) for holder in holders), default=inf)
@@ -147,21 +153,23 @@ class Roster:
             self._share(request.prompt)
             ready += self._alike.ended(request)
         for other in ready:
-            self._look_again(other)
+            self.look_again(other)
 
     def stop(self, request: Request) -> None:
         """No more steps for a running request."""
+        self._ended += 1
         self._candidates.remove([request])
         self._share(request.prompt)
         for other in self._alike.ended(request):
-            self._look_again(other)
+            self.look_again(other)
 
     def leave(self, request: Request) -> None:
         """Nothing is left of a request here."""
         if self.waiting.pop(request.id, None) is not None:
             self._alike.remove(request)
             self._candidates.remove([request])
-        self.running.pop(request.id, None)
+        if self.running.pop(request.id, None) is not None:
+            self._ended -= 1
         prompt = request.prompt
         prompt.users -= 1
         prompt.waiting.pop(request.id, None)
@@ -193,7 +201,11 @@ class Roster:
         for request in prompt.waiting.values() if changed else (newcomer,) if newcomer else ():
             self._wants(request, prompt.tokens - 1 if sharing is not None or prefilling else 0)
 
-    def _look_again(self, request: Request) -> None:
+    def wants_the_same(self, request: Request) -> bool:
+        """Whether a waiting request would find cached now what it counts on."""
+        return self._admission.wanted_blocks(request) == request.wanted_blocks
+
+    def look_again(self, request: Request) -> None:
         """More or less of a waiting request's prompt is cached, or about to be: it needs other KV, and other time."""
         prompt, hashes = request.prompt, request.submit.block_hashes
         there = prompt.tokens - 1

@@ -35,7 +35,7 @@ def late_request(number: int, *, is_long: bool) -> Request:
 
 @given(
     rows=st.lists(st.tuples(BLOCKS, st.booleans(), st.booleans()), max_size=12),
-    room=st.builds(Room, BLOCKS, BLOCKS, st.none() | st.integers(-3, 12)),
+    room=st.builds(Room, BLOCKS, BLOCKS, st.none() | st.integers(-3, 12), st.booleans()),
 )
 def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone(
     rows: list[tuple[int, bool, bool]], room: Room
@@ -54,18 +54,44 @@ def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone
     table.remove(gone)
     for _ in range(2):  # the second time knows what the first has found
         of_longs = room.of_longs
-        refused = {
+        short_of_kv = {
             request.id
             for request, blocks in stay
             if blocks > room.of_one_lane or (request.is_long and of_longs is not None and blocks > of_longs)
         }
+        shut_out = {request.id for request, _ in stay if request.is_long and not room.starts_long}
+        refused = short_of_kv | shut_out
         admissible = table.admissible(room)
         assert {table.requests[row].id for row in np.flatnonzero(~admissible)} == refused
-        crowded_out = [
-            request
-            for request, blocks in stay
-            if blocks > room.of_one_lane
-            and not (request.is_long and of_longs is not None and blocks > of_longs)
-        ]
-        first = min(crowded_out, key=lambda request: request.deadline, default=None)
+        claims = [request for request, _ in stay if request.id in short_of_kv - shut_out]
+        first = min(claims, key=lambda request: request.deadline, default=None)
         assert table.late_without_room(room, NOW, 1.0) is first
+
+
+def test_a_given_up_long_one_claims_no_share_of_longs_before_its_promise_has_been_near() -> None:
+    table = Candidates(by_due=True)
+    request = late_request(1, is_long=True)
+    table.add(request, Alone(1.0, 0.0), request.deadline, 5)
+    crowded, full = Room(10, 10, of_longs=4), Room(4, 4)
+    assert table.late_without_room(crowded, NOW, 1.0) is None, "whether it is given up is not decided yet"
+    table.plan.due[0] = NOW + 10.0
+    assert table.late_without_room(crowded, NOW, 1.0) is None
+    assert table.late_without_room(full, NOW, 1.0) is request, "KV that is free is another matter"
+    assert table.late_without_room(crowded, NOW + 6.9, 1.0) is None
+    table.plan.due[0] = NOW + 100.0  # renewed: there was never room to keep it
+    assert table.late_without_room(crowded, NOW + 6.9, 1.0) is None
+    assert table.late_without_room(crowded, NOW + 7.0, 1.0) is request
+
+
+def test_one_that_found_no_place_where_there_was_room_lacks_kv_until_it_wants_another_amount() -> None:
+    table = Candidates()
+    request = late_request(1, is_long=False)
+    table.add(request, Alone(1.0, 0.0), request.deadline, 5)
+    room = Room(10, 10)
+    assert table.late_without_room(room, NOW, 1.0) is None
+    table.misfits(request)
+    assert table.late_without_room(room, 0.0, 1.0) is None, "it is not late"
+    assert table.late_without_room(room, NOW, 1.0) is request
+    assert table.admissible(room).all(), "others may end, so it is asked again"
+    table.wants(request, 4, Alone(1.0, 0.0), request.deadline, held=False)
+    assert table.late_without_room(room, NOW, 1.0) is None

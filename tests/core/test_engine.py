@@ -542,6 +542,21 @@ def test_load_counts_what_waits_and_runs(replica_of: Any, submit_of: Any) -> Non
     assert replica.controller.load().pending_prefill_seconds == 0
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_load_counts_a_request_cancelled_in_flight_neither_as_running_nor_twice_as_ended(
+    config_of: Any, submit_of: Any, profile: StepProfile, lanes: int
+) -> None:
+    controller = ReplicaController(lanes_of(config_of, lanes), profile)
+    (step,) = controller.handle(submit_of("a", 80, 4), 0.0)
+    assert len(controller.pools.shards("a").lanes) == lanes
+    assert controller.load().running == 1
+    controller.handle(Cancel("a"), 0.1)
+    assert controller.load().running == 0
+    assert controller.load().kv_blocks_held > 0, "a step has it still"
+    controller.handle(Done(step.step_id, lanes=step.lanes), 0.2)
+    assert (controller.load().running, controller.load().kv_blocks_held) == (0, 0)
+
+
 # --- what a stream's wish costs, and what a long prefill's order does not ------------------------------
 
 

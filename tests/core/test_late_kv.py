@@ -1,11 +1,20 @@
-"""A long request that was given up leaves KV to those that can be in time, while long ones crowd the pool."""
+"""Who gets KV when it is short: late requests claim it, whatever kept them out, and given-up long ones leave it to others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from medha.engine import ReplicaController
+from medha.messages import Done, Sample, Step, StepProfile, Submit
+from medha.prefix import PrefixHasher
+from medha.topology import Topology
+
+SIZE = 4
+HASHER = PrefixHasher(SIZE, b"secret")
 OUTPUT_TOKENS = 60
 """Of the request that holds KV already: it decodes all through a test."""
 
@@ -80,3 +89,238 @@ def test_a_short_request_that_was_given_up_waits_for_nobody(crowded: Any, submit
     replica.submit(submit_of("late", 60, 1, age_seconds=5.0))
     replica.advance()
     assert "late" in admitted(replica)
+
+
+# --- what a waiting request counts on may go -----------------------------------------------------------
+
+
+def submit_ids(replica: Any, submit: Submit, ids: range) -> None:
+    """Submit a request whose prompt has these ids."""
+    replica.prompt_ids[submit.prompt] = tuple(ids)
+    hashes = HASHER.hashes(np.array(ids, dtype=np.int32))
+    replica.submit(replace(submit, tokens=len(ids), prompt_length=len(ids), block_hashes=hashes))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs", "lars", "guarded"])
+def test_a_late_request_whose_cached_prefix_was_evicted_while_it_waited_claims_all_that_it_needs_now(
+    replica_of: Any, submit_of: Any, policy: str
+) -> None:
+    replica = replica_of(
+        policy=policy, kv_blocks=100, block_size_tokens=SIZE, short_headroom=0.0, step_seconds=0.02
+    )
+    submit_ids(replica, submit_of("holder", 1, 20), range(200))
+    for _ in range(3):
+        replica.advance()
+    for index in range(6):  # the pool is full of them, and what the holder leaves goes to the last three
+        replica.submit(submit_of(f"early {index}", 12, 48, deadline_after_seconds=0.2))
+    for _ in range(2):
+        replica.advance()
+    submit_ids(replica, submit_of("waits", 1, 4), range(204))
+    request = replica.controller.find("waits")
+    assert request.wanted_blocks == 2, "beside 50 of the holder's"
+    for index in range(400):
+        if index % 9 == 0:  # 15 blocks for 48 steps: five or six of them at a time
+            replica.submit(submit_of(f"short {index}", 12, 48, deadline_after_seconds=0.2))
+        assert replica.advance()
+        if "waits" in replica.emitted:
+            break
+    assert "waits" in replica.emitted, "it starves"
+    assert "holder" in replica.endings
+    assert request.cached_tokens < 100, "what it had counted on was evicted"
+    replica.run().check_empty()
+
+
+def test_a_prompt_of_whole_blocks_that_are_all_held_still_wants_one_for_its_last_token(
+    replica_of: Any, submit_of: Any
+) -> None:
+    replica = replica_of(kv_blocks=100, block_size_tokens=SIZE)
+    submit_ids(replica, submit_of("holder", 1, 100), range(200))
+    for _ in range(3):
+        replica.advance()
+    submit_ids(replica, submit_of("alike", 1, 160), range(200))
+    assert replica.controller.find("alike").wanted_blocks == 90 - 49
+
+
+class Lanes:
+    """A controller of two lanes whose ranks do as they are told."""
+
+    def __init__(self, config: Any, profile: StepProfile) -> None:
+        self.controller = ReplicaController(replace(config, topology=Topology(kv=2)), profile)
+        self.now = 0.0
+        self.steps: list[Step] = []
+        self.begun: list[str] = []
+        self.lane_of: dict[str, int] = {}
+
+    def handle(self, event: Any) -> None:
+        for command in self.controller.handle(event, self.now):
+            if isinstance(command, Step):
+                self.steps.append(command)
+                for admit in command.admits:
+                    self.lane_of[admit.id] = admit.segments[0].lane
+                self.begun += [entry.id for entry in command.entries if entry.samples]
+
+    @property
+    def free_blocks(self) -> list[int]:
+        return [self.controller.pools.free_blocks_on(lane) for lane in range(2)]
+
+    def submit(self, submit: Submit, ids: range | None = None) -> None:
+        if ids is not None:
+            hashes = HASHER.hashes(np.array(ids, dtype=np.int32))
+            submit = replace(submit, tokens=len(ids), prompt_length=len(ids), block_hashes=hashes)
+        self.handle(submit)
+
+    def advance(self) -> None:
+        self.now += 0.1
+        step = self.steps.pop(0)
+        samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
+        self.handle(Done(step.step_id, samples, lanes=step.lanes))
+
+
+@pytest.fixture
+def two_lanes(config_of: Any, profile: StepProfile) -> Lanes:
+    """Of 60 blocks each."""
+    config = config_of(policy="fcfs", kv_blocks=60, block_size_tokens=SIZE, short_headroom=0.0)
+    return Lanes(config, profile)
+
+
+def test_a_late_request_gets_in_whose_prefix_is_on_a_full_lane_while_the_other_has_room_for_the_rest_alone(
+    two_lanes: Lanes, submit_of: Any
+) -> None:
+    two_lanes.submit(submit_of("holder", 1, 141), range(80))
+    two_lanes.advance()
+    two_lanes.submit(submit_of("early", 4, 41))
+    two_lanes.submit(submit_of("waits", 1, 117), range(84))  # 50 blocks, of which the first lane holds 20
+    assert two_lanes.free_blocks == [5, 49]
+    for index in range(280):
+        if index % 60 == 59:
+            two_lanes.submit(submit_of(f"short {index}", 4, 41))  # one or two of 11 blocks on the second lane
+        two_lanes.advance()
+        if "waits" in two_lanes.begun:
+            break
+    assert "waits" in two_lanes.begun, "it starves"
+    assert two_lanes.controller.find("holder") is not None
+
+
+def test_what_is_free_on_a_claimed_lane_is_not_for_a_request_that_finds_its_prefix_there(
+    two_lanes: Lanes, submit_of: Any
+) -> None:
+    two_lanes.submit(submit_of("before", 1, 1), range(40))  # 10 blocks stay cached on the first lane
+    two_lanes.advance()
+    two_lanes.submit(submit_of("first", 4, 77))  # 20 blocks
+    two_lanes.submit(submit_of("second", 4, 97))  # 25 blocks, on the other lane
+    for _ in range(4):
+        two_lanes.advance()
+    two_lanes.submit(submit_of("large", 4, 197, age_seconds=5.0))  # 50 blocks
+    two_lanes.advance()
+    assert two_lanes.free_blocks == [40, 35]
+    two_lanes.submit(submit_of("small", 1, 10), range(44))
+    for _ in range(2):
+        two_lanes.advance()
+    assert two_lanes.lane_of == {"before": 0, "first": 0, "second": 1, "small": 1}
+    while "large" not in two_lanes.lane_of:
+        two_lanes.advance()
+    assert two_lanes.lane_of["large"] == 0
+
+
+# --- long ones that their share keeps out ----------------------------------------------------------------
+
+
+@pytest.fixture
+def replica_of_longs(replica_of: Any) -> Any:
+    """A replica of 100 blocks, of which longs (from 20 tokens on) get up to 90."""
+
+    def make(**settings: Any) -> Any:
+        return replica_of(
+            kv_blocks=100,
+            block_size_tokens=4,
+            long_threshold_tokens=20,
+            short_headroom=0.1,
+            step_seconds=0.1,
+            **settings,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "edf", "lrs", "lars", "guarded"])
+@pytest.mark.parametrize("most_longs", [1, 32])
+@pytest.mark.parametrize("tokens", [250, 395])
+def test_a_late_long_request_gets_in_beside_a_stream_of_smaller_long_ones(
+    replica_of_longs: Any, submit_of: Any, policy: str, most_longs: int, tokens: int
+) -> None:
+    """One of 64 blocks, and one that is larger than the share of longs and needs nearly all of the pool for itself."""
+    replica = replica_of_longs(policy=policy, max_running_long=most_longs)
+    began: int | None = None
+    for index in range(1500):
+        if index == 30:
+            replica.submit(submit_of("big", tokens, 4))
+        if index % 4 == 0:
+            replica.submit(submit_of(f"long {index}", 20, 21))  # 10 blocks for 21 steps: 6 of them at a time
+        if index % 6 == 0:
+            replica.submit(submit_of(f"short {index}", 4, 5))
+        assert replica.advance()
+        if "big" in replica.emitted:
+            began = began or index
+            if index > began + 60:
+                break
+    assert began is not None, "it starves"
+    assert began > 50, "it waited until it was late"
+    behind = {f"long {index}" for index in range(began, began + 40)}
+    assert behind & set(replica.emitted), "others go on behind it"
+    replica.run().check_empty()
+
+
+def test_shorts_keep_their_head_room_and_what_else_is_free_beside_a_long_request_that_waits_for_other_longs(
+    replica_of_longs: Any, submit_of: Any
+) -> None:
+    replica = replica_of_longs(policy="fcfs")
+    for index in range(3):
+        replica.submit(submit_of(f"long {index}", 20, 101))  # 30 blocks each, for 101 steps
+    replica.submit(submit_of("big", 160, 1, age_seconds=5.0))  # 40 blocks: longs may have no other
+    replica.advance()
+    for index in range(4):
+        replica.submit(submit_of(f"short {index}", 4, 9))  # 3 blocks
+    replica.submit(submit_of("one more long", 20, 1))  # 5 blocks, which are free
+    for _ in range(20):
+        replica.advance()
+    assert {f"short {index}" for index in range(4)} <= set(replica.emitted)
+    assert "one more long" not in replica.emitted, "it would stand in the way"
+    replica.run().check_empty()
+    assert list(replica.emitted).index("big") < list(replica.emitted).index("one more long")
+
+
+@pytest.mark.parametrize("most_longs", [1, 32])
+def test_other_longs_get_in_again_when_the_long_claimant_is_cancelled(
+    replica_of_longs: Any, submit_of: Any, most_longs: int
+) -> None:
+    replica = replica_of_longs(policy="fcfs", max_running_long=most_longs)
+    replica.submit(submit_of("holder", 20, 101))
+    replica.advance()
+    replica.submit(submit_of("big", 300, 1, age_seconds=5.0))
+    for _ in range(3):
+        replica.advance()
+    replica.submit(submit_of("next", 100, 1))
+    for _ in range(10):
+        replica.advance()
+    assert "next" not in replica.emitted
+    replica.cancel("big")
+    for _ in range(3):
+        replica.advance()
+    assert "next" in replica.emitted
+    replica.run().check_empty()
+
+
+def test_a_claimant_whose_prompt_another_sample_computes_claims_no_more(
+    replica_of_longs: Any, submit_of: Any
+) -> None:
+    """The other sample is small enough to pass beside the claim; behind it the claimant wants less than was claimed."""
+    replica = replica_of_longs(policy="fcfs", max_chunk_tokens=16, min_chunk_tokens=4)
+    replica.submit(submit_of("holder", 16, 321))  # 84 blocks
+    replica.advance()
+    for name, tokens in (("large", 60), ("small", 5)):
+        submit = submit_of(name, 16, tokens, age_seconds=5.0)
+        replica.submit(replace(submit, prompt="the same"))
+    for _ in range(10):
+        replica.advance()
+    assert "small" in replica.emitted
+    replica.run().check_empty()
