@@ -103,7 +103,7 @@ class Admission:
         wanted, sibling = request.wanted_blocks, request.prompt.sharing
         if request.is_long and not self._has_share_for(request):
             return None
-        lanes_open = self._lanes_open_to(request)
+        lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
         if sibling is not None:
             lane = sibling.lane
         elif self._has_one_lane:
@@ -209,7 +209,7 @@ class Admission:
             shared_tokens = submit.tokens - 1
             placed = self.pools.fork(sibling.id, request.id, shared_tokens, request.reservation_tokens)
         else:
-            lanes_open = self._lanes_open_to(request)
+            lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
             placed = self.pools.admit(
                 request.id,
                 submit.tokens,

@@ -52,6 +52,7 @@ class Candidates:
         self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
         self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, in that order
         self._most_wanted = 0  # no row wants more blocks; fewer, perhaps
+        self._any_misfit = False  # or none any more
         self._name_columns()
 
     def __len__(self) -> int:
@@ -184,7 +185,7 @@ class Candidates:
 
     def misfits(self, request: Request) -> None:
         """A waiting request found no place, though there was as much KV as it wants: it lacks KV, for all that."""
-        self._misfit[request.row] = True
+        self._misfit[request.row] = self._any_misfit = True
 
     def _fall_due(self, row: int, due: float) -> None:
         """Give a row another due, and its place by it."""
@@ -273,7 +274,7 @@ class Candidates:
         if not room.starts_long:
             refused |= self._long[:rows]
         elif room.of_longs is not None and self._most_wanted > room.of_longs:
-            refused |= self._without_share(room.of_longs)
+            refused |= self._long[:rows] & (self._wanted[:rows] > room.of_longs)
         refused |= self._held[:rows]
         refused |= self._lane[:rows] != NOWHERE
         return np.logical_not(refused, out=refused)
@@ -285,32 +286,34 @@ class Candidates:
         or has been: others can still be in time.
         """
         rows = len(self.requests)
-        if rows == 0:
-            return None
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
-        misfit = self._misfit[:rows]
-        if self._most_wanted > least:
-            self._most_wanted = int(self._wanted[:rows].max())
-        if self._most_wanted <= least and not misfit.any():
+        if rows == 0 or (self._most_wanted <= least and not self._any_misfit):
             return None
-        lacks = self._without(room) | misfit
-        lacks_share = np.zeros(0, dtype=np.bool_)
+        lacking = self._wanted[:rows] > least
+        if not self._any_misfit and not lacking.any():
+            self._most_wanted = least
+            return None
+        if self._any_misfit:
+            self._any_misfit = bool(self._misfit[:rows].any())
+            lacking |= self._misfit[:rows]
+        found = lacking.nonzero()[0]  # few, as a rule, of whom all else is asked
+        found = found[(self._lane[found] == NOWHERE) & ~self._held[found]]
+        wanted, is_long = self._wanted[found], self._long[found]
+        together = np.where(self._spread[found], max(room.of_all_lanes, room.of_one_lane), room.of_one_lane)
+        lacks = (wanted > together) | self._misfit[found]
+        lacks_share = np.zeros(len(found), dtype=np.bool_)
         if not room.starts_long:
-            lacks &= ~self._long[:rows]
-        elif room.of_longs is not None and self._most_wanted > room.of_longs:
-            lacks_share = self._without_share(room.of_longs)
+            lacks &= ~is_long
+        elif room.of_longs is not None:
+            lacks_share = is_long & (wanted > room.of_longs)
             lacks |= lacks_share
-        lacks &= (self._lane[:rows] == NOWHERE) & ~self._held[:rows]
-        found = lacks.nonzero()[0]
-        if not len(found):
-            return None
         remaining = self._remaining[found] * correction
-        late = self._deadline[found] - remaining < now
-        if self._keeps_order and len(lacks_share):
+        late = lacks & (self._deadline[found] - remaining < now)
+        if self._keeps_order and lacks_share.any():
             near = self._due[found] - NEAR_PROMISE * remaining
             near[self._due[found] <= self._deadline[found]] = np.inf
             patience = self._patience[found] = np.minimum(self._patience[found], near)
-            late &= ~lacks_share[found] | (patience <= now)
+            late &= ~lacks_share | (patience <= now)
         found = found[late]
         if not len(found):
             return None
@@ -328,12 +331,6 @@ class Candidates:
             found = wanted > room.of_one_lane
         if room.of_all_lanes > room.of_one_lane:
             found &= ~self._spread[:rows] | (wanted > room.of_all_lanes)
-        return found
-
-    def _without_share(self, blocks: int) -> Bools:
-        """Long rows that want more than these, which are left of the share of longs."""
-        rows = len(self.requests)
-        found: Bools = self._long[:rows] & (self._wanted[:rows] > blocks)
         return found
 
 

@@ -62,6 +62,7 @@ class Filler:
         self._candidates = candidates
         self._roster = roster
         self._lanes = lanes
+        self._all_lanes = tuple(range(len(lanes)))
         self._has_one_lane = len(lanes) == 1
         self._long_threshold_tokens = config.long_threshold_tokens
         self._context_parallel = config.context_parallel
@@ -144,7 +145,9 @@ class Filler:
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; False if there is none for it."""
         pending_seconds = self._pending_seconds()
-        if self._roster.is_full or self._lane_with_room(request, pending_seconds) is None:
+        if self._roster.is_full:
+            return False
+        if self._admission.lane_for(request, self._all_lanes, pending_seconds) is None:
             return False
         tokens = request.submit.tokens
 
@@ -154,16 +157,13 @@ class Filler:
         admit = self._admission.admit(request, pending_seconds, remaining_seconds)
         if admit is None:  # what it had counted on is gone, or the room is not where it needs it
             self._roster.look_again(request)
-            if self._lane_with_room(request, pending_seconds) is not None:
+            if self._admission.lane_for(request, self._all_lanes, pending_seconds) is not None:
                 self._candidates.misfits(request)
             return False
         admits.append(admit)
         self._roster.enter(request)
         self._lanes.remapped(request)
         return True
-
-    def _lane_with_room(self, request: Request, pending_seconds: Sequence[float]) -> int | None:
-        return self._admission.lane_for(request, range(len(self._lanes)), pending_seconds)
 
     def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
         """Entries of the decodes of a step, which count as dispatched from here on."""
@@ -228,9 +228,12 @@ class Filler:
                 fair = min(fair, target.fair_tpot_seconds)
         if not decoding:
             return None
-        between = self._pace.between_seconds * self._stages
+        between_seconds = self._pace.between_seconds
+        passes = between_seconds * self._stages
         return DecodeTargets(
-            max(tightest - between, tightest * _LEAST_OF_TARGET), max(fair - between, fair * _LEAST_OF_TARGET)
+            max(tightest - passes, tightest * _LEAST_OF_TARGET),
+            max(fair - passes, fair * _LEAST_OF_TARGET),
+            between_seconds,
         )
 
     def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:

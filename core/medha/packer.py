@@ -25,7 +25,7 @@ MOST_PREFILLS = 32
 """Chunks of one step: more would each be too small to matter, and each costs the controller time."""
 MOST_MISSES = 10
 """Prefills in a row that find no space, until the step counts as full (paper B bounds its skips, too)."""
-FAIR_SHARE = 0.96
+FAIR_SHARE = 0.975
 """Of the prefill rate that classes' own targets allow: what is left of it if streams ask for tighter ones."""
 IDLE_EFFICIENCY = 0.98
 """Of the best prefill rate: what a long chunk may give up, while nothing decodes, to let arrivals in earlier."""
@@ -37,6 +37,7 @@ class DecodeTargets:
 
     tpot_seconds: float
     fair_tpot_seconds: float  # that classes give by themselves
+    between_seconds: float = 0.0  # that pass between two steps, and are no part of either
 
 
 @dataclass(
@@ -169,17 +170,25 @@ class Batch:
         return low
 
     def efficient_seconds(
-        self, prefill: PrefillCandidate, limits: Limits, budget_seconds: float, share: float
+        self,
+        prefill: PrefillCandidate,
+        limits: Limits,
+        budget_seconds: float,
+        share: float,
+        between_seconds: float = 0.0,
     ) -> float:
         """Time of the smallest step whose prefill rate is `share` of that of the largest one within the budget.
 
-        Rates are those of a prompt that goes on for ever behind `prefill`'s context. Never more than the budget.
+        Rates are those of a prompt that goes on for ever behind `prefill`'s context, in steps with `between_seconds`
+        from the end of one to the begin of the next. Never more than the budget.
         """
         largest = self.largest(prefill, limits.max_chunk_tokens, budget_seconds)
         if largest <= limits.min_chunk_tokens:
             return budget_seconds
-        rate = share * largest / self.seconds_with(prefill, largest)
-        size = _first(lambda count: count >= rate * self.seconds_with(prefill, count), largest)
+        rate = share * largest / (self.seconds_with(prefill, largest) + between_seconds)
+        size = _first(
+            lambda count: count >= rate * (self.seconds_with(prefill, count) + between_seconds), largest
+        )
         return min(self.seconds_with(prefill, max(size, limits.min_chunk_tokens)), budget_seconds)
 
 
@@ -260,7 +269,7 @@ def _set_budget(
     packed.budget_seconds = max(min(target, longest), least)
     fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
     if head and fair > packed.budget_seconds:
-        floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE)
+        floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE, targets.between_seconds)
         packed.budget_seconds = max(packed.budget_seconds, floor)
 
 

@@ -508,7 +508,7 @@ def test_the_tpot_target_of_a_running_request_bounds_the_chunks_beside_it(
     replica_of: Any, submit_of: Any
 ) -> None:
     chunks = []
-    for target in (0.02, 0.04):
+    for target in (0.025, 0.04):
         replica = replica_of(kv_blocks=1000)
         replica.submit(submit_of("chat", 10, 5, tpot_target_seconds=target))
         replica.submit(submit_of("document", 1000, 1))

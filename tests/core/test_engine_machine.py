@@ -48,7 +48,7 @@ from .replayed import assert_replayed
 PROFILE = StepProfile(0.001, 0.0001, 1e-8, 0.0001)
 STEP_SECONDS = 0.01
 STREAM_STEP_SECONDS = 0.2
-MOST_STREAM_MOVES = 3_000
+MOST_STREAM_MOVES = 5_000
 
 
 @dataclass
@@ -149,7 +149,10 @@ class Lanes:
             decodes = sequence.next_position >= sequence.admit.tokens
             if not decodes or id_ in busy or id_ in ended or shards.owner not in step.lanes:
                 continue
-            if not set(shards.participants(sequence.next_position + 1)) <= set(step.lanes):
+            needed = shards.participants(sequence.next_position + 1)
+            if self.config.context_parallel is not None:
+                needed = shards.lanes  # those of a ring move together, whoever has a position of theirs
+            if not set(needed) <= set(step.lanes):
                 continue  # it has grown to another lane with this step, and goes on with the next one
             capacity = shards.tokens
             if len(shards.lanes) == 1:
@@ -434,26 +437,35 @@ class ControllerMachine(RuleBasedStateMachine):
         assert [fresh.handle(event, now) for now, event in self.lanes.log] == self.lanes.commands
 
     def stream(self) -> None:
-        """Keep the pool full of small requests until those that are open now, and some large ones, have ended."""
+        """Let small requests come for ever, until those that are open now, and some large ones, have ended."""
         random, pool_tokens = Random(self.submitted), self.config.pool_tokens
+        fullness = random.choice([0.7, 0.9, 1.5])  # of the pool, by what the small ones want
 
-        def arrive(least: float, most: float, max_tokens: int, family: int) -> None:
-            tokens = int(pool_tokens * random.uniform(least, most)) - max_tokens
+        def arrive(tokens: int, max_tokens: int, family: int) -> None:
             self.submit(max(tokens, 1), max_tokens, family)
 
-        arrive(0.3, 0.6, 12, family=7)  # holds what another one counts on
-        for _ in range(4):
+        def arrive_small() -> int:
+            tokens, max_tokens = int(pool_tokens * random.uniform(0.05, 0.2)), random.randint(2, 12)
+            arrive(tokens, max_tokens, random.randint(3, 8))
+            return tokens + max_tokens
+
+        held = int(pool_tokens * random.uniform(0.3, 0.8))  # by one on whom another counts
+        arrive(held, 4, family=9)
+        for _ in range(4 * self.config.topology.stream):
             self.move()
-        arrive(0.1, 0.3, random.randint(2, 12), family=random.randint(4, 6))
-        arrive(0.6, 1.0, random.randint(1, 6), family=7)
-        arrive(0.4, 1.0, random.randint(1, 6), family=8)
+        queued = 0
+        while queued < pool_tokens:
+            queued += arrive_small()
+        arrive(held + random.randint(1, 8), 4, family=9)
+        arrive(int(pool_tokens * random.uniform(0.4, 1.0)) - 6, random.randint(1, 6), family=10)
         others = set(self.open)
         for _ in range(MOST_STREAM_MOVES):
             if not others & set(self.open):
                 return
             small = [submit for id_, submit in self.open.items() if id_ not in others]
-            if sum(submit.tokens for submit in small) < pool_tokens:
-                arrive(0.1, 0.3, random.randint(2, 12), family=random.randint(3, 8))
+            wanted = sum(submit.tokens + (submit.sampling.max_tokens or 0) for submit in small)
+            if wanted < fullness * pool_tokens:
+                arrive_small()
             self.now += STREAM_STEP_SECONDS
             self.move(random.randint(0, 10))
         raise AssertionError(f"{sorted(others & set(self.open))} starve")
