@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from medha.engine import ReplicaController
 from medha.messages import Done, Sample, Step, StepProfile, Submit
@@ -323,4 +326,53 @@ def test_a_claimant_whose_prompt_another_sample_computes_claims_no_more(
     for _ in range(10):
         replica.advance()
     assert "small" in replica.emitted
+    replica.run().check_empty()
+
+
+@given(seed=st.integers(0, 100_000))
+def test_every_large_request_gets_in_beside_an_endless_stream_of_small_ones_that_leaves_some_kv_free(
+    replica_of: Any, submit_of: Any, seed: int
+) -> None:
+    """They come as fast as others of them end, shorts or longs or both; the large one may count on what another holds."""
+    random = Random(seed)
+    small_blocks, held_blocks = random.randint(6, 16), random.randint(30, 70)
+    most_small = int(random.choice([0.5, 0.7, 0.9]) * 100 / small_blocks)
+    replica = replica_of(
+        policy=random.choice(["fcfs", "edf", "lrs", "lars", "guarded"]),
+        kv_blocks=100,
+        block_size_tokens=SIZE,
+        long_threshold_tokens=random.choice([1_000_000, 20]),
+        short_headroom=random.choice([0.0, 0.1]),
+        max_running_long=random.choice([1, 2, 32]),
+        step_seconds=0.05,
+    )
+    sizes = random.choice([(4,), (20,), (4, 20, 2 * small_blocks)])
+    submitted = 0
+
+    def submit_small(deadline_seconds: float | None = None) -> None:
+        nonlocal submitted
+        submitted += 1
+        tokens = random.choice(sizes)
+        output = SIZE * small_blocks - tokens + 1
+        small = submit_of(f"small {submitted}", tokens, output, deadline_after_seconds=deadline_seconds)
+        replica.submit(small)
+
+    if random.random() < 0.7:
+        submit_ids(replica, submit_of("holder", 1, 20), range(SIZE * held_blocks))
+        for _ in range(3):
+            replica.advance()
+        for _ in range(most_small):
+            submit_small(0.2)
+        for _ in range(2):
+            replica.advance()
+    large = random.randint(held_blocks + 1, 95)
+    submit_ids(replica, submit_of("large", 1, 4), range(SIZE * large))
+    for _ in range(2_500):
+        ended = sum(name.startswith("small") for name in replica.endings)
+        if submitted - ended < most_small and random.random() < 0.5:
+            submit_small()
+        assert replica.advance()
+        if "large" in replica.emitted:
+            break
+    assert "large" in replica.emitted, "it starves"
     replica.run().check_empty()
