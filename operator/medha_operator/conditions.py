@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
+from medha.api import MedhaReplicaSpec
 from medha_operator.nodes import LET_GO, may_drain, on_cordoned_node
 from medha_operator.observed import Observed, Pod, seconds
-from medha_operator.status import Condition, ReplicaStatus
+from medha_operator.status import Condition
 
 TERMINAL = frozenset(
     {
@@ -25,8 +26,6 @@ TERMINAL = frozenset(
     }
 )
 """Reasons that do not mend themselves: kstatus' `Stalled`."""
-_BROKEN = frozenset({"CrashLooping", "RendezvousFailed", "MemberLost"})
-"""Reasons of `Degraded` that are those of pods, not of nodes."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,16 @@ class Judgement:
     message: str = ""
 
 
-def judge(
-    observed: Observed, revision: str, expected: int, *, is_suspended: bool = False
-) -> tuple[Judgement, ...]:
-    """Every condition of an accepted replica, which is to have as many pods of `revision`."""
+def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Judgement, ...]:
+    """Every condition of an accepted replica."""
+    expected = 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
-    scheduled = _scheduled(observed, current, expected, is_suspended=is_suspended)
+    scheduled = _scheduled(observed, current, expected, spec)
     loaded = _weights_loaded(current, expected, scheduled)
     serving = _serving(current, expected, loaded)
     degraded = _degraded(observed, current, expected)
     old = sum(pod.revision != revision for pod in observed.pods)
-    if is_suspended:
+    if spec.suspend:
         ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
     elif degraded.holds and not serving.holds:
         ready = Judgement("Ready", False, degraded.reason, degraded.message)
@@ -61,31 +59,7 @@ def judge(
         ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
     accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
     draining = _draining(observed)
-    return (
-        ready,
-        accepted,
-        scheduled,
-        loaded,
-        serving,
-        degraded,
-        draining,
-        *_kstatus(ready, is_suspended=is_suspended),
-    )
-
-
-def judge_refused(
-    observed: Observed, revision: str, expected: int, reason: str, message: str
-) -> tuple[Judgement, ...]:
-    """Every condition of a replica whose spec is refused while `expected` pods of `revision`, an earlier one or its own, run.
-
-    What is said of pods is as it is. Nothing is said of draining: such a replica waits for no leave of its deployment.
-    """
-    judged = {one.type: one for one in judge(observed, revision, expected) if one.type != "Draining"}
-    over = {one.type: one for one in refuse(reason, message)}
-    if judged["Ready"].holds:
-        text = "every rank of the grid is ready, as the last spec that could be served has asked for"
-        over["Ready"] = replace(judged["Ready"], message=text)
-    return tuple((judged | over).values())
+    return (ready, accepted, scheduled, loaded, serving, degraded, draining, *_kstatus(ready, spec))
 
 
 def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
@@ -96,13 +70,6 @@ def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
         Judgement("Accepted", False, reason, message),
         Judgement("Reconciling", not is_stalled, reason, "" if is_stalled else message),
         Judgement("Stalled", is_stalled, reason, message if is_stalled else ""),
-    )
-
-
-def is_broken(status: ReplicaStatus) -> bool:
-    """Whether the status tells of a gang that has broken by itself: its restart may wait for the back-off."""
-    return any(
-        one.type == "Degraded" and one.status == "True" and one.reason in _BROKEN for one in status.conditions
     )
 
 
@@ -142,9 +109,9 @@ def _timestamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _scheduled(observed: Observed, pods: list[Pod], expected: int, *, is_suspended: bool) -> Judgement:
+def _scheduled(observed: Observed, pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgement:
     placed = sum(pod.is_scheduled for pod in pods)
-    if is_suspended:
+    if spec.suspend:
         return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
     if placed >= expected:
         return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
@@ -220,10 +187,6 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
         crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return Judgement("Degraded", True, *crashed)
-        asking = next((pod.name for pod in pods if pod.asks_restart), None)
-        if asking is not None:
-            text = f"the ranks of pod {asking} cannot meet the others"
-            return Judgement("Degraded", True, "RendezvousFailed", text)
         # Those of an older revision count until they are ended: a change is no loss.
         left = sum(not pod.is_deleting for pod in observed.pods)
         if left < expected or any(pod.is_failed for pod in pods):
@@ -249,9 +212,9 @@ def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None
     return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
 
 
-def _kstatus(ready: Judgement, *, is_suspended: bool) -> tuple[Judgement, ...]:
+def _kstatus(ready: Judgement, spec: MedhaReplicaSpec) -> tuple[Judgement, ...]:
     is_stalled = ready.reason in TERMINAL
-    is_at_rest = ready.holds or is_suspended or is_stalled
+    is_at_rest = ready.holds or spec.suspend or is_stalled
     return (
         Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
         Judgement("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),

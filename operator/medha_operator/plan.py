@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import is_broken, judge, judge_refused, problems_in, refuse, stamped
+from medha_operator.conditions import judge, problems_in, refuse, stamped
 from medha_operator.gang import KINDS
 from medha_operator.nodes import LET_GO, has_left_node, on_cordoned_node, on_lost_nodes, open_since
 from medha_operator.observed import Observed, Pod, seconds
@@ -40,7 +40,7 @@ from medha_operator.render import (
 )
 from medha_operator.revision import Revision, begin, find
 from medha_operator.settings import OperatorSettings
-from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus, RoleCount
+from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
 EVICTION_SECONDS = 15.0
@@ -296,8 +296,6 @@ def _gang(
 
     From a cordoned node, evictors may take the pods for `EVICTION_SECONDS`, and only then we do: they ask again by a
     pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
-
-    What breaks by itself is counted, and waits longer each time. What somebody else deletes is not and does not.
     """
     status, restart = observed.status, spec.lifecycle.restart
     alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
@@ -335,57 +333,28 @@ def _gang(
     if broken is None:
         return [], _settled(status, restart, now), None
     members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
-    is_new = status.restarted_member != status.newest_member
     if not members:  # all are gone: those that come are the next gang
-        status = _counted(status, now) if is_new and is_broken(status) else status
         return [], status.model_copy(update=_NO_GANG), None
     if has_left_node(observed):
         told = Tell(LET_GO, f"{broken} as a node is being emptied: the replica moves")
         return [told, *_end(members, broken)], status.model_copy(update=_NO_GANG), None
     actions: list[Action] = []
-    if is_new and not is_broken(status) and _is_deleted(observed, revision, alive, expected):
-        status = status.model_copy(update={"restarted_member": status.newest_member})
-        actions.append(Tell("PodsDeleted", f"{broken}, deleted by somebody; all others start anew, too"))
-    elif is_new:
+    if status.restarted_member != status.newest_member:
         wait = _backoff_seconds(status, restart) - _since_restart(status, now)
         if wait > 0:
             return [], status, wait
-        status = _counted(status, now)
+        status = status.model_copy(
+            update={
+                "restarted_member": status.newest_member,
+                "restarts": status.restarts + 1,
+                "last_restart_time": timestamp(now),
+            }
+        )
         actions.append(Tell("GangRestarted", f"{broken}; all pods start anew", is_warning=True))
     return [*actions, *_end(members, broken)], status, None
 
 
 _NO_GANG = {"newest_member": None}
-
-
-def _counted(status: ReplicaStatus, now: float) -> ReplicaStatus:
-    """With the end of the recorded gang counted as a restart."""
-    counted = {
-        "restarted_member": status.newest_member,
-        "restarts": status.restarts + 1,
-        "last_restart_time": timestamp(now),
-    }
-    return status.model_copy(update=counted)
-
-
-def _is_deleted(observed: Observed, revision: str, alive: list[Pod], expected: int) -> bool:
-    """Whether the recorded gang lacks nothing but pods that somebody has told to end and that are ending, whoever it was.
-
-    What their containers end with is the deletion's doing, unless they had asked for a restart, or had ended for good
-    and are held. Pods that are gone without a trace do not tell why, and those of silent nodes are lost with them.
-    """
-    assert observed.status.newest_member is not None
-    newest = seconds(observed.status.newest_member)
-    silent = {name for name, node in observed.nodes.items() if node.unreachable_since is not None}
-    ending = [
-        pod
-        for pod in observed.pods
-        if pod.is_deleting and pod.revision == revision and pod.created <= newest
-        if not pod.asks_restart and not (pod.is_failed and pod.is_held)
-        if pod.node not in silent
-    ]
-    whole = [pod for pod in alive if pod.created <= newest and not pod.is_failed and not pod.asks_restart]
-    return len(whole) + len(ending) >= expected
 
 
 def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
@@ -482,37 +451,30 @@ def _described(
 ) -> ReplicaStatus:
     shape = spec.parallelism
     pods = shape.stream * shape.kv
-    expected = 0 if spec.suspend else pods
-    judged = judge(observed, revision.name, expected, is_suspended=spec.suspend)
+    current = [pod for pod in observed.pods if pod.revision == revision.name and not pod.is_deleting]
+    ready = sum(pod.is_ready for pod in current)
+    lead = sum(pod.is_ready for pod in current if pod.lane == 0)
+    desired = {"lead": shape.stream, "kv": pods - shape.stream}
     return observed.status.model_copy(
         update={
             "observed_generation": observed.generation,
-            "conditions": stamped(judged, observed.status.conditions, observed.generation, now),
+            "conditions": stamped(
+                judge(observed, spec, revision.name), observed.status.conditions, observed.generation, now
+            ),
             "shape": f"TP{shape.tensor} x SPP{shape.stream} x KVP{shape.kv}",
             "accelerators": 0 if spec.resources.accelerator == "none" else pods * shape.tensor,
+            "pods": pods,
+            "ready_pods": ready,
+            "ready_text": f"{ready}/{pods}",
+            "roles": tuple(
+                RoleCount(role=role, desired=count, ready=lead if role == "lead" else ready - lead)
+                for role, count in desired.items()
+                if count
+            ),
+            "revision": revision.name,
             "endpoint": leader_address(owner),
-            **_counts(observed, revision.name, shape.stream, shape.kv),
         }
     )
-
-
-def _counts(observed: Observed, revision: str, stages: int, lanes: int) -> dict[str, Any]:
-    """What the status says of how many pods of a revision there are to be, and are ready."""
-    current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
-    ready = sum(pod.is_ready for pod in current)
-    lead = sum(pod.is_ready for pod in current if pod.lane == 0)
-    desired = {"lead": stages, "kv": stages * (lanes - 1)}
-    return {
-        "pods": stages * lanes,
-        "ready_pods": ready,
-        "ready_text": f"{ready}/{stages * lanes}",
-        "roles": tuple(
-            RoleCount(role=role, desired=count, ready=lead if role == "lead" else ready - lead)
-            for role, count in desired.items()
-            if count
-        ),
-        "revision": revision,
-    }
 
 
 def _refused(
@@ -520,41 +482,16 @@ def _refused(
 ) -> Plan:
     """For a spec that the schema let through and that cannot be served: what runs is left alone, but may leave nodes.
 
-    No other replica could be made of such a spec, so that none is waited for. The status goes on telling of what runs.
+    No other replica could be made of such a spec, so that none is waited for.
     """
     owner = Owner(observed.name, observed.namespace, observed.uid)
     budget = _budget(owner, open_since(replace(observed, deployment=None), now), observed)
-    left = _after(observed, observed.status, lost)
-    running = _running(left)
-    if running is None:
-        judged, counts = refuse(reason, message), {}
-    else:
-        stages, lanes = running.fields["parallelism.stream"], len(running.templates)
-        judged = judge_refused(left, running.name, stages * lanes, reason, message)
-        counts = _counts(left, running.name, stages, lanes)
-    before = observed.status.conditions
-    conditions = stamped(judged, before, observed.generation, now)
+    conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
     status = observed.status.model_copy(
-        update={"observed_generation": observed.generation, "conditions": conditions, **counts}
+        update={"observed_generation": observed.generation, "conditions": conditions}
     )
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
-    told = () if _refusal_in(before) == _refusal_in(conditions) else (Tell(reason, message, is_warning=True),)
-    return Plan((*lost, *(budget if runs else ()), *_status(observed, status), *told), again)
-
-
-def _running(observed: Observed) -> Revision | None:
-    """The revision that pods run, or, where they do not tell, that they ran last; None where there never was one."""
-    found = {pod.revision for pod in observed.pods if not pod.is_deleting}
-    name = found.pop() if len(found) == 1 else observed.status.revision
-    return next((one for one in observed.revisions if one.name == name), None)
-
-
-def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:
-    """Why the spec is refused, in the words that were told."""
-    for one in conditions:
-        if one.type == "Accepted" and one.status == "False":
-            return one.reason, one.message
-    return None
+    return Plan((*lost, *(budget if runs else ()), *_status(observed, status)), again)
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

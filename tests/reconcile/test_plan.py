@@ -395,7 +395,6 @@ def test_a_member_that_gives_up_on_the_others_restarts_the_gang_once(world: Worl
 DISTURBANCES = st.one_of(
     st.tuples(st.just("lose pod"), st.integers(0, 7)),
     st.tuples(st.just("fail pod"), st.integers(0, 7)),
-    st.tuples(st.just("delete pod"), st.integers(0, 7)),
     st.tuples(st.just("lose object"), st.integers(0, 20)),
     st.tuples(st.just("spec"), st.integers(0, 5)),
     st.tuples(st.just("die after"), st.integers(0, 12)),
@@ -422,9 +421,6 @@ def disturb(world: World, kind: str, index: int) -> None:
     elif kind == "fail pod" and world.pods:
         name = sorted(world.pods)[index % len(world.pods)]
         world.pods[name] = replace(world.pods[name], is_failed=True, is_ready=False)
-    elif kind == "delete pod" and world.pods:
-        name = sorted(world.pods)[index % len(world.pods)]
-        world.pods[name] = replace(world.pods[name], is_deleting=True)
     elif kind == "lose object":
         losable = sorted(key for key in world.objects if key[0] != "ControllerRevision")
         if losable:
