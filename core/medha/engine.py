@@ -233,20 +233,19 @@ class ReplicaController:
     ) -> Step:
         """The next step, with all that ranks are still to be told."""
         hashes: tuple[int, ...] = ()
-        everywhere = range(len(self._lanes))
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = self._pools.state_hashes()
         step = new_step(
             step_id=self._next_step_id,
             epoch=self.epoch,
             entries=tuple(filling.entries),
-            releases=self._pools.take_releases(everywhere),
+            releases=self._pools.take_releases(),
             forgets=tuple(self._roster.forgets),
             grows=tuple(grows),
             admits=tuple(admits),
             predicted_seconds=filling.packed.predicted_seconds if filling.entries else 0.0,
             state_hash=hashes[0] if len(hashes) == 1 else None,
-            publishes=self._pools.take_publishes(everywhere),
+            publishes=self._pools.take_publishes(),
             lanes=lanes,
             state_hashes=hashes if len(hashes) > 1 else (),
         )

@@ -336,15 +336,13 @@ class KvPools:
 
     # Every step tells every rank, whichever lanes it runs on: what concerns several lanes is one event for all of them.
 
-    def take_publishes(self, lanes: Sequence[int] = (0,)) -> tuple[Publish, ...]:
-        """What ranks have to remember before they apply anything else, in order; of all `lanes` there are."""
-        assert len(lanes) == len(self._lanes), f"told to lanes {lanes} of {len(self._lanes)}"
+    def take_publishes(self) -> tuple[Publish, ...]:
+        """What ranks have to remember before they apply anything else, in order; of all lanes."""
         publishes, self._publishes = self._publishes, []
         return tuple(publishes)
 
-    def take_releases(self, lanes: Sequence[int] = (0,)) -> tuple[str, ...]:
-        """Sequences that ranks have to release, in the order in which they ended here; of all `lanes` there are."""
-        assert len(lanes) == len(self._lanes), f"told to lanes {lanes} of {len(self._lanes)}"
+    def take_releases(self) -> tuple[str, ...]:
+        """Sequences that ranks have to release, in the order in which they ended here; of all lanes."""
         releases, self._releases = self._releases, {}
         return tuple(releases)
 

@@ -228,8 +228,8 @@ class PoolsMachine(RuleBasedStateMachine):
 
     def _flush(self) -> None:
         """A step: what was published and released since the last one reaches the ranks."""
-        publishes = self.pools.take_publishes(range(self.lanes))
-        releases = self.pools.take_releases(range(self.lanes))
+        publishes = self.pools.take_publishes()
+        releases = self.pools.take_releases()
         for ranks in self.ranks:
             ranks.replica.publish(publishes)
             for name in releases:
@@ -380,7 +380,7 @@ def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_th
         return placed
 
     def tell() -> tuple[str, ...]:
-        publishes, releases = pools.take_publishes(range(2)), pools.take_releases(range(2))
+        publishes, releases = pools.take_publishes(), pools.take_releases()
         for replica in replicas:
             replica.publish(publishes)
             for name in releases:

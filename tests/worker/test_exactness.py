@@ -172,8 +172,8 @@ class Planner:
         """A step of some of the running requests; those that it finishes leave."""
         entries: list[StepEntry] = []
         publishes, releases = (
-            self.pools.take_publishes(range(self.lanes)),
-            self.pools.take_releases(range(self.lanes)),
+            self.pools.take_publishes(),
+            self.pools.take_releases(),
         )
         for one in self.running:
             if not self.chunks and self.rng.random() < 0.3:
