@@ -58,7 +58,8 @@ class Admission:
         self._lanes = tuple(range(config.topology.kv))
         self._has_one_lane = len(self._lanes) == 1
         self._prefilling_longs: set[str] = set()  # ids
-        self._long_blocks = 0
+        self._taken_by_longs: dict[str, int] = {}  # blocks that were free until a long one got them
+        self._held_by_shorts = 0  # blocks, those counted twice that they share
         self._pool_blocks = config.topology.kv * config.kv_blocks
         self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
         self._claim: _Claim | None = None
@@ -134,10 +135,20 @@ class Admission:
     def _left_for_longs(self, claim: _Claim | None = None) -> int | None:
         """Blocks that another long request may take; None: any number."""
         claimed = claim.request.wanted_blocks if claim is not None and claim.request.is_long else 0
-        if not self._long_blocks and not claimed:
+        if not self._taken_by_longs and not claimed:
             return None
         share = 1 - self._config.scheduling.short_headroom
-        return int(share * self._pool_blocks) - self._long_blocks - claimed
+        return int(share * self._pool_blocks) - self._held_by_longs - claimed
+
+    @property
+    def _held_by_longs(self) -> int:
+        """Blocks; those that several of them share count once.
+
+        Each took what was free until then. What one took that is gone, and others still share, is held by no short.
+        """
+        if not self._taken_by_longs:
+            return 0
+        return max(sum(self._taken_by_longs.values()), self.pools.held_blocks - self._held_by_shorts)
 
     def _starts_long(self, claim: _Claim | None = None) -> bool:
         """Whether another long request may begin its prefill."""
@@ -233,7 +244,9 @@ class Admission:
         request.cached_tokens = placed.cached_tokens
         if request.is_long:
             self._prefilling_longs.add(request.id)
-            self._long_blocks += self.blocks_for(request.reservation_tokens)
+            self._taken_by_longs[request.id] = request.wanted_blocks
+        else:
+            self._held_by_shorts += self.blocks_for(request.reserved_tokens)
         if self._claim is not None:
             self._note_beside_claim(self._claim, request, request.wanted_blocks)
         return new_admit(
@@ -259,14 +272,17 @@ class Admission:
         for tokens in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
             grow = self.pools.grow(request.id, tokens)
             if grow is not None:
+                before = self.blocks_for(request.reserved_tokens)
                 request.extend(self.pools.shards(request.id), self.pools.reserved_tokens(request.id))
+                if not request.is_long:
+                    self._held_by_shorts += self.blocks_for(request.reserved_tokens) - before
                 return grow
         return None
 
     @property
     def longs_crowd(self) -> bool:
         """Whether long requests hold so much of the pool that one who is late anyway should not add to it."""
-        return self._long_blocks > LATE_SHARE * self._pool_blocks
+        return self._held_by_longs > LATE_SHARE * self._pool_blocks
 
     def prefilled(self, request: Request) -> None:
         """All of a request's prompt is dispatched: it counts no more as a long one in prefill."""
@@ -277,7 +293,9 @@ class Admission:
         self.pools.release(request.id, request.computed)
         if request.is_long:
             self.prefilled(request)
-            self._long_blocks -= self.blocks_for(request.reservation_tokens)
+            del self._taken_by_longs[request.id]
+        else:
+            self._held_by_shorts -= self.blocks_for(request.reserved_tokens)
         if self._claim is not None:
             self._claim.beside.pop(request.id, None)
 

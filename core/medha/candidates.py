@@ -314,11 +314,22 @@ class Candidates:
             near[self._due[found] <= self._deadline[found]] = np.inf
             patience = self._patience[found] = np.minimum(self._patience[found], near)
             late &= ~lacks_share | (patience <= now)
-        found = found[late]
-        if not len(found):
+        return self._earliest(found[late])
+
+    def late(self, now: float, correction: float) -> Request | None:
+        """The waiting request of the earliest deadline that has no slack left, and shares no prefill that still runs."""
+        rows = len(self.requests)
+        late = self._deadline[:rows] - self._remaining[:rows] * correction < now
+        late &= self._lane[:rows] == NOWHERE
+        late &= ~self._held[:rows]
+        return self._earliest(late.nonzero()[0])
+
+    def _earliest(self, rows: Ints) -> Request | None:
+        """The one of `rows` with the earliest deadline."""
+        if not len(rows):
             return None
-        order = np.lexsort((self._tie[found], self._deadline[found]))
-        return self.requests[int(found[order[0]])]
+        order = np.lexsort((self._tie[rows], self._deadline[rows]))
+        return self.requests[int(rows[order[0]])]
 
     def _without(self, room: Room) -> Bools:
         """Rows that want more than is free."""

@@ -278,7 +278,10 @@ class ReplicaController:
         return grows, exhausted
 
     def _admit_late(self, now: float) -> list[Admit]:
-        """Let the claimant in as soon as there is room for it, and find the next one."""
+        """Let the claimant in as soon as there is room for it, and find the next one.
+
+        One that lacks no KV claims what it wants all the same if it is its turn to have a place.
+        """
         admits: list[Admit] = []
         if not self._roster.waiting or self._roster.is_full:
             return admits
@@ -289,6 +292,8 @@ class ReplicaController:
         if claimant is None:
             room, correction = self._admission.free_room(), self.predictor.correction
             claimant = self._candidates.late_without_room(room, now, correction)
+            if claimant is None and self._roster.owes_place:
+                claimant = self._candidates.late(now, correction)
             if claimant is None:
                 return admits
             self._admission.claim(claimant)

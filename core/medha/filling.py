@@ -147,6 +147,7 @@ class Filler:
         pending_seconds = self._pending_seconds()
         if self._roster.is_full:
             return False
+        is_claimant = self._admission.claimant is request
         if self._admission.lane_for(request, self._all_lanes, pending_seconds) is None:
             return False
         tokens = request.submit.tokens
@@ -161,7 +162,7 @@ class Filler:
                 self._candidates.misfits(request)
             return False
         admits.append(admit)
-        self._roster.enter(request)
+        self._roster.enter(request, late=is_claimant)
         self._lanes.remapped(request)
         return True
 

@@ -36,6 +36,11 @@ class Roster:
         self._awaited: dict[str, Prompt] = {}  # prompts that are being computed, for which others wait
         self._arrivals = 0
         self._ended = 0  # running requests whose KV waits in quarantine
+        # Of the places for running requests. Only `guarded` needs to be told: by the orders of the others a late one
+        # comes first, but for `srpt`, which promises nothing to large ones.
+        share = config.scheduling.given_up_share if config.scheduling.policy == "guarded" else 0.0
+        self._others_per_late = round(1 / share) - 1 if share else inf
+        self._last_places = 0  # taken by others since a late request got one
 
     def find(self, request_id: str) -> Request | None:
         """The request of this id, if it is here."""
@@ -50,6 +55,11 @@ class Roster:
     def is_full(self) -> bool:
         """No more requests may hold KV."""
         return len(self.running) >= self._max_running
+
+    @property
+    def owes_place(self) -> bool:
+        """Whether a late request should have the next place, since others got the last ones: work is not all that is shared."""
+        return self._last_places >= self._others_per_late
 
     def refusal(self, submit: Submit) -> intake.Refusal | None:
         """Why a request is not taken, or None."""
@@ -112,10 +122,11 @@ class Roster:
         if prompt.users > 1:
             self._share(prompt, newcomer=request)
 
-    def enter(self, request: Request) -> None:
-        """A waiting request has got KV."""
+    def enter(self, request: Request, *, late: bool = False) -> None:
+        """A waiting request has got KV; `late`: because it was its turn, whatever the policy says."""
         del self.waiting[request.id]
         self.running[request.id] = request
+        self._last_places = 0 if late else self._last_places + self.is_full
         self._candidates.admitted(request)
         prompt = request.prompt
         del prompt.waiting[request.id]

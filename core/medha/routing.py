@@ -6,9 +6,10 @@ the same seed: the client sees one stream. A sequence never gets lost: it ends w
 reason, with one `Fail`, or because its client has gone.
 
 A sequence goes where its first token is expected soonest (`medha.balance`), among the replicas whose free KV holds it;
-samples of one prompt stay together. The most urgent sequence chooses first: urgency is the deadline, reckoned as the
-replica will (`medha.slo`), when the sequence arrives. It does not move, whatever is announced or lost later, so that
-everybody's turn comes.
+samples of one prompt stay together. The most urgent sequence chooses first: the one with the least slack, that is the
+earliest time at which its prefill would have to begin. It is reckoned once, when the sequence arrives, with the
+replica's own targets (`medha.slo`) and prefill times, and does not move whatever is announced or lost later, so
+that everybody's turn comes.
 
 Time comes in as `now` (seconds of the driver's monotonic clock); the same events give the same commands.
 """
@@ -187,7 +188,7 @@ class _Sequence:
     new: NewSequence
     request: Arrive
     arrived_at: float
-    order: tuple[float, int]  # queue key: deadline, then arrival
+    order: tuple[float, int]  # queue key: when its prefill would have to begin, then arrival
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0
     lost_attempts: int = 0  # that ended because the replica did, since its last token
@@ -324,6 +325,18 @@ class RouterCore:
             default=inf,
         )
 
+    def _slack_seconds(self, request: Arrive, prompt_tokens: int) -> float:
+        """How long a prompt that arrives now may wait: its target without its own prefill, where that takes least."""
+        own = min(
+            (
+                prefill_seconds(replica.card.prefill_points, prompt_tokens)
+                for replica in self._serving(request)
+                if replica.card.longest_request_tokens > prompt_tokens
+            ),
+            default=0.0,
+        )
+        return self.ttft_target_seconds(request, prompt_tokens) - own
+
     # Client side ----------------------------------------------------------------------------------
 
     def _arrive(self, request: Arrive, now: float) -> list[RouterCommand]:
@@ -337,8 +350,8 @@ class RouterCore:
             return [Fail(sequence_id, kind, detail, self._retry_after(request)) for sequence_id in ids]
         for new in request.sequences:
             self._arrivals += 1
-            due = now + self.ttft_target_seconds(request, new.prompt_length)
-            sequence = _Sequence(new, request, now, (due, self._arrivals))
+            slack = self._slack_seconds(request, new.prompt_length)
+            sequence = _Sequence(new, request, now, (now + slack, self._arrivals))
             self._sequences[new.id] = sequence
             self._waiting.add(sequence.key, sequence)
         commands = self._dispatch(now)

@@ -311,9 +311,7 @@ class ControllerMachine(RuleBasedStateMachine):
         self.emitted: dict[str, int] = {}
         self.endings: dict[str, int] = {}
         self.submitted = 0
-        # `srpt` lets large ones starve by its order, and so does `guarded` where it is not work or KV that is short.
-        starves = policy == "srpt" or (policy == "guarded" and max_running == 3)
-        self.stream_goes_on = stream_goes_on and not starves
+        self.stream_goes_on = stream_goes_on and policy != "srpt"  # which lets large ones starve by its order
 
     # --- events -----------------------------------------------------------------------------------------
 

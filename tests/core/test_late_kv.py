@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -97,7 +98,7 @@ def test_a_short_request_that_was_given_up_waits_for_nobody(crowded: Any, submit
 # --- what a waiting request counts on may go -----------------------------------------------------------
 
 
-def submit_ids(replica: Any, submit: Submit, ids: range) -> None:
+def submit_ids(replica: Any, submit: Submit, ids: Sequence[int]) -> None:
     """Submit a request whose prompt has these ids."""
     replica.prompt_ids[submit.prompt] = tuple(ids)
     hashes = HASHER.hashes(np.array(ids, dtype=np.int32))
@@ -376,3 +377,54 @@ def test_every_large_request_gets_in_beside_an_endless_stream_of_small_ones_that
             break
     assert "large" in replica.emitted, "it starves"
     replica.run().check_empty()
+
+
+# --- what longs share, and places -------------------------------------------------------------------------
+
+
+def test_longs_of_one_document_count_it_once_against_their_share(
+    replica_of_longs: Any, submit_of: Any
+) -> None:
+    """60 of the pool's 100 blocks are the document; of the 90 that longs may have, each question takes 11 more."""
+    replica = replica_of_longs(policy="fcfs")
+    submit_ids(replica, submit_of("first", 1, 6), range(240))
+    for _ in range(3):
+        replica.advance()
+    for index in range(2):
+        question = submit_of(f"question {index}", 1, 20, deadline_after_seconds=60.0)
+        submit_ids(replica, question, [*range(240), *range(1000 + 100 * index, 1024 + 100 * index)])
+    replica.submit(submit_of("another", 40, 1, deadline_after_seconds=60.0))  # 11 blocks
+    replica.advance()
+    assert {"question 0", "question 1"} <= set(admitted(replica))
+    assert "first" not in replica.endings
+    while "first" not in replica.endings:
+        assert replica.advance()
+    replica.advance()
+    assert replica.controller.pools.held_blocks == 60 + 2 * 11, "they still hold the document"
+    assert "another" not in admitted(replica), "beyond the head-room of shorts 8 blocks are free"
+    replica.run().check_empty()
+    assert "another" in replica.emitted
+
+
+def test_guarded_gives_late_ones_a_share_of_the_places_where_places_are_short(
+    replica_of: Any, submit_of: Any
+) -> None:
+    """Four run at a time, and more than four come: whoever was given up would be behind the next ones for ever."""
+    replica = replica_of(policy="guarded", max_running=4, kv_blocks=1000, step_seconds=0.1)
+    for index in range(4):
+        replica.submit(submit_of(f"holder {index}", 4, 40))
+    replica.advance()
+    names = [f"large {index}" for index in range(3)]
+    for name in names:
+        replica.submit(submit_of(name, 400, 2, deadline_after_seconds=0.5))
+    for index in range(1200):
+        if index % 2 == 0:
+            replica.submit(submit_of(f"small {index}", 4, 10, deadline_after_seconds=1.0))
+        replica.advance()
+        if set(names) <= set(replica.emitted):
+            break
+    order = admitted(replica)
+    assert set(names) <= set(order), "they starve"
+    assert [name for name in order if name in names] == names, "the one that is late by longest comes first"
+    between = np.diff([order.index(name) for name in names])
+    assert (between >= 10).all(), "and the others have nine places in ten"

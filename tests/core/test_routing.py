@@ -139,6 +139,15 @@ def test_the_tighter_deadline_leaves_the_queue_first() -> None:
     assert [submit.id for _, submit in submits(announce(core, 1.0, waiting=0))] == ["chat", "book"]
 
 
+def test_of_two_with_one_deadline_the_longer_prompt_leaves_the_queue_first() -> None:
+    """Slack is what is left beside a request's own work."""
+    core = serving()
+    announce(core, waiting=2, prefill_points=POINTS)
+    core.handle(arrive("short", deadline_after_seconds=20.0), 0.0)
+    core.handle(arrive("long", prompt="q", length=800, deadline_after_seconds=20.0), 0.1)
+    assert waiting_ids(core) == ["long", "short"]
+
+
 def waiting_ids(core: RouterCore) -> list[str]:
     return [sequence.new.id for sequence in core._waiting.of(("m", "d"))]
 
@@ -149,9 +158,10 @@ def test_a_long_prompt_whose_class_gives_it_longer_does_not_hold_up_a_short_one_
     announce(core, waiting=2, prefill_points=POINTS)
     core.handle(arrive("long", length=800), 0.0)
     core.handle(arrive("short", prompt="q"), 0.1)
-    core.handle(arrive("short, later", prompt="r"), 21.9)
-    core.handle(arrive("short, much later", prompt="s"), 22.1)
-    expected = ["short", "short, later", "long", "short, much later"]  # the long one is due at 24 s
+    core.handle(arrive("short, later", prompt="r"), 13.9)
+    core.handle(arrive("short, much later", prompt="s"), 14.2)
+    # The long one is due at 24 s and takes 8.
+    expected = ["short", "short, later", "long", "short, much later"]
     assert [submit.id for _, submit in submits(announce(core, 30.0, waiting_limit=9))] == expected
 
 
@@ -212,13 +222,13 @@ def test_a_sequence_that_comes_back_stands_where_it_stood_whatever_is_announced_
     core.handle(arrive("long", prompt="p", length=800), 0.0)
     sent = submits(announce(core, 1.0, replica="r0", waiting=1, prefill_points=POINTS))
     assert [submit.id for _, submit in sent] == ["long"]
-    core.handle(arrive("before", prompt="q"), 21.9)
-    core.handle(arrive("after", prompt="r"), 22.1)
-    announce(core, 22.2, replica="r1", waiting=2, prefill_points=SLOW)
+    core.handle(arrive("before", prompt="q"), 13.9)
+    core.handle(arrive("after", prompt="r"), 14.2)
+    announce(core, 14.3, replica="r1", waiting=2, prefill_points=SLOW)
     if ending == "refused":
-        core.handle(Received("r0", Refused("long", "capacity")), 22.3)
+        core.handle(Received("r0", Refused("long", "capacity")), 14.4)
     else:
-        core.handle(LinkLost("r0"), 22.3)
+        core.handle(LinkLost("r0"), 14.4)
     assert waiting_ids(core) == ["before", "long", "after"]
 
 
