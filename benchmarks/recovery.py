@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -201,12 +202,15 @@ class Replica:
             time.sleep(0.05)
 
     def held(self) -> float:
-        """Requests that the controller knows; it answers itself, with or without a router."""
+        """Requests that the controller knows; it answers itself, with or without a router. Infinite while it does not."""
         ready = json.loads((self.folder / "run" / "ranks-ready.json").read_text())
-        found = re.findall(
-            r"^medha_sequences_(?:running|waiting) (\S+)$", httpx.get(ready["metrics_url"]).text, re.MULTILINE
+        try:
+            metrics = httpx.get(ready["metrics_url"]).text
+        except httpx.TransportError:  # it ended, or was stopped, behind the last token
+            return inf
+        return sum(
+            map(float, re.findall(r"^medha_sequences_(?:running|waiting) (\S+)$", metrics, re.MULTILINE))
         )
-        return sum(map(float, found))
 
     def stop(self) -> list[str]:
         """End it as Ctrl-C does; processes that are left over."""
