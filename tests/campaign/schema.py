@@ -11,7 +11,8 @@ import json
 import random
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from itertools import islice
 from typing import Any
 
 import httpx
@@ -51,9 +52,18 @@ class SchemaCampaign:
         """Specs that the API server refused, as it should."""
 
     def run(self, chosen: Iterable[Mutation], *, threads: int = 2) -> Iterator[tuple[Mutation, str]]:
-        """Each mutation with the violation that it met, in words; they are tried in `threads` at a time."""
+        """Each mutation with the violation that it met, in words, as they end; `threads` are tried at a time.
+
+        One is chosen when it can begin, not before: `chosen` may end with the time.
+        """
+        numbered = enumerate(chosen)
         with ThreadPoolExecutor(threads) as pool:
-            yield from pool.map(self._tried, enumerate(chosen))
+            trying = {pool.submit(self._tried, one) for one in islice(numbered, threads)}
+            while trying:
+                done, trying = wait(trying, return_when=FIRST_COMPLETED)
+                trying |= {pool.submit(self._tried, one) for one in islice(numbered, len(done))}
+                for tried in done:
+                    yield tried.result()
 
     def _tried(self, numbered: tuple[int, Mutation]) -> tuple[Mutation, str]:
         number, mutation = numbered

@@ -13,7 +13,7 @@ from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
 from medha_operator.settings import OperatorSettings
 
-SAMPLE_SECONDS = 30.0
+SAMPLE_SECONDS = 60.0
 
 
 def test_every_field_has_valid_and_invalid_values() -> None:
