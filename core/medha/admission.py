@@ -256,7 +256,7 @@ class Admission:
             prompt_length=submit.prompt_length,
             seed=submit.seed,
             sampling=submit.sampling,
-            reserved_tokens=request.reservation_tokens,
+            reserved_tokens=placed.shards.tokens,
             sample_index=submit.sample_index,
             fork_of=None if sibling is None else sibling.id,
             shared_tokens=shared_tokens,

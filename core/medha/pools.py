@@ -158,9 +158,12 @@ class KvPools:
         return self._held[sequence].shards
 
     def reserved_tokens(self, sequence: str) -> int:
-        """Positions that the sequence's KV can hold; the rest of its last block counts."""
-        shards = self._held[sequence].shards
-        return -(-shards.tokens // self.block_size_tokens) * self.block_size_tokens
+        """Positions that the sequence's KV can hold: whole blocks."""
+        return self._held[sequence].shards.tokens
+
+    def _in_blocks(self, tokens: int) -> int:
+        """What is given for a reservation of `tokens`. All that is told of it, here and to ranks, is this number."""
+        return -(-tokens // self.block_size_tokens) * self.block_size_tokens
 
     def expected(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> tuple[int, int]:
         """What a request that is admitted now would find: cached tokens, and those of its blocks that others hold.
@@ -199,12 +202,13 @@ class KvPools:
     ) -> Placed | None:
         """Give a request the KV of `reserved_tokens` tokens on all of its lanes, or change nothing and return None.
 
-        A short request goes where its first token is expected soonest: the lane with the least prefill ahead
+        It gets whole blocks, and its map says so. A short request goes where its first token is expected soonest: the lane with the least prefill ahead
         (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of `owners` has to own it.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         if sequence in self._releases:
             return None  # ranks have still to release the earlier sequence of this name
+        reserved_tokens = self._in_blocks(reserved_tokens)
         whole_blocks = prompt_tokens // self.block_size_tokens
         usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
         hashes = block_hashes if usable else ""
@@ -223,6 +227,7 @@ class KvPools:
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
         """Let `child` share the first `shared_tokens` tokens of a parent of the same prompt; None if room is short."""
         assert child not in self._held, f"{child} already holds KV"
+        reserved_tokens = self._in_blocks(reserved_tokens)
         held = self._held[parent]
         free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
         shared = held.shards.local_lengths(shared_tokens)
@@ -247,8 +252,9 @@ class KvPools:
         return Placed(shards, 0, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
-        """Let a reservation reach `tokens` tokens, or change nothing and return None."""
+        """Let a reservation reach `tokens` tokens, in whole blocks, or change nothing and return None."""
         held = self._held[sequence]
+        tokens = self._in_blocks(tokens)
         free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
         shards = held.shards.grown(tokens, free, block_size_tokens=self.block_size_tokens)
         if shards is None:

@@ -71,6 +71,7 @@ class ShardMap:
     _starts: list[int] = field(init=False, repr=False, compare=False)
     _local_starts: list[int] = field(init=False, repr=False, compare=False)
     _tokens_on: dict[int, int] = field(init=False, repr=False, compare=False)
+    _segments_on: dict[int, list[int]] = field(init=False, repr=False, compare=False)  # indices, ascending
     _encoded: bytes = field(default=b"", init=False, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self) -> None:
@@ -78,16 +79,18 @@ class ShardMap:
             segment = self.segments[0]
             assert segment.start == 0 < segment.stop, f"{segment} begins nowhere"
             self._starts, self._local_starts, self._tokens_on = [0], [0], {segment.lane: segment.stop}
+            self._segments_on = {segment.lane: [0]}
             return
-        self._starts, self._local_starts, self._tokens_on = [], [], {}
+        self._starts, self._local_starts, self._tokens_on, self._segments_on = [], [], {}, {}
         position = 0
-        for segment in self.segments:
+        for index, segment in enumerate(self.segments):
             assert segment.start == position < segment.stop, f"{self.segments} is no partition"
             position = segment.stop
             held = self._tokens_on.get(segment.lane, 0)
             self._starts.append(segment.start)
             self._local_starts.append(held)
             self._tokens_on[segment.lane] = held + segment.stop - segment.start
+            self._segments_on.setdefault(segment.lane, []).append(index)
 
     @property
     def tokens(self) -> int:
@@ -134,10 +137,20 @@ class ShardMap:
             index += 1
 
     def local_lengths(self, computed: int) -> dict[int, int]:
-        """KV tokens on each lane once positions `0 .. computed` are there, of lanes that hold any."""
+        """KV tokens on each lane once positions `0 .. computed` are there, of lanes that hold any.
+
+        Each decode of a prompt that is dealt out asks for it, so it takes O(lanes log segments).
+        """
+        if computed <= 0:
+            return {}
+        last = bisect_right(self._starts, computed - 1) - 1  # the segment of the last position
         lengths: dict[int, int] = {}
-        for piece in self.pieces(0, min(computed, self.tokens)):
-            lengths[piece.lane] = piece.local_start + piece.stop - piece.start
+        for lane, indices in self._segments_on.items():
+            before = bisect_right(indices, last)
+            if before:
+                index = indices[before - 1]
+                stop = min(self.segments[index].stop, computed)
+                lengths[lane] = self._local_starts[index] + stop - self._starts[index]
         return lengths
 
     def participants(self, computed: int) -> tuple[int, ...]:

@@ -262,7 +262,7 @@ class FakeReplica:
         assert count > 0
         end = start + count
         assert end <= sequence.length, f"{id_}: position {end} is not known yet"
-        assert end <= self.ledger.reserved_tokens(id_), f"{id_}: position {end} is not in its blocks"
+        assert end <= self._lane.shards(id_).tokens, f"{id_}: position {end} is not reserved"
         assert samples == (end == sequence.length)
         if start >= sequence.admit.tokens:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"

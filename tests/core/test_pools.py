@@ -107,7 +107,7 @@ class PoolsMachine(RuleBasedStateMachine):
         assert placed.cached_tokens < length, "the last token is computed again"
         assert placed.cached_tokens % self.size == 0
         self._flush()
-        self._replay_admit(name, placed, length, length + output)
+        self._replay_admit(name, placed, length)
         self.sequences[name] = Sequence(ids, length, placed.cached_tokens)
 
     @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
@@ -124,7 +124,7 @@ class PoolsMachine(RuleBasedStateMachine):
         if placed is None:
             return
         self._flush()
-        self._replay_admit(name, placed, one.prompt_tokens, one.prompt_tokens + more, parent, shared)
+        self._replay_admit(name, placed, one.prompt_tokens, parent, shared)
         self.sequences[name] = Sequence(one.ids[: one.prompt_tokens], one.prompt_tokens, shared)
 
     @precondition(lambda self: self.sequences)
@@ -135,8 +135,7 @@ class PoolsMachine(RuleBasedStateMachine):
         tokens = self.pools.shards(name).tokens + more
         grow = self.pools.grow(name, tokens)
         if grow is None:
-            spare = self.pools.reserved_tokens(name) - self.pools.shards(name).tokens
-            assert more > spare
+            assert more > 0
             assert self.pools.shards(name).version == version
             return
         self._flush()
@@ -240,7 +239,6 @@ class PoolsMachine(RuleBasedStateMachine):
         name: str,
         placed: Placed,
         tokens: int,
-        reserved: int,
         parent: str | None = None,
         shared: int = 0,
     ) -> None:
@@ -251,7 +249,7 @@ class PoolsMachine(RuleBasedStateMachine):
             prompt_length=tokens,
             seed=0,
             sampling=Sampling(),
-            reserved_tokens=reserved,
+            reserved_tokens=placed.shards.tokens,
             fork_of=parent,
             shared_tokens=shared,
             segments=placed.segments,
@@ -373,7 +371,7 @@ def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_th
         placed = pools.admit(name, tokens, reserved, block_hashes=hashes, pending_seconds=[1.0, 0.0])
         assert placed is not None
         message = Admit(
-            name, name, tokens, tokens, 0, Sampling(), reserved, segments=placed.segments,
+            name, name, tokens, tokens, 0, Sampling(), placed.shards.tokens, segments=placed.segments,
             prefixes=placed.prefixes, evictions=placed.evictions,
         )  # fmt: skip
         assert [replica.admit(message) for replica in replicas] == [[], []]

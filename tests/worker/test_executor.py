@@ -437,10 +437,6 @@ def test_wrong_ids_and_biases_end_their_sequence_alone(
 @pytest.mark.parametrize(
     ("wrong", "detail"),
     [
-        (entry("a", 10, 1), "positions 10 to 11: 8 are computed"),
-        (entry("a", 8, 2), "9 tokens known"),
-        (entry("a", 0, 4), "a token is drawn after position 3"),
-        (entry("unknown", 0, 1), "not known"),
         (StepEntry("a", 0, (), True), "no position"),
         (StepEntry("a", 0, (Extent(0, 2, 2),), False), "is not one run"),
         (StepEntry("a", 0, (Extent(0, 2), Extent(4, 2)), False), "not one run"),
@@ -470,8 +466,23 @@ def test_an_entry_of_another_lane_that_names_no_position_is_that_lanes_to_fail(m
     assert done.failures == ()
 
 
-def test_an_entry_beyond_its_reservation_fails_alone(model: Transformer) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "detail"),
+    [
+        (entry("a", 10, 1), "positions 10 to 11: 8 are computed"),
+        (entry("a", 8, 2), "9 tokens known"),
+        (entry("a", 0, 4), "a token is drawn after position 3"),
+        (entry("full", 16, 1), "16 reserved"),
+        (entry("unknown", 0, 1), "unknown is not known here"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_controller_that_counts_otherwise_is_refused_whole(
+    model: Transformer, wrong: StepEntry, detail: str
+) -> None:
+    """Ranks that compute the same request would go on with different batches, and wait for each other for ever."""
     engine = Engine(model)
-    engine.start("a", random_ids(16, 1), reserved_tokens=16)
-    done = engine.step(entry("a", 16, 1))
-    assert "16 reserved" in done.failures[0].detail
+    engine.start("a", random_ids(8, 1))
+    engine.start("full", random_ids(16, 2), reserved_tokens=16)
+    with pytest.raises(PartFailed, match=detail):
+        engine.step(wrong)

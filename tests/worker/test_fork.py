@@ -43,8 +43,23 @@ def has_a_map_of_another_length(executor: Executor) -> None:
     executor._lane._shards["a"] = ShardMap((Segment(0, 0, tokens - 1),))
 
 
+def knows_a_token_too_many(executor: Executor) -> None:
+    executor._sequences["a"].planned_outputs += 1
+
+
+def has_computed_a_position_less(executor: Executor) -> None:
+    executor._sequences["a"].computed -= 1
+
+
 @pytest.mark.parametrize(
-    "part", [holds_a_block_too_many, has_another_version_of_a_map, has_a_map_of_another_length]
+    "part",
+    [
+        holds_a_block_too_many,
+        has_another_version_of_a_map,
+        has_a_map_of_another_length,
+        knows_a_token_too_many,
+        has_computed_a_position_less,
+    ],
 )
 def test_a_fork_is_found_within_the_steps_between_two_hashes(
     tmp_path: Path, part: Callable[[Executor], None]
@@ -84,5 +99,5 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(
     agreed = 2 * STATE_HASH_EVERY_STEPS + 5
     done = run(event, range(agreed))
     part(executor)
-    with pytest.raises(PartFailed, match="the ledgers differ, or the shard maps"):
+    with pytest.raises(PartFailed, match="the ledgers differ, or the shard maps|tokens known"):
         run(done, range(agreed, agreed + STATE_HASH_EVERY_STEPS))

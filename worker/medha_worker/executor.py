@@ -430,13 +430,12 @@ class Executor:
         """The entry as positions that can be run; else its failure is noted.
 
         Raises:
-            PartFailed: other lanes run their part of it, and could not be told in time.
+            PartFailed: what is known here of the sequence is not what the controller counts with; or other lanes run
+                their part of an entry that cannot be run, and could not be told in time.
         """
-        sequence = self._sequences.get(entry.id)
-        if sequence is None or entry.id not in chunks:
-            failures.append(
-                EntryFailed(entry.id, "internal", "the sequence is not known here, or no position named")
-            )
+        sequence = self._sequence(entry.id, step)
+        if entry.id not in chunks:
+            failures.append(EntryFailed(entry.id, "internal", "no position is named"))
             return None
         shards, chunk = self._shards(entry, step), chunks[entry.id]
         is_owner = shards.owner == self._lane.lane
@@ -447,24 +446,26 @@ class Executor:
         problem = chunk.problem
         if problem is None and entry.strategy not in STRATEGIES:
             problem = f"strategy {entry.strategy!r} is not known"
+        if problem is not None:
+            if chunk.lanes > 1:
+                raise self._parted(step, f"{entry.id}: {problem}")
+            failures.append(EntryFailed(entry.id, "internal", problem))
+            return None
         # Only the owner of a request follows how far all of it is computed.
         computed = sequence.computed if is_owner else chunk.start
-        if problem is None and not (
-            chunk.start <= computed and chunk.stop <= min(sequence.length, shards.tokens)
-        ):
-            problem = (
-                f"positions {chunk.start} to {chunk.stop}: {computed} are computed, {sequence.length} tokens known, "
-                f"{shards.tokens} reserved"
+        if not (chunk.start <= computed and chunk.stop <= min(sequence.length, shards.tokens)):
+            raise self._parted(
+                step,
+                f"{entry.id}: positions {chunk.start} to {chunk.stop}: {computed} are computed, {sequence.length} tokens "
+                f"known, {shards.tokens} reserved",
             )
-        last = entry.extents[-1]
-        if problem is None and entry.samples and _last(last) + 1 != sequence.length:
-            problem = f"a token is drawn after position {_last(last)}, but {sequence.length} tokens are known"
-        if problem is None:
-            return _Part(entry, sequence, chunk.stop)
-        if chunk.lanes > 1:
-            raise self._parted(step, f"{entry.id}: {problem}")
-        failures.append(EntryFailed(entry.id, "internal", problem))
-        return None
+        last = _last(entry.extents[-1])
+        if entry.samples and last + 1 != sequence.length:
+            raise self._parted(
+                step,
+                f"{entry.id}: a token is drawn after position {last}, but {sequence.length} tokens are known",
+            )
+        return _Part(entry, sequence, chunk.stop)
 
     def _foreign(self, step: Step, chunks: Mapping[str, _Chunk]) -> list[SpreadEntry]:
         """Entries of other lanes that this lane has to know of."""
