@@ -167,6 +167,11 @@ class RoutingLimits:
     """A replica that announced nothing for so long is taken for dead. Replicas announce every second."""
     unserved_seconds: float = 60.0
     """How long a sequence that was taken waits for a replica to come back, before it ends `unavailable`."""
+    mending_seconds: float = 3600.0
+    """The same while a replica of its model announces that it is not ready: it is being mended, and reads its weights.
+
+    How long that may take its manifest says, and its controller sees to; this bounds it whatever happens.
+    """
     fetch_seconds: float = 10.0
     """After which a bundle that was asked for is asked for again."""
     max_losses: int = 2
@@ -500,10 +505,13 @@ class RouterCore:
     def _end_hopeless(self, now: float) -> list[RouterCommand]:
         """End queued sequences that nothing serves for too long, or that no replica left can hold."""
         longest: dict[Key, int] = {}
+        mending: set[Key] = set()
         for replica in self._replicas.values():
+            key = (replica.card.model, replica.card.digest)
             if self._usable(replica):
-                key = (replica.card.model, replica.card.digest)
                 longest[key] = max(longest.get(key, 0), replica.card.longest_request_tokens)
+            elif not replica.card.ready and not replica.card.draining:
+                mending.add(key)
         unserved_since: dict[Key, float] = {}
         commands: list[RouterCommand] = []
         for key in self._waiting:
@@ -515,10 +523,10 @@ class RouterCore:
                 commands += [self._fail(sequence, "too_long", detail) for sequence in gone]
                 continue
             since = unserved_since[key] = self._unserved_since.get(key, now)
-            if now - since >= self._limits.unserved_seconds:
-                detail = (
-                    f"no replica of the model `{key[0]}` came back in {self._limits.unserved_seconds:g} s"
-                )
+            limits = self._limits
+            allowed_seconds = limits.mending_seconds if key in mending else limits.unserved_seconds
+            if now - since >= allowed_seconds:
+                detail = f"no replica of the model `{key[0]}` came back in {now - since:.0f} s"
                 commands += [self._fail(sequence, "unavailable", detail) for sequence in queue]
         self._unserved_since = unserved_since
         return commands

@@ -406,6 +406,35 @@ def test_a_queued_sequence_whose_replicas_never_come_back_ends_unavailable() -> 
     assert failure.kind == "unavailable"
 
 
+def test_a_sequence_waits_as_long_as_its_replica_says_that_it_is_being_mended() -> None:
+    """Weights may take minutes to read; behind the last announcement it is silent, and then gone."""
+    core = serving(RoutingLimits(unserved_seconds=60.0, mending_seconds=500.0, silence_seconds=5.0))
+    core.handle(arrive("a"), 0.0)
+    for second in range(1, 400):
+        announce(core, float(second), ready=False)
+        assert core.handle(Tick(), second + 0.5) == []
+    assert [submit.id for _, submit in submits(announce(core, 400.0, epoch=1))] == ["a~1"]
+    assert core.handle(Tick(), 400.5) == []
+    announce(core, 401.0, epoch=1, ready=False)
+    assert core.handle(Tick(), 410.0)[0] == Reject("r0", "silent for 9.0 s")
+    (failure,) = core.handle(Tick(), 470.0)
+    assert isinstance(failure, Fail)
+    assert failure.kind == "unavailable"
+    assert core.open == 0
+
+
+def test_a_replica_that_is_mended_for_ever_keeps_nobody_for_ever() -> None:
+    core = serving(RoutingLimits(mending_seconds=100.0))
+    core.handle(arrive("a"), 0.0)
+    failures: list[RouterCommand] = []
+    for second in range(1, 110):
+        announce(core, float(second), ready=False)
+        failures += [one for one in core.handle(Tick(), second + 0.5) if isinstance(one, Fail)]
+    (failure,) = failures
+    assert isinstance(failure, Fail)
+    assert "came back in 100 s" in failure.detail
+
+
 def test_a_prompt_that_no_pool_can_hold_is_too_long_at_once() -> None:
     (failure,) = serving().handle(arrive("a", length=900), 0.0)
     assert isinstance(failure, Fail)

@@ -151,7 +151,7 @@ class Planner:
         self.running.append(Running(name, asked, name, there, strategies, there))
         return Admit(
             id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1,
-            sampling=GREEDY, reserved_tokens=reserved, fork_of=parent.name if parent else None,
+            sampling=GREEDY, reserved_tokens=placed.shards.tokens, fork_of=parent.name if parent else None,
             shared_tokens=shared, segments=placed.segments, deals=placed.deals, cached_tokens=placed.cached_tokens,
             prefixes=placed.prefixes, evictions=placed.evictions,
         )  # fmt: skip

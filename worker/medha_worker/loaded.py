@@ -280,7 +280,7 @@ def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
     )
     dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
-    shard = _shard(config, topology, settings.rank)
+    shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
     model = Transformer.load(
         settings.model_directory,
         config,
@@ -303,13 +303,17 @@ _NO_POOL = 2**62
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def _shard(config: ModelConfig, topology: Topology, rank: int) -> Shard:
-    """The layers and slices of a rank; the stage with the output head gets fewer layers."""
+def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
+    """The layers and slices of a rank.
+
+    Stages are as even as a chunk of `chunk_tokens` of a prefill has them: that is what the pipeline is for, and it draws
+    from one row at most, so that the head is next to nothing of the last stage. A decode passes all stages, however
+    they are cut.
+    """
     here = topology.coordinates(rank)
-    layer_weights = (
-        config.linear_flops_per_token / 2 - config.vocab_size * config.hidden_size
-    ) / config.num_layers
-    head_cost = config.vocab_size * config.hidden_size / layer_weights
+    head_weights = config.vocab_size * config.hidden_size
+    layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
+    head_cost = head_weights / layer_weights / chunk_tokens
     layers = stage_layers(config.num_layers, topology.stream, head_cost_layers=head_cost)[here.stream]
     return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
 

@@ -186,7 +186,11 @@ class Transformer:
             return F.embedding(token_ids, embedding)
         local = token_ids - self._weights.vocab_start
         is_foreign = (local < 0) | (local >= embedding.shape[0])
-        hidden = F.embedding(local.masked_fill(is_foreign, 0), embedding).masked_fill_(is_foreign[:, None], 0)
+        if embedding.shape[0] == 0:  # a small vocabulary leaves the last ranks nothing
+            hidden = embedding.new_zeros((*token_ids.shape, embedding.shape[1]))
+        else:
+            hidden = F.embedding(local.masked_fill(is_foreign, 0), embedding)
+            hidden.masked_fill_(is_foreign[:, None], 0)
         self._group.all_reduce(hidden)
         return hidden
 

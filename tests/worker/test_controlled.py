@@ -1,0 +1,253 @@
+"""What the real controller decides, real ranks run: to the end, with the logits of `transformers`, and nothing left over.
+
+The controller hears at random, and stage by stage, how its steps get on. Then the ranks run those steps, as threads of
+this process that meet over gloo. Nothing else joins both sides, so a number that they count differently shows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha.api import SchedulingSpec, ServiceClass
+from medha.config import ReplicaConfig
+from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.engine import ReplicaController
+from medha.messages import (
+    Cancel,
+    ControllerEvent,
+    Done,
+    Emit,
+    Failed,
+    FinishReason,
+    Refused,
+    Sample,
+    Sampling,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+)
+from medha.prefix import PrefixHasher
+from medha.topology import Topology
+
+from .ranks import Ranks
+from .test_model_transformer import save_reference
+
+TOLERANCE = 1e-4
+VOCAB = 160
+PROFILE = StepProfile(0.001, 0.0001, 1e-7, 0.0001)
+MOST_EVENTS = 6000
+MODEL = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+
+SHAPES = [
+    pytest.param(((1, 1, 1), "llama", 10), id="one rank"),
+    pytest.param(((1, 1, 2), "qwen3", 8), id="KVP2"),
+    pytest.param(((1, 2, 1), "mistral", 6), id="SPP2"),
+    pytest.param(((2, 1, 2), "llama-biased", 4), id="TP2 x KVP2"),
+    pytest.param(((1, 2, 3), "qwen2", 4), id="SPP2 x KVP3"),
+] + [
+    pytest.param((shape, architecture, 40), id=f"{Topology(*shape)} long", marks=pytest.mark.long)
+    for shape, architecture in [
+        ((1, 1, 1), "qwen2"),
+        ((1, 1, 4), "llama"),
+        ((1, 4, 2), "qwen3"),
+        ((2, 2, 2), "mistral"),
+    ]
+]
+
+
+@dataclass
+class Asked:
+    prompt: str
+    ids: npt.NDArray[np.int32]
+    max_tokens: int | None
+
+
+@dataclass
+class Life:
+    """A controller, and everything that it has decided."""
+
+    controller: ReplicaController
+    random: Random
+    now: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+    moving: list[tuple[Step, int]] = field(default_factory=list)  # with the stage that each one is in
+    drawn: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, FinishReason | str] = field(default_factory=dict)
+
+    def handle(self, event: ControllerEvent) -> None:
+        for command in self.controller.handle(event, self.now):
+            match command:
+                case Step():
+                    self.steps.append(command)
+                    self.moving.append((command, 0))
+                case Emit():
+                    self.drawn[command.id] = self.drawn.get(command.id, 0) + len(command.tokens)
+                    if command.finish_reason is not None:
+                        self.end(command.id, command.finish_reason)
+                case Refused() | Failed():
+                    self.end(command.id, command.reason)
+
+    def end(self, name: str, reason: str) -> None:
+        assert name not in self.ends, f"{name} ends twice"
+        self.ends[name] = reason
+
+    def move(self) -> None:
+        """One step leaves its stage: any one whose lanes have none ahead of it there."""
+        last = self.controller.config.topology.stream - 1
+        order = list(range(len(self.moving)))
+        self.random.shuffle(order)
+        for index in order:
+            step, stage = self.moving[index]
+            ahead = [at for other, at in self.moving[:index] if set(other.lanes) & set(step.lanes)]
+            if ahead and (stage == last or min(ahead) <= stage + 1):
+                continue
+            self.now += 0.01
+            if stage == last:
+                del self.moving[index]
+                samples = tuple(Sample(entry.id, 7) for entry in step.entries if entry.samples)
+                self.handle(Done(step.step_id, samples, (), 0.001, step.lanes))
+                return
+            self.moving[index] = step, stage + 1
+            if stage == 0:
+                self.handle(StageFree(step.step_id, 0, step.lanes))
+            return
+        raise AssertionError("nothing moves")
+
+
+def live(config: ReplicaConfig, random: Random) -> tuple[Life, dict[str, Asked]]:
+    """Let a controller serve random requests, some of which begin alike, to the end."""
+    life = Life(ReplicaController(config, PROFILE), random)
+    hasher = PrefixHasher(config.block_size_tokens, b"secret")
+    asked: dict[str, Asked] = {}
+    for number in range(random.randint(2, 7)):
+        block, share = config.block_size_tokens, config.tokens_per_lane
+        most = min(config.pool_tokens - 20, 160)
+        tokens = random.choice(
+            [1, 2, block, 3 * block + 1, random.randint(1, 40), share, share + 1, 2 * share, most]
+        )
+        ids = np.random.default_rng(random.randint(0, 1)).integers(0, VOCAB, max(1, min(tokens, most)))
+        if random.random() < 0.3:  # only its beginning is shared
+            ids[len(ids) // 2 :] = np.random.default_rng(50 + number).integers(
+                0, VOCAB, len(ids) - len(ids) // 2
+            )
+        max_tokens = random.choice([None, 1, 2, 5, 12])
+        for sample in range(random.choice([1, 1, 2, 3])):
+            asked[f"r{number}.{sample}"] = Asked(f"p{number}", ids.astype(np.int32), max_tokens)
+    waiting = list(asked)
+    cancels = random.random() < 0.5
+    for _ in range(MOST_EVENTS):
+        if not waiting and not life.moving:
+            break
+        chance = random.random()
+        running = [name for name in asked if name not in waiting and name not in life.ends]
+        if waiting and (chance < 0.35 or not life.moving):
+            name = waiting.pop(0)
+            one = asked[name]
+            life.handle(
+                Submit(
+                    name, one.prompt, len(one.ids), len(one.ids), seed=1, sample_index=int(name.partition(".")[2]),
+                    sampling=Sampling(temperature=0.0, ignore_eos=True, max_tokens=one.max_tokens),
+                    block_hashes=hasher.hashes(one.ids), age_seconds=random.choice([0.0, 5.0]),
+                )
+            )  # fmt: skip
+        elif cancels and running and chance < 0.38:
+            name = random.choice(running)
+            life.end(name, "cancelled")
+            life.handle(Cancel(name))
+        elif life.moving:
+            life.move()
+    assert set(life.ends) == set(asked), "not all have ended"
+    assert life.controller.idle
+    assert life.controller.pools.held_blocks == 0
+    return life, asked
+
+
+@pytest.fixture(params=SHAPES)
+def replica(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Ranks, torch.nn.Module, int]]:
+    shape, architecture, examples = request.param
+    directory: Path = tmp_path_factory.mktemp(architecture)
+    head_dim = {} if architecture == "qwen2" else {"head_dim": 16}
+    reference = save_reference(directory, architecture, **MODEL, **head_dim)
+    ranks = Ranks(Topology(*shape), directory)
+    yield ranks, reference, examples
+    ranks.close()
+
+
+def test_ranks_run_to_the_end_what_the_controller_decides(
+    replica: tuple[Ranks, torch.nn.Module, int],
+) -> None:
+    """Requests that name no limit grow beyond what they reserved, over blocks and lanes, until no KV is left."""
+    ranks, reference, examples = replica
+    topology = ranks.topology
+
+    @given(
+        strategy=st.sampled_from([None, "passKv", "passQ", "auto", "striped"]),
+        block_tokens=st.sampled_from([4, 4, 1, 8]),
+        pool_tokens=st.sampled_from([48, 80, 160, 400]),
+        share_blocks=st.sampled_from([2, 4, 15]),
+        chunk_tokens=st.sampled_from([8, 16, 64]),
+        output_tokens=st.sampled_from([2, 5, 9]),
+        max_running=st.sampled_from([4, 16]),
+        seed=st.integers(0, 10_000),
+        steps_ahead=st.integers(0, 2),
+    )
+    @settings(max_examples=examples, deadline=None)
+    def run(
+        strategy: PrefillStrategy | None,
+        block_tokens: int,
+        pool_tokens: int,
+        share_blocks: int,
+        chunk_tokens: int,
+        output_tokens: int,
+        max_running: int,
+        seed: int,
+        steps_ahead: int,
+    ) -> None:
+        deals = strategy is not None and topology.kv > 1
+        config = ReplicaConfig(
+            topology=topology,
+            scheduling=SchedulingSpec(
+                max_chunk_tokens=chunk_tokens, min_chunk_tokens=4, max_running=max_running, max_running_long=2
+            ),
+            service_classes={"default": ServiceClass(name="default", default_output_tokens=output_tokens)},
+            default_class="default",
+            max_model_len=200,
+            block_size_tokens=block_tokens,
+            kv_blocks=pool_tokens // block_tokens,
+            long_threshold_tokens=60,
+            tokens_per_lane=share_blocks * block_tokens,
+            context_parallel=ContextParallel(strategy, RingCosts(8, 2)) if deals and strategy else None,
+        )
+        life, asked = live(config, Random(seed))
+        samples, logits = ranks.run(
+            life.steps, {one.prompt: one.ids for one in asked.values()},
+            kv_blocks=config.kv_blocks, block_tokens=block_tokens, steps_ahead=steps_ahead,
+        )  # fmt: skip
+        for name, one in asked.items():
+            drawn = [sample.token for sample in samples if sample.id == name]
+            assert life.ends[name] in ("length", "cancelled"), f"{name}: {life.ends[name]}"
+            if life.ends[name] == "length":
+                assert len(drawn) == life.drawn[name]
+            computed = sorted(position for request, position in logits if request == name)
+            if not computed:
+                continue
+            ids = torch.tensor([*one.ids.tolist(), *drawn])[: computed[-1] + 1]
+            with torch.inference_mode():
+                wanted = reference(ids[None]).logits[0]
+            found = torch.stack([logits[name, position] for position in computed])
+            assert float((found - wanted[computed]).abs().max()) <= TOLERANCE, name
+
+    run()
