@@ -150,10 +150,6 @@ class BlockLedger:
             self._extend(sequence, runs, held, wanted, after=_end(runs))
         return True
 
-    def fork_fits(self, shared_tokens: int, tokens: int) -> bool:
-        """Whether `fork` with these arguments would succeed now."""
-        return self.blocks_for(tokens) - shared_tokens // self.block_size_tokens <= self.free_blocks
-
     def fork(self, parent: str, child: str, shared_tokens: int, tokens: int) -> list[BlockCopy] | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, and reserve `tokens` in all.
 

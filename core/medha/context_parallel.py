@@ -42,20 +42,10 @@ class RingCosts:
         return self.attention_flops_per_second / self.link_bytes_per_second
 
 
-def query_is_smaller(new_tokens: int, cached_tokens: int, costs: RingCosts) -> bool:
-    """Whether Q is no larger than K and V: T / (T + P) <= 2 N_KV / N_H (eq. 1)."""
-    return new_tokens * costs.query_heads <= 2 * costs.kv_heads * (new_tokens + cached_tokens)
-
-
 def pass_kv_is_hidden(new_tokens: int, lanes: int, costs: RingCosts) -> bool:
     """Whether attention takes as long as sending K and V: T >= N C N_KV e / (2 N_H BW) (eq. 2)."""
     least = lanes * costs.flops_per_byte * costs.kv_heads * costs.element_bytes / (2 * costs.query_heads)
     return new_tokens >= least
-
-
-def pass_q_is_hidden(total_tokens: int, lanes: int, costs: RingCosts) -> bool:
-    """Whether attention takes as long as sending Q: T + P >= N e C / (4 BW) (eq. 3)."""
-    return total_tokens >= lanes * costs.element_bytes * costs.flops_per_byte / 4
 
 
 def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: RingCosts) -> bool:
