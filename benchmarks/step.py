@@ -5,7 +5,7 @@
 `medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (of 128K tokens each); one
 request after the other, of 1K, 32K and 256K tokens in turns, is prefilled and decoded. Everything is real but the
 prefill, whose layers are left out: the KV pool holds random numbers from the beginning. Measured on every rank of the
-lane that owns the request, of steps that decode one token: the time from the end of a step (on the last stage) to the
+lane that owns the request, and apart from them on those of a lane that helps it, of steps that decode one token: the time from the end of a step (on the last stage) to the
 start of the next (on the first: answer, decision, message, and all bookkeeping in between), the part of a step that is neither the model's layers nor the
 wait for another stage, and the bytes of the step's message; and the bytes of a request's first step, which admits it, also
 where the whole prompt is cached. None of them may grow with the context.
@@ -104,10 +104,10 @@ def rank(settings: str, times_file: Path) -> None:
             return
         entry, waited_seconds = step.entries[0], engine.executor._waited_seconds
         lane, stage, tensor = (here.kv, here.stream, here.tensor) if here is not None else (0, 0, 0)
-        if entry.lane == lane:
+        if lane in step.lanes:
             own_seconds = ended - started - layers_seconds - waited_seconds
             row = {"id": step.step_id, "stage": stage, "tensor": tensor, "bytes": size}
-            row["context"] = entry.extents[0].start
+            row |= {"context": entry.extents[0].start, "helps": entry.lane != lane}
             decodes.append(row | {"start": started, "end": ended, "own_seconds": own_seconds})
 
     def no_prefill(self: Transformer, batch: torch.Tensor, *arguments: Any) -> torch.Tensor:
@@ -214,25 +214,38 @@ def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) 
 
 
 def figures(ranks: list[dict[str, list[Row]]], context: int) -> Row:
-    """Medians of times, means of sizes, over the decode steps of a context on the ranks of its owner's lane."""
-    here = [
+    """Medians of times, means of sizes, over the decode steps of a context: those of the lane that owns the request.
+
+    And the times of lanes that help it, if any do.
+    """
+    decodes = [
         one
         for found in ranks
         for one in found["decodes"]
         if context + FIRST <= one["context"] <= context + DECODED
     ]
+    here = [one for one in decodes if not one["helps"]]
+    helping = [one for one in decodes if one["helps"]]
+    admits = [one for one in ranks[0]["admits"] if one["context"] == context]
+    first, cached = ([one["bytes"] for one in admits if one["is_cached"] == held] for held in (False, True))
+    sizes = [one["bytes"] for one in here]
+    row = dict(zip(TIMES, _times(here), strict=True))
+    row |= dict(zip(SIZES, map(round, map(statistics.mean, (sizes, first, cached))), strict=True))
+    if helping:
+        row |= dict(zip((f"helper_{name}" for name in TIMES), _times(helping), strict=True))
+    return row
+
+
+def _times(here: list[Row]) -> tuple[int, int]:
+    """Medians, in microseconds: between two steps, and of a step beside its layers."""
     last = max(one["stage"] for one in here)  # the clock is the machine's: all processes read the same
     ends = {(one["id"], one["tensor"]): one["end"] for one in here if one["stage"] == last}
     starts = {(one["id"], one["tensor"]): one["start"] for one in here if one["stage"] == 0}
     gaps = [
         starts[id_ + 1, tensor] - end for (id_, tensor), end in ends.items() if (id_ + 1, tensor) in starts
     ]
-    own, sizes = [one["own_seconds"] for one in here], [one["bytes"] for one in here]
-    admits = [one for one in ranks[0]["admits"] if one["context"] == context]
-    first, cached = ([one["bytes"] for one in admits if one["is_cached"] == held] for held in (False, True))
-    times = (1e6 * statistics.median(gaps), 1e6 * statistics.median(own))
-    means = map(statistics.mean, (sizes, first, cached))
-    return dict(zip((*TIMES, *SIZES), map(round, (*times, *means)), strict=True))
+    own = [one["own_seconds"] for one in here]
+    return round(1e6 * statistics.median(gaps)), round(1e6 * statistics.median(own))
 
 
 def claims(shape: str, found: dict[int, Row]) -> list[Row]:
@@ -250,6 +263,15 @@ def claims(shape: str, found: dict[int, Row]) -> list[Row]:
         peer = "1K with as many bytes read" if is_time else "1K"
         value = found[LONG][field] / found[COLD if is_time else SHORT][field]
         claim(f"{name} at 256K over {peer}", value, "x", MOST_GROWTH, peer)
+    for field in TIMES:
+        if f"helper_{field}" in found[LONG]:
+            name = field.replace("_", " ").removesuffix(" us")
+            claim(
+                f"{name} at 256K on the lane that helps",
+                found[LONG][f"helper_{field}"],
+                "us",
+                MOST_MICROSECONDS,
+            )
     return claims
 
 
@@ -274,7 +296,9 @@ def main() -> None:
         ranks = measure(shape, *((DECODED // 2, 1) if arguments.quick else (DECODED, ROUNDS)))
         found = {context: figures(ranks, context) for context in CONTEXTS}
         for context, row in found.items():
-            growth = {f"{field}_over_1k": round(row[field] / found[SHORT][field], 3) for field in row}
+            growth = {
+                f"{field}_over_1k": round(row[field] / found[SHORT][field], 3) for field in (*TIMES, *SIZES)
+            }
             read = LONG if context == COLD else context
             rows.append({"shape": shape, "context_tokens": context, "read_tokens": read} | row | growth)
             print(
