@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json, to_json
+from pydantic_core import SchemaValidator, from_json, to_json
 
 from medha.errors import WireInvalid
 from medha.messages import Message
@@ -30,13 +30,15 @@ TOKENS_PER_FRAME = 262_144
 """Ids per `Tokens` frame (1 MiB): a 40 MB prompt passes in pieces, so that others pass between them."""
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version may cut in other pieces
+MAX_INTEGER = 2**63 - 1
+"""No integer of a message is further from 0: of JSON's, which may be of any length, some cannot even become floats."""
 
 REASONS = {
     "header": "no frame, or one that is no JSON object",
     "version": "of a version that is not read here",
     "type": "of an unknown type",
     "frames": "with a frame too many or too few",
-    "fields": "with a field that is missing or of the wrong type",
+    "fields": "with a field that is missing, of the wrong type or out of range",
     "size": "with a frame that is too large",
     "payload": "with a raw frame that ends within a token id",
     "unexpected": "of a type that does not belong on this link",
@@ -47,7 +49,20 @@ REASONS = {
 
 TokenIds = npt.NDArray[np.int32]
 
-_ADAPTERS: dict[str, TypeAdapter[Any]] = {kind.__name__: TypeAdapter(kind) for kind in get_args(Message)}
+
+def _with_bounds(schema: Any) -> Any:
+    """The core schema of a message, or a part of it, with all of its integers bounded."""
+    if isinstance(schema, list):
+        return [_with_bounds(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounds = {"ge": -MAX_INTEGER, "le": MAX_INTEGER} if schema.get("type") == "int" else {}
+    return {key: _with_bounds(part) for key, part in schema.items()} | bounds
+
+
+_VALIDATORS = {
+    kind.__name__: SchemaValidator(_with_bounds(TypeAdapter(kind).core_schema)) for kind in get_args(Message)
+}
 _WITH_PAYLOAD = frozenset({"Tokens", "BundlePart"})
 
 
@@ -82,13 +97,13 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
         raise WireInvalid(
             f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}", reason="version"
         )
-    if not isinstance(kind, str) or kind not in _ADAPTERS:
+    if not isinstance(kind, str) or kind not in _VALIDATORS:
         raise WireInvalid(f"unknown message type {kind!r}", reason="type")
     expected = 2 if kind in _WITH_PAYLOAD else 1
     if len(frames) != expected:
         raise WireInvalid(f"{kind} has {len(frames)} frames, expected {expected}", reason="frames")
     try:
-        message = _ADAPTERS[kind].validate_python(header.get("body"))
+        message = _VALIDATORS[kind].validate_python(header.get("body"))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

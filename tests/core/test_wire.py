@@ -18,6 +18,7 @@ from medha.errors import WireInvalid
 from medha.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
 from medha.wire import (
     MAX_HEADER_BYTES,
+    MAX_INTEGER,
     MAX_TOKENS_FRAME_BYTES,
     REASONS,
     VERSION,
@@ -32,6 +33,7 @@ RECORDED = Path(__file__).parent / "recorded" / "wire_v1.jsonl"
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 WITH_PAYLOAD = ("Tokens", "BundlePart")
 
+st.register_type_strategy(int, st.integers(-MAX_INTEGER, MAX_INTEGER))  # no peer sends others
 MESSAGES = st.one_of([st.from_type(kind) for kind in KINDS.values()])
 
 
@@ -170,6 +172,23 @@ def test_garbage_is_refused_with_the_place_and_the_reason(frames: list[bytes], m
     with pytest.raises(WireInvalid, match=message) as caught:
         decode(frames)
     assert caught.value.reason in REASONS
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63), 10**400, "9" * 30])
+def test_an_integer_that_nothing_can_hold_is_refused_wherever_it_stands(number: int | str) -> None:
+    sampling = {"max_tokens": number}
+    submit = {"id": "a", "prompt": "p", "tokens": 1, "prompt_length": 1, "seed": 7, "sampling": sampling}
+    bodies = [
+        ("StageFree", "step_id", {"step_id": number, "stage": 0}),
+        ("Submit", "sampling.max_tokens", submit),
+        ("Submit", "sampling.logit_bias", submit | {"sampling": {"logit_bias": {str(number): 1.0}}}),
+        ("Emit", "tokens.1", {"id": "a", "tokens": [1, number]}),
+        ("Done", "samples.0.token", {"step_id": 1, "samples": [{"id": "a", "token": number}]}),
+    ]
+    for kind, where, body in bodies:
+        with pytest.raises(WireInvalid, match=rf"{kind}\.{where}.*9223372036854775807") as caught:
+            decode([frame(v=1, type=kind, body=body)])
+        assert caught.value.reason == "fields"
 
 
 JSON_VALUES = st.recursive(

@@ -38,6 +38,7 @@ from medha.messages import (
     TracePart,
 )
 from medha.wire import encode, tokens_to_frame
+from medha_links.drops import MOST_MESSAGES
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import connect
 from medha_worker.checkpoint import init_checkpoint
@@ -172,9 +173,14 @@ def wire(message: Message, payload: bytes | None = None) -> list[bytes]:
             RankHello(0, "first", dropped=(("control", "type", -1),)), "state", id="dropped less than nothing"
         ),
         pytest.param(
-            RankHello(0, "first", dropped=(("control", "type", 10**400),)),
+            RankHello(0, "first", dropped=(("control", "type", MOST_MESSAGES + 1),)),
             "state",
             id="dropped more than a metric can hold",
+        ),
+        pytest.param(
+            RankHello(0, "first", dropped=(("control", "type", 10**400),)),
+            "fields",
+            id="dropped more than a message can hold",
         ),
         pytest.param(Step(1, 0, ()), "unexpected", id="what only a controller says"),
         pytest.param(Cancel("a"), "unexpected", id="what only a router says"),
