@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import click
 
@@ -75,12 +77,33 @@ def write_page(option: str, page_file: Path, page: str, kept: str) -> None:
         raise ResultsUnwritten(f"{_unwritten(option, page_file, error)}; {kept}") from error
 
 
+@contextmanager
+def results_file(option: str, file: Path) -> Iterator[BinaryIO]:
+    """A file to write to while a run lasts; what it ends in takes the place of `file`, unless an error ends it.
+
+    Raises:
+        ResultsUnwritten: it cannot be written.
+    """
+    try:
+        with _whole(file) as results:
+            yield results
+    except OSError as error:
+        raise ResultsUnwritten(f"{_unwritten(option, file, error)}; nothing was kept") from error
+
+
 def _write_whole(file: Path, text: str) -> None:
-    """What was there stays until the new text is whole."""
+    with _whole(file) as whole:
+        whole.write(text.encode())
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[BinaryIO]:
+    """What was there stays until what is written is whole."""
     target = file.resolve()
     partial = _partial(target)
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("wb") as whole:
+            yield whole
         partial.replace(target)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterable, Iterator
+from http.client import HTTPException
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from medha.errors import ConfigInvalid, PartFailed
+from medha.errors import PartFailed
 from medha_cli.look import ANSWER_SECONDS, Target, reason
+from medha_cli.results import require_writable, results_file
 
 LONGEST_SECONDS = 600.0
 _PIECE_BYTES = 65_536
@@ -54,31 +56,36 @@ def command(name: str | None, seconds: float, output: Path, run_dir: Path | None
     target = Target(name, run_dir, url)
     address = f"{target.controller_url()}/trace?seconds={seconds:g}"
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    require_writable("--output", output)
+    size = 0
     try:
-        file = output.open("wb")
+        with results_file("--output", output) as file:
+            try:
+                for lines in _recorded(address, f"recording {target.name} for {seconds:g} s", console):
+                    size += file.write(lines)
+            except KeyboardInterrupt:
+                if not size:
+                    raise
+    except KeyboardInterrupt:  # before anything was recorded
+        return
+    console.print(f"{output}: {size / 2**20:.1f} MiB; open it in https://ui.perfetto.dev")
+
+
+def _recorded(address: str, doing: str, console: Console) -> Iterator[bytes]:
+    """The trace of who answers, up to the end of an event each.
+
+    Raises:
+        PartFailed: nobody answers, or not to the end.
+    """
+    try:
+        # Its first piece comes at once, the others as things happen or twice a second.
+        with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as Target has seen)
+            console.print(f"{doing}; Ctrl-C ends it now")
+            yield from whole_events(iter(lambda: answer.read1(_PIECE_BYTES), b""))
     except OSError as error:
-        raise ConfigInvalid(
-            f"--output {output}: {error.strerror}; name a file that can be written"
-        ) from error
-    ended = False
-    with file:
-        try:
-            # Its first piece comes at once, the others as things happen or twice a second.
-            with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as Target has seen)
-                console.print(f"recording {target.name} for {seconds:g} s; Ctrl-C ends it now")
-                for lines in whole_events(iter(lambda: answer.read1(_PIECE_BYTES), b"")):
-                    file.write(lines)
-            ended = True
-        except KeyboardInterrupt:
-            ended = file.tell() > 0
-        except OSError as error:
-            raise PartFailed(f"{address.partition('?')[0]} does not answer: {reason(error)}") from error
-        finally:
-            if not ended:
-                output.unlink()
-        size = file.tell()
-    if ended:
-        console.print(f"{output}: {size / 2**20:.1f} MiB; open it in https://ui.perfetto.dev")
+        raise PartFailed(f"{address.partition('?')[0]} does not answer: {reason(error)}") from error
+    except HTTPException as error:
+        raise PartFailed(f"{address.partition('?')[0]} does not answer to the end: {error!r}") from error
 
 
 def whole_events(pieces: Iterable[bytes]) -> Iterator[bytes]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from rich.console import Console
@@ -278,9 +282,12 @@ def test_long_ids_keep_their_beginning_and_end() -> None:
     assert short(BOOK.id) == "cmpl-0123456789a..ef-0"
 
 
-def medha(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def medha(
+    *arguments: str, folder: Path, largest_file_bytes: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    limited = [] if largest_file_bytes is None else ["prlimit", f"--fsize={largest_file_bytes}"]
     return subprocess.run(
-        [sys.executable, "-m", "medha_cli.main", *arguments],
+        [*limited, sys.executable, "-m", "medha_cli.main", *arguments],
         env={
             "TMPDIR": str(folder),
             "PATH": "/usr/bin:/bin",
@@ -308,6 +315,61 @@ def test_an_address_where_nobody_answers_is_named(command: tuple[str, ...], tmp_
     assert "http://127.0.0.1:1" in done.stderr
     assert "Connection refused" in done.stderr
     assert not Path("never.json").exists()
+
+
+def test_a_trace_that_nobody_sends_leaves_the_file_of_that_name_alone(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept.json", tmp_path / "link.json"
+    kept.write_text("precious")
+    link.symlink_to(kept)
+    for output in (kept, link):
+        done = medha("trace", "--url", "127.0.0.1:1", "-o", str(output), folder=tmp_path)
+        assert (done.returncode, "Connection refused" in done.stderr) == (1, True)
+    assert {path.name: path.read_text() for path in tmp_path.glob("*json*")} == {
+        "kept.json": "precious",
+        "link.json": "precious",
+    }
+    assert link.is_symlink()
+
+
+class Tracer(BaseHTTPRequestHandler):
+    """A controller that sends a trace of 200 KB."""
+
+    def do_GET(self) -> None:
+        text = b"[\n" + b",\n".join(b'{"a":1}' for _ in range(20_000)) + b"\n]\n"
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def tracer() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Tracer)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_trace_for_which_there_is_no_room_is_told_and_the_former_one_kept(
+    tracer: str, tmp_path: Path
+) -> None:
+    output = tmp_path / "trace.json"
+    whole = medha("trace", "--url", tracer, "-o", str(output), folder=tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    former = output.read_bytes()
+    assert len(json.loads(former)) == 20_000
+    full = medha("trace", "--url", tracer, "-o", str(output), folder=tmp_path, largest_file_bytes=100_000)
+    assert full.returncode == 1
+    assert f"--output: {output} cannot be written (File too large); make room" in full.stderr
+    assert "Traceback" not in full.stderr
+    assert output.read_bytes() == former
+    assert [path.name for path in tmp_path.glob("*json*")] == ["trace.json"]
 
 
 def test_a_trace_that_comes_in_pieces_ends_behind_a_whole_event_wherever_it_is_cut() -> None:
