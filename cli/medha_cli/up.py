@@ -29,6 +29,7 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.results import require_writable
 from medha_cli.runs import announced, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_worker.process import RANK_ENVIRONMENT, free_port
@@ -99,6 +100,9 @@ def command(
     _require_free_port(replica)
     console = Console(highlight=False)
     with _run_directory(run_dir) as run, announced(run, replica.metadata.name):
+        for option, output in (("--record", record), ("--trace", trace)):
+            if output is not None:
+                require_writable(option, output, inputs=[file])
         replica_files = RunFiles(run)
         groups = write_parts(
             replica, directory, replica_files, record=record, trace=trace, log_level=log_level

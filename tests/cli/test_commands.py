@@ -145,6 +145,19 @@ def test_a_run_directory_too_long_for_a_socket_is_refused(manifest: Path, tmp_pa
     assert "too long for the path of a socket" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--record", "--trace"])
+def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
+    option: str, manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medha_cli.up.supervise", lambda *_, **__: pytest.fail("parts were started"))
+    result = medha("up", manifest, "--port", "0", option, tmp_path / "none" / "log.json")
+    assert result.exit_code == 2
+    assert f"{option} is {tmp_path}/none/log.json, whose folder does not exist" in result.stderr
+    result = medha("up", manifest, "--port", "0", option, manifest)
+    assert result.exit_code == 2
+    assert manifest.read_text() == TEXT
+
+
 def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
     replica = parse_replica(
         REPLICA

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import signal
 import subprocess
 import sys
@@ -527,6 +528,25 @@ def test_the_record_replays_to_the_same_steps(stage: Stage) -> None:
         event, _ = decode([json.dumps(entry["event"]).encode()])
         replayed += [one for one in core.handle(event, entry["now"]) if isinstance(one, Step)]  # type: ignore[arg-type]
     assert replayed == steps
+
+
+def test_a_record_for_which_there_is_no_room_ends_without_the_replica(stage: Stage) -> None:
+    stage.ready()
+    stage.wait_for_ready_file()
+    room_bytes = stage.record.stat().st_size + 10
+    resource.prlimit(stage.process.pid, resource.RLIMIT_FSIZE, (room_bytes, room_bytes))
+    stage.send_tokens()
+    stage.submit("a", sampling=Sampling(max_tokens=1))
+    stage.finish(stage.step(), Sample("a", 7, finish_reason="length"))
+    assert stage.from_controller(Emit) == Emit("a", (7,), finish_reason="length")
+    stage.rank.send(replace(READY, epoch=stage.hello("second").epoch))
+    while not (card := stage.from_controller(Announce)).ready or card.epoch < 1:  # type: ignore[attr-defined]
+        pass
+    stage.send_tokens("later")
+    stage.submit("b", prompt="later")
+    assert stage.step().epoch == 1
+    assert stage.kill().count("the record ends here: [Errno 27] File too large") == 1
+    assert [path.name for path in stage.record.parent.glob("record*")] == ["record.jsonl"]
 
 
 def test_a_named_profile_takes_the_place_of_the_ranks_own(tmp_path: Path) -> None:

@@ -244,6 +244,15 @@ def test_a_file_is_whole_once_it_is_joined(traced: Traced, tmp_path: Path) -> No
     assert any(event.get("cat") == "request" for event in json.loads(path.read_bytes()))
 
 
+def test_a_file_that_cannot_be_made_ends_the_trace_alone(
+    traced: Traced, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    traced.tracing.write_to(tmp_path / "gone" / "trace.json")
+    traced.tracing.join()
+    assert traced.tracing.closed
+    assert "the trace ends here" in caplog.text
+
+
 def test_times_that_are_no_numbers_are_left_out_and_the_trace_stays_json(traced: Traced) -> None:
     nan, inf = float("nan"), float("inf")
     bad = (

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
@@ -169,6 +170,7 @@ class Controller:
         self._slowest: RankReady | None = None  # rank of this epoch or the last one
         self._told: ReplicaController | None = None  # of which the supervisor was told that it serves
         self._stopping = False
+        self._record_file = settings.record_file  # until it cannot be written any more
         self._record: TextIO | None = None
         self._announced: Load | None = None
         self._card: Announce | None = None
@@ -377,18 +379,29 @@ class Controller:
 
     def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
         """Each epoch has a log of its own, for each begins with a fresh state."""
-        if self._record is not None:
-            self._record.close()
-        path = self._settings.record_file
+        path = self._record_file
         if path is None:
             return
         if ready.epoch > 0:
             path = path.with_name(f"{path.name}.epoch{ready.epoch}")
-        self._record = path.open("w", encoding="utf-8", buffering=1)
         header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
         if profile is not None:  # its file may be gone when the log is replayed
             header["profile"] = json.loads(profile.to_json())
-        self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
+        try:
+            if self._record is not None:
+                self._record.close()
+            self._record = path.open("w", encoding="utf-8", buffering=1)
+            self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
+        except OSError as error:
+            self._stop_recording(error)
+
+    def _stop_recording(self, error: OSError) -> None:
+        """No record is worth the replica: what was written stays, and nothing is added, nor in later epochs."""
+        _log.error("the record ends here: %s", error)
+        if self._record is not None:
+            with suppress(OSError):  # closing tries once more to write what could not be written
+                self._record.close()
+        self._record = self._record_file = None
 
     def _report_ready(self, config: ReplicaConfig, ranks: list[RankReady]) -> None:
         _log.info(
@@ -547,7 +560,12 @@ class Controller:
     def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
         if self._record is not None:
             header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
-            self._record.write(f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n')
+            try:
+                self._record.write(
+                    f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n'
+                )
+            except OSError as error:
+                self._stop_recording(error)
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:

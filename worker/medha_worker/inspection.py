@@ -41,11 +41,7 @@ class Inspection:
             self._tracing.join()
 
     def begin_epoch(self, core: ReplicaController, now: float) -> None:
-        """All ranks are ready, and know no request.
-
-        Raises:
-            OSError: the file of the trace cannot be made.
-        """
+        """All ranks are ready, and know no request."""
         if self._config is None and self._trace_file is not None:
             path = self._trace_file
             if core.epoch > 0:  # another process has written the first part

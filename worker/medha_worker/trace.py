@@ -212,20 +212,16 @@ class Tracing:
         return found
 
     def write_to(self, path: Path) -> None:
-        """Write a file from a thread of its own, until the trace is closed.
-
-        Raises:
-            OSError: the file cannot be made.
-        """
-        file = path.open("wb", buffering=0)  # whole lines at once, whatever happens to us
+        """Write a file from a thread of its own, until the trace is closed or the file cannot be written."""
 
         def write() -> None:
             try:
-                with file:
+                with path.open("wb", buffering=0) as file:  # whole lines at once, whatever happens to us
                     for piece in self.pieces():
                         file.write(piece)
             except OSError as error:
                 _log.error("the trace ends here: %s", error)
+                self.close()
 
         self._writer = Thread(target=write, name="trace")
         self._writer.start()
