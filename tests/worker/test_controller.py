@@ -22,7 +22,7 @@ import pytest
 import zmq
 
 from medha.api import MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
-from medha.config import derive
+from medha.config import ReplicaConfig, derive
 from medha.engine import ReplicaController
 from medha.messages import (
     Announce,
@@ -411,6 +411,24 @@ def test_an_epoch_that_a_rank_has_lost_begins_again_once_all_are_heard(stage: St
     stage.rank.send(RankFault(0, "lost rank 1", lost_epoch=0))
     assert stage.hello("first").epoch == 1
     assert stage.process.poll() is None
+
+
+def test_numbers_that_no_replica_can_be_made_of_end_the_epoch_and_name_the_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def derive_from(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
+        if ready.epoch == 0:
+            raise ValueError("cannot convert float NaN to integer")
+        return derive(spec, ready)
+
+    monkeypatch.setattr("medha_worker.controller.derive", derive_from)
+    stage = Stage(tmp_path, start=False)
+    with closing(stage), in_this_process(stage):
+        stage.rank.send(replace(READY, epoch=stage.hello().epoch))
+        stage.ready()
+        card = stage.from_controller(Announce)
+        assert (card.ready, card.epoch) == (True, 1)  # type: ignore[attr-defined]
+    assert "what rank 0 reports: cannot convert float NaN to integer" in caplog.text
 
 
 def test_a_step_that_ends_without_a_token_it_was_to_draw_ends_the_epoch(stage: Stage) -> None:

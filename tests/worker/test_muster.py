@@ -1,11 +1,12 @@
 """When ranks begin an epoch together, and when it is lost."""
 
 from dataclasses import replace
+from math import inf, nan
 
 import pytest
 
 from medha.messages import Meet, RankHello, RankReady, StepProfile
-from medha_worker.muster import SILENT_SECONDS, Muster
+from medha_worker.muster import SILENT_SECONDS, Muster, implausible
 
 READY = RankReady(
     rank=0, block_size_tokens=16, kv_blocks=4, weights_bytes=1, activation_bytes=1, kv_bytes=1,
@@ -111,3 +112,43 @@ def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> Non
     assert "epoch 99" in muster.refuses(RankHello(0, "thawed", last_epoch=99))
     assert not muster.refuses(RankHello(0, "new"))
     assert not muster.refuses(RankHello(0, "started again in its pod", last_epoch=100))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_blocks": 0}, {"kv_blocks": 2**40}, {"block_size_tokens": 2**62}, {"max_model_len": 2**62},
+        {"vocab_size": 2**40}, {"query_heads": -4}, {"kv_heads": -1}, {"element_bytes": 0},
+        {"linear_flops_per_token": inf}, {"linear_flops_per_token": 1e305, "attention_flops_per_pair": 0.0},
+        {"attention_flops_per_pair": nan}, {"link_bytes_per_second": nan},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, float]) -> None:
+    assert implausible(READY) is None
+    found = implausible(replace(READY, rank=3, **fields))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.startswith(f"rank 3 says {next(iter(fields))} ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"step_seconds": 1e300}, "says step_seconds 1e+300"),
+        ({"sequence_seconds": -1.0}, "says sequence_seconds -1.0"),
+        ({"token_points": ((1, nan), (2, 0.1))}, "says token_points nan"),
+        ({"token_points": ((0, 0.1),)}, "says token_points 0"),
+        ({"token_points": ((5, 0.1), (2, 0.1))}, "linear_points must ascend"),
+        ({"query_points": ((1, -5.0), (2, 0.1))}, "says query_points -5.0"),
+        ({"query_points": ((2, 0.1),)}, "points must begin with one query"),
+    ],
+)
+def test_times_that_nobody_can_have_measured_are_named_with_their_rank(
+    fields: dict[str, object], said: str
+) -> None:
+    profile = replace(READY.profile, token_points=((1, 0.1), (2, 0.1)), query_points=((1, 0.0), (8, 0.1)))
+    assert implausible(replace(READY, profile=profile)) is None
+    found = implausible(replace(READY, rank=3, profile=replace(profile, **fields)))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.startswith("rank 3 ")
+    assert said in found

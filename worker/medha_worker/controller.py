@@ -356,12 +356,17 @@ class Controller:
         """All ranks are ready: serve."""
         spec = self._settings.spec
         slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
-        config = derive(spec, slowest)
         profile = _profile(spec)
+        try:
+            config = derive(spec, slowest)
+            core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
+        except (ValueError, ArithmeticError) as error:  # numbers that looked plausible one by one
+            self._ranks.end_epoch(f"no replica can be made of what rank {slowest.rank} reports: {error}")
+            return
         is_first, self._config, self._slowest = self._config is None, config, slowest
         self._changed_at = None
         self._vocab_size = slowest.vocab_size
-        self._core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
+        self._core = core
         hasher = None
         if spec.kv_cache.prefix_caching:
             # A secret of this process: who cannot compute the hashes cannot make two prompts share one.

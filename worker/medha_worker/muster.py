@@ -7,16 +7,25 @@ process that was replaced and comes back, because it was only stopped or cut off
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
-from math import isfinite
+from dataclasses import dataclass, field
 from typing import Literal
 
 from medha.messages import Meet, RankHello, RankReady
+from medha.profile import Profile
 
 LinkName = Literal["control", "tokens"]
 
 SILENT_SECONDS = 5.0
 """A rank that has nothing to do and says nothing for longer is cut off: it says hello every second."""
+
+# What is believed of a rank at most: far above any machine, and far below what the controller's arithmetic can bear.
+MOST_BLOCKS = 2**27  # of a lane; the controller's ledger takes some bytes for each
+MOST_TOKENS = 2**31 - 1  # ids are int32
+MOST_HEADS = 2**16
+MOST_ELEMENT_BYTES = 16
+MOST_FLOPS = 1e30
+MOST_BYTES_PER_SECOND = 1e15
+MOST_SECONDS = 86_400.0
 
 
 @dataclass(slots=True)
@@ -123,11 +132,32 @@ class Muster:
 
 
 def implausible(ready: RankReady) -> str | None:
-    """What no rank can have measured of itself."""
-    counts = (ready.block_size_tokens, ready.kv_blocks, ready.max_model_len, ready.vocab_size)
-    if min(counts) < 1:
-        return f"rank {ready.rank} has (block size, blocks, longest text, vocabulary) {counts}"
-    seconds = astuple(ready.profile)[:4]
-    if not all(isfinite(one) and one >= 0 for one in seconds):
-        return f"rank {ready.rank} measured {seconds} seconds"
+    """What no rank can have measured of itself, and no replica can be made of."""
+    profile = ready.profile
+    numbers: list[tuple[str, float, float, float]] = [  # with the least and the most that is believed
+        ("block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS),
+        ("kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS),
+        ("max_model_len", ready.max_model_len, 1, MOST_TOKENS),
+        ("vocab_size", ready.vocab_size, 1, MOST_TOKENS),
+        ("query_heads", ready.query_heads, 0, MOST_HEADS),
+        ("kv_heads", ready.kv_heads, 0, MOST_HEADS),
+        ("element_bytes", ready.element_bytes, 1, MOST_ELEMENT_BYTES),
+        ("linear_flops_per_token", ready.linear_flops_per_token, 0, MOST_FLOPS),
+        ("attention_flops_per_pair", ready.attention_flops_per_pair, 0, MOST_FLOPS),
+        ("link_bytes_per_second", ready.link_bytes_per_second, 0, MOST_BYTES_PER_SECOND),
+        ("step_seconds", profile.step_seconds, 0, MOST_SECONDS),
+        ("linear_seconds_per_token", profile.linear_seconds_per_token, 0, MOST_SECONDS),
+        ("attention_seconds_per_pair", profile.attention_seconds_per_pair, 0, MOST_SECONDS),
+        ("sequence_seconds", profile.sequence_seconds, 0, MOST_SECONDS),
+    ]
+    for name, points in (("token_points", profile.token_points), ("query_points", profile.query_points)):
+        for tokens, seconds in points:
+            numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]
+    for name, number, least, most in numbers:
+        if not least <= number <= most:  # nor is it if it is no number
+            return f"rank {ready.rank} says {name} {number}, expected {least:g} to {most:g}"
+    try:
+        Profile.of_warm_up(profile)
+    except ValueError as error:
+        return f"rank {ready.rank} has measured what is no profile: {error}"
     return None
