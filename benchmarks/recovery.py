@@ -7,7 +7,7 @@
 A replica runs in namespaces of its own (`unshare`), each process under its own loopback address, so that
 one can be cut off like a machine whose cable was pulled: every packet from and to it is dropped, for some seconds. While
 streams are open, a process is killed (SIGKILL), stopped (SIGSTOP, and never continued by us) or cut off. Every stream
-has to end with exactly the text that it has without a failure; where a router dies, its clients ask again.
+has to end with exactly the text that it has without a failure; where a router dies, its clients ask again, and nobody else does.
 
 Reported is the time from the failure to the next token of each stream that it interrupts: of a network, from the moment
 at which it is back. A stream that had ended by then was not interrupted, and is not counted. Beside it stands a full
@@ -100,15 +100,19 @@ class Stream:
     tokens: int = TOKENS
     text: str = ""
     times: list[float] = field(default_factory=list)
+    taken: bool = False  # the router has begun to answer
     error: str = ""
 
-    def run(self, url: str) -> None:
-        """Ask until the answer is complete: connections break with their router, and with nothing else."""
+    def run(self, url: str, *, asks_again: bool = False) -> None:
+        """Ask for the answer; where the router fails, until it is complete: connections break with nothing else."""
         end = time.monotonic() + STREAM_SECONDS
         while time.monotonic() < end:
             try:
                 self._ask(url)
-            except httpx.HTTPError:  # also 503, as long as a new router knows no replica
+            except httpx.HTTPError as error:  # also 503, as long as a new router knows no replica
+                if not asks_again:
+                    self.error = f"lost: {error!r}"
+                    return
                 time.sleep(0.1)
             else:
                 return
@@ -122,7 +126,10 @@ class Stream:
         }  # fmt: skip
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as response:
             response.raise_for_status()
+            self.taken = True
             for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    return
                 if not line.startswith("data: {"):
                     continue
                 event = json.loads(line.removeprefix("data: "))
@@ -131,6 +138,7 @@ class Stream:
                     return
                 self.text += event["choices"][0]["text"]
                 self.times.append(time.monotonic())
+        raise httpx.RemoteProtocolError("the answer ends before [DONE]")
 
     def interruption(self, failed_at: float, back_at: float) -> float | None:
         """Seconds from `back_at` to the end of the longest wait for a token since `failed_at`.
@@ -303,8 +311,8 @@ def load() -> list[Stream]:
 
 
 @contextmanager
-def running(streams: Sequence[Stream], url: str) -> Iterator[None]:
-    threads = [Thread(target=stream.run, args=(url,)) for stream in streams]
+def running(streams: Sequence[Stream], url: str, *, ask_again: bool = False) -> Iterator[None]:
+    threads = [Thread(target=stream.run, args=(url,), kwargs={"asks_again": ask_again}) for stream in streams]
     for thread in threads:
         thread.start()
     try:
@@ -330,8 +338,12 @@ def fail(replica: Replica, network: Network, failure: Failure, expected: Sequenc
         httpx.post(
             replica.url + "/v1/completions", json={"model": "m", "prompt": "word " * 100_000}, timeout=60
         )
-    with running(streams, replica.url):
-        while sum(len(stream.times) for stream in streams) < failure.after_tokens:
+    with running(streams, replica.url, ask_again="router" in failure.parts):
+        # What the router has not taken yet may be refused while there is no replica, and is not lost.
+        while not any(stream.error for stream in streams) and (
+            not all(stream.taken for stream in streams)
+            or sum(len(stream.times) for stream in streams) < failure.after_tokens
+        ):
             time.sleep(0.005)
         failed_at = back_at = time.monotonic()
         for part in failure.parts:
@@ -360,7 +372,7 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     """Seconds from a router's failure until nothing is held for its clients, who do not come back."""
     streams = [Stream("red tower", seed, LONG_TOKENS) for seed in range(len(PROMPT_WORDS))]
     for stream in streams:
-        Thread(target=_ask_once, args=(stream, replica.url), daemon=True).start()
+        Thread(target=stream.run, args=(replica.url,), daemon=True).start()
     while sum(len(stream.times) for stream in streams) < 50:
         time.sleep(0.005)
     router = replica.part("router")
@@ -377,13 +389,6 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     network.mend()
     replica.wait_ready()
     return seconds
-
-
-def _ask_once(stream: Stream, url: str) -> None:
-    try:
-        stream._ask(url)
-    except httpx.HTTPError as error:
-        stream.error = str(error)
 
 
 def one_of_each(ranks: Sequence[str], random_: random.Random) -> list[Failure]:
@@ -420,6 +425,15 @@ def measured(outcomes: Sequence[Outcome]) -> list[Row]:
             row |= {name: round(float(value), 2) for name, value in zip(SECONDS, figures, strict=True)}
         rows.append(row)
     return rows
+
+
+def line(row: Row) -> str:
+    """A row of `measured`, in words."""
+    count = f"{row['interrupted_streams']:>3} streams of {row['failures']:>2} failures"
+    figures = "no stream was interrupted, so that nothing is claimed of its time"
+    if row["interrupted_streams"]:
+        figures = ", ".join(f"{name.removesuffix('_seconds')} {row[name]:5.1f} s" for name in SECONDS)
+    return f"{row['kind'] + ' ' + row['part']:<18}{count}: {figures}"
 
 
 def claims(
@@ -535,12 +549,7 @@ def main() -> int:
     shared = list(SHARED_MEMORY.iterdir())
     rows = measured([*outcomes, *reloads])
     for row in rows:
-        figures = [
-            f"{name.removesuffix('_seconds')} {row.get(name, float('nan')):5.1f} s" for name in SECONDS
-        ]
-        count = f"{row['interrupted_streams']:>3} streams of {row['failures']:>2} failures"
-        who = f"{row['kind']} {row['part']}"
-        print(f"{who:<18}{count}: {', '.join(figures)}")
+        print(line(row))
     claimed = claims(outcomes, reloads, freed, len(replica.ranks), len(left) + len(shared))
     for one in claimed:
         verdict = "" if holds(one) else f"  (missed: {one['goal']:g})"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 
 import pytest
@@ -82,6 +85,56 @@ def test_how_long_two_ranks_or_a_router_take_is_told_and_not_claimed(recovery: M
         ("leader", "stop", 3, 5.0),
         ("rank", "kill", 3, 5.0),
     }
+
+
+class Breaking(BaseHTTPRequestHandler):
+    """A router whose first answer breaks off behind two tokens, whose second is 503, and whose third is whole."""
+
+    asked = 0
+
+    def do_POST(self) -> None:
+        kind = type(self)
+        kind.asked += 1
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if kind.asked == 2:
+            self.send_error(503)
+            return
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(2 * (b"data: " + json.dumps({"choices": [{"text": "ab"}]}).encode() + b"\n\n"))
+        self.wfile.write(b"data: [DONE]\n\n" if kind.asked == 3 else b"")
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_only_clients_of_a_router_that_failed_ask_again(recovery: ModuleType, asks_again: bool) -> None:
+    """With any other failure, a stream that breaks is lost: nobody may mend it behind the benchmark's back."""
+
+    class Once(Breaking):
+        """Counts for this test alone."""
+
+    server = HTTPServer(("127.0.0.1", 0), Once)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    stream = recovery.Stream("a prompt", 0)
+    stream.run(f"http://127.0.0.1:{server.server_port}", asks_again=asks_again)
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert (Once.asked, bool(stream.error), stream.text) == (3 if asks_again else 1, not asks_again, "abab")
+
+
+def test_a_kind_of_failure_that_interrupted_nothing_is_told(recovery: ModuleType) -> None:
+    found = [
+        recovery.Outcome(recovery.Failure("kill", ("rank 7",), 1), 4, 4, [5.0, 6.0]),
+        recovery.Outcome(recovery.Failure("cut", ("rank 7",), 1), 4, 4, []),
+    ]
+    cut, kill = map(recovery.line, recovery.measured(found))
+    assert cut.startswith("cut rank")
+    assert "no stream was interrupted" in cut
+    assert kill.endswith("2 streams of  1 failures: p50   5.5 s, p99   6.0 s, most   6.0 s")
 
 
 def test_a_wrong_text_and_kv_that_is_held_for_longer_than_10_s_are_missed_goals(recovery: ModuleType) -> None:
