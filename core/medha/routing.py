@@ -161,8 +161,6 @@ RouterCommand = SendPrompt | Send | Deliver | Fail | Reject
 class RoutingLimits:
     max_waiting: int = 4096
     """Sequences that wait here; more are answered `overloaded`."""
-    waiting_share: float = 1.0
-    """Share of each replica's waiting limit that this router fills; 1 / routers when there are several."""
     silence_seconds: float = 10.0
     """A replica that announced nothing for so long is taken for dead. Replicas announce every second."""
     unserved_seconds: float = 60.0
@@ -281,12 +279,9 @@ class RouterCore:
             if replica.card.digest in self._bundles and model in (None, replica.card.model)
         ]
 
-    def knows_model(self, model: str) -> bool:
-        """Whether a replica of `model` was ever heard: if so, its absence is an outage and not a wrong name."""
-        return model in self._models_seen
-
     @property
     def models_seen(self) -> frozenset[str]:
+        """Models of which a replica was ever heard: the absence of one is an outage, and not a wrong name."""
         return frozenset(self._models_seen)
 
     @property
@@ -653,7 +648,7 @@ class RouterCore:
 
     def _has_room(self, replica: _Replica) -> bool:
         # A replica without a queue (limit 0) still takes one at a time.
-        limit = max(1, int(replica.card.waiting_limit * self._limits.waiting_share))
+        limit = max(1, replica.card.waiting_limit)
         return self._usable(replica) and not replica.full and replica.card.waiting + replica.forwarded < limit
 
     def _usable(self, replica: _Replica) -> bool:
