@@ -160,9 +160,29 @@ def test_a_failure_keeps_its_status_when_the_user_loses_patience() -> None:
     assert run(*SERVING, *dead("rank 0"), (2.1, Interrupt()))[0].exit_status == 1
 
 
-def test_a_part_that_fails_or_hangs_while_draining_is_a_failure() -> None:
-    state, _ = run(*DRAINING, (3.0, Exited("rank 0", -11)))
+@pytest.mark.parametrize("part", ["controller", "rank 0", "rank 1"])
+def test_a_part_that_dies_while_requests_drain_is_started_again_until_it_keeps_dying(part: str) -> None:
+    """The router has open requests until it ends, and they need every other part."""
+    state, commands = run(*DRAINING, (3.0, Exited(part, -9)))
+    assert (state.phase, state.failure, commands) == (Phase.DRAINING, "", [Start(part)])
+    assert state.running == frozenset(ALL)
+    assert state.deadline == 2.0 + DRAIN_SECONDS + GRACE_SECONDS, "a death gives nobody more time"
+    exits = [(4.0, Exited(one, 0)) for one in ALL]
+    state, _ = run(*DRAINING, (3.0, Exited(part, -9)), *exits)
+    assert (state.phase, state.exit_status) == (Phase.ENDED, 0)
+    state, _ = run(*DRAINING, *[(3.0 + turn, Exited(part, -9)) for turn in range(3)])
+    assert (state.phase, state.exit_status) == (Phase.STOPPING, 1)
+    assert "3 times in 60 s" in state.failure
+
+
+def test_a_part_that_fails_while_draining_is_a_failure_if_no_request_needs_it() -> None:
+    state, _ = run(*DRAINING, (3.0, Exited("router", -11)))
+    assert state.failure == "while draining, router was killed by SIGSEGV"
+    state, _ = run(*DRAINING, (3.0, Exited("router", 0)), (4.0, Exited("rank 0", -11)))
     assert state.failure == "while draining, rank 0 was killed by SIGSEGV"
+
+
+def test_a_part_that_hangs_while_draining_is_a_failure() -> None:
     state, commands = run(*DRAINING, (2.0 + DRAIN_SECONDS + GRACE_SECONDS, TimePassed()))
     assert state.failure.startswith("router did not stop in time")
     assert commands == [Terminate(part, drain=False) for part in ALL]
@@ -197,7 +217,12 @@ def test_a_silent_part_is_killed_while_serving_and_then_started_again_like_any_t
     assert commands == [Kill("rank 1")]
     assert run(*SERVING, (2.0, Silent("rank 1", 5.0)), (2.1, Exited("rank 1", -9)))[1] == [Start("rank 1")]
     assert run((0.5, Silent("rank 1", 5.0)))[1] == [], "readySeconds bounds a start"
-    assert run(*DRAINING, (3.0, Silent("rank 1", 5.0)))[1] == [], "a drain has its own deadline"
+
+
+def test_a_silent_part_is_killed_while_draining_if_open_requests_need_it() -> None:
+    assert run(*DRAINING, (3.0, Silent("rank 1", 5.0)))[1] == [Kill("rank 1")]
+    assert run(*DRAINING, (3.0, Silent("router", 5.0)))[1] == [], "who was asked has the drain's deadline"
+    assert run(*DRAINING, (3.0, Exited("router", 0)), (4.0, Silent("rank 1", 5.0)))[1] == []
 
 
 def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long() -> None:
@@ -208,6 +233,7 @@ def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long
     assert not [command for command in commands if isinstance(command, Terminate)]
     told, commands = handle(draining, Exited("router", 0), 3.0)
     assert told.failure == "", "the leader has spoken"
+    assert Start("rank 0") in handle(draining, Exited("rank 0", -9), 3.0)[1], "and until then they are needed"
     late, commands = handle(draining, TimePassed(), draining.deadline)
     assert late.exit_status == 0
     assert {command.part for command in commands if isinstance(command, Terminate)} == set(ALL)

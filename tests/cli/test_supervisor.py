@@ -211,6 +211,18 @@ def test_a_part_that_is_stopped_is_killed_and_started_again(start: Start) -> Non
     assert run.end() == 0
 
 
+def test_a_part_that_is_stopped_while_requests_drain_is_killed_and_started_again(start: Start) -> None:
+    run = start(router="stubborn", rank_0="beat")
+    run.until("READY")
+    run.interrupt()
+    run.until("draining")
+    run.part("rank 0").suspend()
+    run.until("rank 0 shows no sign of life")
+    run.until_next("rank 0     | pid")
+    run.interrupt()  # the router would not end by itself
+    assert run.end() == 130
+
+
 def test_a_part_that_is_stopped_before_its_first_sign_of_life_is_killed_and_started_again(
     start: Start, tmp_path: Path
 ) -> None:

@@ -4,9 +4,10 @@ What may happen, and what follows::
 
     STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
         |                  |                   |
-        |                  |                   +-- a part fails, or does not stop in time --> STOPPING (exit 1)
+        |                  |                   +-- a part that was asked fails, or is late --> STOPPING (exit 1)
         |                  +-- a part exits: it is started again; the third time in a minute -> STOPPING (exit 1)
         |                  +-- a part falls silent: it is killed, and so exits
+        |                  +-- both also while DRAINING, as long as requests may be open
         +-- a part exits, or ready takes too long ------------------------------------------> STOPPING (exit 1)
         +-- Ctrl-C -------------------------------------------------------------------------> STOPPING (exit 0)
 
@@ -135,7 +136,7 @@ class Lifecycle:
     )
     phase: Phase = Phase.STARTING
     asked: frozenset[str] = frozenset()
-    deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while serving, and when
+    deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while needed, and when
     exit_status: int = 0
     failure: str = ""  # why exit_status is not 0
 
@@ -177,7 +178,7 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
             return _fail(state, now, reason, exit_status)
         case Exited() if event.part in state.running:
             return _exited(replace(state, running=state.running - {event.part}), event, now)
-        case Silent(part, seconds) if state.phase is Phase.SERVING and part in state.running:
+        case Silent(part, seconds) if part in state.running and _is_needed(state, part):
             return state, [Say(f"{part} shows no sign of life for {seconds:g} s; killing it"), Kill(part)]
         case TimePassed() if now >= state.deadline:
             return _too_late(state, now)
@@ -222,6 +223,8 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
             clean = (0, -signal.SIGTERM) if event.part in state.asked else (0,)
             if event.status in clean:
                 state, commands = _ask_next_group(state, now)
+            elif _is_needed(state, event.part):
+                state, commands = _start_again(state, event, now)
             else:
                 state, commands = _fail(state, now, f"while draining, {_how(event)}")
         case Phase.STOPPING | Phase.KILLING | Phase.ENDED:
@@ -231,8 +234,22 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
     return state, commands
 
 
+def _is_needed(state: Lifecycle, part: str) -> bool:
+    """Whether open requests may need this part, so that it is mended if it ends or hangs.
+
+    While draining they do as long as one of the first group has not ended, or until another pod's word comes.
+    """
+    match state.phase:
+        case Phase.SERVING:
+            return True
+        case Phase.DRAINING if part not in state.asked:
+            return state.awaits_word or not state.running.isdisjoint(state.groups[0])
+        case _:
+            return False
+
+
 def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
-    """Start a part again that has ended while serving, unless it keeps ending."""
+    """Start a part again that has ended while requests may be open, unless it keeps ending."""
     recent = tuple((part, at) for part, at in state.deaths if now - at < DEATHS_SECONDS)
     deaths = sum(part == event.part for part, _ in recent) + 1
     if deaths >= MOST_DEATHS:

@@ -246,7 +246,7 @@ class _Inbox:
                 if self._is_ready():
                     return Ready()
             look_at = min(look_at, self._poll_at)
-        elif state.phase is Phase.SERVING:
+        elif state.phase in (Phase.SERVING, Phase.DRAINING):
             if now >= self._poll_at:
                 self._poll_at = now + LOOK_SECONDS
                 for part in self._silent():
