@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.api import MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.api import LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
 from medha.config import ReplicaConfig, derive
 from medha.engine import ReplicaController
 from medha.messages import (
@@ -55,6 +55,7 @@ from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Doorkeeper, Opened, bind, connect
 from medha_worker.bundle import read_bundle
 from medha_worker.controller import Controller, ControllerSettings, read_settings
+from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 from medha_worker.part_state import PartState
 
@@ -502,6 +503,20 @@ def test_a_rank_that_fails_ends_the_controller_with_its_reason(stage: Stage) -> 
     assert stage.process.wait(timeout=20) == 1
     assert stage.process.stderr is not None
     assert "weights are missing" in stage.process.stderr.read()
+
+
+def test_a_controller_that_was_replaced_waits_for_its_ranks_no_longer_than_the_one_before_it(
+    tmp_path: Path,
+) -> None:
+    spec = SPEC.model_copy(update={"lifecycle": LifecycleSpec(ready_seconds=0.5)})
+    with closing(Stage(tmp_path, spec, start=False)) as stage:
+        epoch_file = tmp_path / "epoch"
+        write_epoch(epoch_file, 3)
+        settings = read_settings(stage.settings).model_copy(update={"epoch_file": epoch_file})
+        stage.settings.write_text(settings.model_dump_json(by_alias=True))
+        stage.start()
+        assert stage.process.wait(timeout=20) == 1
+        assert "rank 0 did not come back in 0.5 s" in stage.kill()
 
 
 def test_malformed_frames_are_dropped_and_the_controller_serves_on(stage: Stage) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.api import KvCacheSpec, LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
 from medha.errors import CheckpointInvalid
 from medha.messages import (
     Admit,
@@ -412,6 +413,19 @@ def test_a_pool_that_cannot_hold_the_longest_request_is_a_fault_that_names_the_m
 
 def test_a_checkpoint_that_is_not_there_is_a_fault(start: Callable[..., Stage], tmp_path: Path) -> None:
     assert "config.json" in fault_of(start(SPEC, tmp_path / "nowhere"))
+
+
+def test_a_rank_that_hangs_while_it_loads_ends_itself_when_its_time_is_over(
+    start: Callable[..., Stage], tmp_path: Path
+) -> None:
+    """As where a network file system hangs: opening a FIFO waits until somebody writes."""
+    hangs = tmp_path / "hangs"
+    hangs.mkdir()
+    os.mkfifo(hangs / "config.json")
+    stage = start(SPEC.model_copy(update={"lifecycle": LifecycleSpec(ready_seconds=0.5)}), hangs)
+    status, log = stage.ended()
+    assert status == -signal.SIGKILL
+    assert "stuck in loading" in log
 
 
 def test_a_parted_state_is_a_fault(start: Callable[..., Stage]) -> None:

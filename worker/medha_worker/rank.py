@@ -97,6 +97,8 @@ class Rank:
             MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
         """
         self._watchdog.tell(PartState(phase="loading"))
+        # A file system that hangs would keep the others waiting for ever.
+        self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
         loaded = load(self._settings, self._recorder)
         self._loading = False
         while not self._stopping:

@@ -30,7 +30,7 @@ from medha.messages import (
 from medha_links.drops import Drops, RankDrops
 from medha_links.keys import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
-from medha_worker.epoch_file import following_epoch, write_epoch
+from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
 from medha_worker.lock_step import LockStep
 from medha_worker.muster import LinkName, Muster, implausible
@@ -107,7 +107,8 @@ class RankLinks:
         self._tell_dropped = dropped
         self._lock_step: LockStep | None = None  # of the epoch that serves
         self._vocab_size = 0
-        self._has_served = False
+        # A controller that was replaced goes on where the one before it was: it does not wait for ever, either.
+        self._has_served = read_epoch(epoch_file) is not None
         self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
 
     @property
