@@ -54,17 +54,35 @@ class Connections:
 
     def take(self) -> list[zmq.Event]:
         """What has happened since the last call, in order."""
-        events = []
-        while self.socket.poll(0):
-            events.append(zmq.Event(recv_monitor_message(self.socket)["event"]))
-        return events
+        return [event for event, _ in self._take()]
 
     def refused(self) -> int:
         """Peers that did not get in since the last call."""
-        return sum(event in _FAILED for event in self.take())
+        return self.refused_and_ended()[0]
+
+    def refused_and_ended(self) -> tuple[int, set[int]]:
+        """Since the last call: how many peers did not get in, and which connections ended (see `connection_of`)."""
+        happened = self._take()
+        ended = {value for event, value in happened if event == zmq.EVENT_DISCONNECTED}
+        return sum(event in _FAILED for event, _ in happened), ended
+
+    def _take(self) -> list[tuple[zmq.Event, int]]:
+        happened = []
+        while self.socket.poll(0):
+            message = recv_monitor_message(self.socket)
+            happened.append((zmq.Event(message["event"]), int(message["value"])))
+        return happened
 
     def close(self) -> None:
         self.socket.close()
+
+
+def connection_of(frame: zmq.Frame) -> int:
+    """By which connection a frame came: its descriptor, which is another one's once it has ended.
+
+    libzmq calls this option deprecated, and has nothing else that names a connection outside of its drafts.
+    """
+    return int(frame.get(zmq.SRCFD))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import zmq
 from medha.errors import WireInvalid
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair
-from medha_links.sockets import Connections, Doorkeeper, Opened, bind, connect
+from medha_links.sockets import Connections, Doorkeeper, Opened, bind, connect, connection_of
 
 SERVER, CLIENT, STRANGER = (KeyPair.new() for _ in range(3))
 SECONDS = 5.0
@@ -136,6 +136,31 @@ def test_without_a_doorkeeper_nobody_gets_in(context: Context, endpoint: str) ->
     assert not server.socket.poll(50)
     client.close(0)
     server.close(0)
+
+
+def test_a_connection_that_ends_is_the_one_by_which_its_messages_came(
+    server: Peer, dial: Callable[..., Peer]
+) -> None:
+    peers = {name: dial(name) for name in (b"goes", b"stays")}
+    came_by = {}
+    for _ in peers:
+        assert server.socket.poll(SECONDS * 1000)
+        name, _ = server.socket.recv_multipart(copy=False)
+        came_by[name.bytes] = connection_of(name)
+    assert came_by[b"goes"] != came_by[b"stays"]
+    dial(b"bad", keys=STRANGER)
+    peers[b"goes"].close(0)
+    refused, ended = 0, set[int]()
+
+    def both_are_seen() -> bool:
+        nonlocal refused
+        more, of_these = server.connections.refused_and_ended()
+        refused += more
+        ended.update(of_these)
+        return refused > 0 and came_by[b"goes"] in ended
+
+    wait_for(both_are_seen)
+    assert came_by[b"stays"] not in ended
 
 
 def test_a_frame_that_is_too_large_costs_its_sender_the_connection_and_nobody_else(

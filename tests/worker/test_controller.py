@@ -135,13 +135,21 @@ class Stage:
         )
         if start:
             self.start()
-        rank_keys, server = KeyPair.read(keys.ranks), read_public_key(keys.controller_public)
-        self.rank, self.rank_tokens = (
+        self.rank, self.rank_tokens = self.connect_rank(b"rank-0")
+
+    def connect_rank(self, identity: bytes) -> tuple[Link, Link]:
+        """The two links of a rank's process."""
+        rank_keys, server = KeyPair.read(self.keys.ranks), read_public_key(self.keys.controller_public)
+        control, tokens = (
             Link(
-                connect(self.context, endpoints[name], b"rank-0", rank_keys, server), name, DROPS, accepts=ANY
+                connect(self.context, self.endpoints[name], identity, rank_keys, server),
+                name,
+                DROPS,
+                accepts=ANY,
             )
             for name in ("rank_control", "rank_tokens")
         )
+        return control, tokens
 
     def start(self) -> None:
         self.log = None
@@ -430,6 +438,62 @@ def test_numbers_that_no_replica_can_be_made_of_end_the_epoch_and_name_the_rank(
         card = stage.from_controller(Announce)
         assert (card.ready, card.epoch) == (True, 1)  # type: ignore[attr-defined]
     assert "what rank 0 reports: cannot convert float NaN to integer" in caplog.text
+
+
+def test_a_rank_whose_connection_ends_costs_the_epoch_although_nothing_is_sent_to_it(stage: Stage) -> None:
+    """As when it is killed: the router hears of it before a bound of the step would be over."""
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a")
+    stage.step()
+    stage.rank.close(0)
+    stage.rank_tokens.close(0)
+    told, end = None, time.monotonic() + 10
+    while not isinstance(told, Failed) and time.monotonic() < end:
+        received = stage.router.receive(timeout_seconds=1)
+        told = received and received.message
+    assert told == Failed("a", "rank_lost", "a rank was lost while a step had it")
+    assert "rank 0 is gone" in stage.kill()
+
+
+def test_what_a_rank_says_last_counts_although_its_connection_has_ended(stage: Stage) -> None:
+    stage.ready()
+    stage.send_tokens()
+    stage.submit("a")
+    step = stage.step()
+    stage.process.send_signal(signal.SIGSTOP)  # so that it sees the end no later than the words before it
+    stage.finish(step, Sample("a", 7, finish_reason="length"))
+    stage.rank.close()
+    stage.rank_tokens.close()
+    time.sleep(0.2)  # they are on their way, and nobody here can see them come
+    stage.process.send_signal(signal.SIGCONT)
+    end = time.monotonic() + 10
+    told: object = None
+    while not isinstance(told, (Emit, Failed)) and time.monotonic() < end:
+        received = stage.router.receive(timeout_seconds=1)
+        told = received and received.message
+    assert told == Emit("a", (7,), finish_reason="length")
+
+
+def test_connections_of_a_former_process_and_of_a_stranger_may_end_without_an_epoch(stage: Stage) -> None:
+    stage.ready()
+    former = stage.rank, stage.rank_tokens
+    stage.rank, stage.rank_tokens = stage.connect_rank(b"rank-0/second")
+    epoch = stage.hello("second").epoch
+    stage.rank.send(replace(READY, epoch=epoch))
+    while stage.from_controller(Announce).epoch != epoch:  # type: ignore[attr-defined]
+        pass
+    stranger = stage.connect_rank(b"rank-7/who")
+    for link in stranger:
+        link.send(RankHello(7, "who"))
+    for link in (*former, *stranger):
+        link.close()
+    for _ in range(3):  # one a second: what has ended was seen meanwhile
+        assert stage.from_controller(Announce).epoch == epoch  # type: ignore[attr-defined]
+        stage.say_hello()
+    stage.send_tokens()
+    stage.submit("a")
+    assert stage.step().epoch == epoch
 
 
 def test_a_step_that_ends_without_a_token_it_was_to_draw_ends_the_epoch(stage: Stage) -> None:

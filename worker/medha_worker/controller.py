@@ -160,6 +160,7 @@ class Controller:
         self._poller = zmq.Poller()
         for link in self._ranks.links:
             self._poller.register(link.socket, zmq.POLLIN)
+            self._poller.register(link.connections.socket, zmq.POLLIN)
         self._router_sockets: tuple[zmq.Socket[bytes], ...] = ()
         self._poll_router()
         self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
@@ -284,9 +285,9 @@ class Controller:
     # --- links --------------------------------------------------------------------------------------
 
     def _look_at_links(self) -> None:
-        """Count who was not let in, and notice when the router comes or goes."""
-        for link in self._ranks.links:
-            self._observer.refused(link.name, link.connections.refused())
+        """Count who was not let in, and notice when a rank goes, or the router comes or goes."""
+        for link, refused in self._ranks.look_at_connections().items():
+            self._observer.refused(link, refused)
         match self._router.look(time.monotonic()):
             case "came":
                 _log.info("the router is there")

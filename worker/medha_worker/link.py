@@ -19,7 +19,14 @@ from medha.messages import Cancel, FetchBundle, Message, Submit, Tokens
 from medha.wire import decode, encode
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair
-from medha_links.sockets import CONTROL_FRAME_BYTES, LINGER_MILLISECONDS, TOKENS_FRAME_BYTES, Opened, connect
+from medha_links.sockets import (
+    CONTROL_FRAME_BYTES,
+    LINGER_MILLISECONDS,
+    TOKENS_FRAME_BYTES,
+    Opened,
+    connect,
+    connection_of,
+)
 
 ROUTER_RECONNECT_MILLISECONDS = 500
 """The controller must have noticed a lost connection, and given its sockets up, before ZeroMQ makes a new one."""
@@ -39,6 +46,7 @@ class Received:
     peer: bytes
     message: Message
     payload: memoryview | None
+    connection: int = -1  # by which it came, where the link is bound here
 
 
 def rank_identity(rank: int, incarnation: str = "") -> bytes:
@@ -83,14 +91,15 @@ class Link:
     def receive(self, timeout_seconds: float = 0.0) -> Received | None:
         """The next message that belongs here, or None when none comes within the time-out."""
         while self.socket.poll(round(timeout_seconds * 1000)):
-            frames = [frame.buffer for frame in self.socket.recv_multipart(copy=False)]
+            frames = self.socket.recv_multipart(copy=False)
+            connection = -1 if self._peers is None else connection_of(frames[0])
             try:
-                return self._read(frames)
+                return self._read([frame.buffer for frame in frames], connection)
             except WireInvalid as error:
                 self.drop(error)
         return None
 
-    def _read(self, frames: list[memoryview]) -> Received:
+    def _read(self, frames: list[memoryview], connection: int) -> Received:
         peer = b""
         if self._peers is not None:
             peer = bytes(frames.pop(0))
@@ -99,7 +108,7 @@ class Link:
         message, payload = decode(frames)
         if type(message) not in self._accepts:
             raise WireInvalid(f"{type(message).__name__} is not expected here", reason="unexpected")
-        return Received(peer, message, payload)
+        return Received(peer, message, payload, connection)
 
     def drop(self, error: WireInvalid) -> None:
         """Count a message that was read and turned out to be out of place."""

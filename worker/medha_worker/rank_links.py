@@ -44,6 +44,8 @@ _log = logging.getLogger("medha.controller")
 _AT_RANKS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
 """The links of a rank, as metrics of the controller name them."""
 
+_LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
+
 RankNews = StageFree | Done | TracePart | list[RankReady]
 """A list: all ranks are ready, and an epoch begins."""
 
@@ -99,6 +101,10 @@ class RankLinks:
         )
         self._strangers: set[str] = set()  # incarnations of other revisions, each of which is logged once
         self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
+        self._connections: dict[
+            tuple[str, int], int
+        ] = {}  # by link and rank: by which who was let in was heard
+        self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
         self.gather_seconds = gather_seconds
@@ -159,6 +165,21 @@ class RankLinks:
 
     # --- from the ranks -----------------------------------------------------------------------------
 
+    def look_at_connections(self) -> dict[str, int]:
+        """Notice who has gone, and how many peers were not let in, by link; call it before `receive`.
+
+        Only the connection of the process that has a rank's place counts: not its predecessor's, nor a stranger's.
+        """
+        refused = {}
+        for name, link in zip(_LINK_NAMES, self.links, strict=True):
+            refused[link.name], ended = link.connections.refused_and_ended()
+            for rank in range(self._muster.expected):
+                if self._connections.get((name, rank)) in ended:
+                    del self._connections[name, rank]  # its descriptor may become another connection's
+                    if self._muster.epoch is not None:
+                        self._gone.add(rank)
+        return refused
+
     def look(self) -> None:
         """Hear who is here on the token link, call ranks together once all are, and look at the clock.
 
@@ -167,7 +188,7 @@ class RankLinks:
         """
         while (received := self._tokens.receive()) is not None:
             if isinstance(received.message, RankHello) and self._is_of(received, self._tokens):
-                self._hello("tokens", received.message, received.peer)
+                self._hello("tokens", received.message, received)
         if self._muster.complete and self._muster.epoch is None:
             self._call_together()
         now = time.monotonic()
@@ -189,7 +210,7 @@ class RankLinks:
                     if event is not None:
                         yield event
                 case RankHello() as hello:
-                    self._hello("control", hello, received.peer)
+                    self._hello("control", hello, received)
                 case RankReady() as ready:
                     everyone = self._ready(ready)
                     if everyone is not None:
@@ -201,6 +222,8 @@ class RankLinks:
                         self._lock_step.ran_out(step_id, rank)
                 case TracePart() as part:
                     yield part
+        if self._gone:  # after its last words, which may be tokens or say why
+            self._lost(f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended")
 
     def _is_of(self, received: Received, link: Link) -> bool:
         """Whether a rank speaks of itself; else the message is dropped."""
@@ -244,7 +267,8 @@ class RankLinks:
 
     # --- epochs -------------------------------------------------------------------------------------
 
-    def _hello(self, name: LinkName, hello: RankHello, peer: bytes) -> None:
+    def _hello(self, name: LinkName, hello: RankHello, received: Received) -> None:
+        peer = received.peer
         refusal = self._muster.refuses(hello)
         if refusal:
             if name == "control":
@@ -267,6 +291,7 @@ class RankLinks:
         if self._muster.replaces(hello):
             self._lost(f"rank {hello.rank} was replaced")
         self._identities[hello.rank] = peer
+        self._connections[name, hello.rank] = received.connection
         self._muster.hello(name, hello, time.monotonic())
 
     def _fault(self, fault: RankFault) -> None:
@@ -281,6 +306,7 @@ class RankLinks:
         if self._muster.epoch is not None:
             _log.warning("epoch %d is lost: %s; waiting for all ranks", self._muster.epoch, reason)
         self._muster.lose()
+        self._gone.clear()
         if self._lock_step is not None:
             self._lock_step = None
             self._tell_lost()
