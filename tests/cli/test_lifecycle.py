@@ -225,6 +225,14 @@ def test_a_silent_part_is_killed_while_draining_if_open_requests_need_it() -> No
     assert run(*DRAINING, (3.0, Exited("router", 0)), (4.0, Silent("rank 1", 5.0)))[1] == []
 
 
+def test_a_silent_part_is_named_once_while_the_replica_starts_and_left_alone() -> None:
+    starting, _ = run()
+    state, commands = handle(starting, Silent("rank 1", 2.1), 3.0)
+    assert commands == [Say("rank 1 shows no sign of life for 2.1 s")]
+    assert handle(state, Silent("rank 1", 3.1), 4.0) == (state, [])
+    assert handle(state, Silent("rank 0", 5.1), 5.0)[1] == [Say("rank 0 shows no sign of life for 5.1 s")]
+
+
 def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long() -> None:
     waiting = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=30.0, awaits_word=True)
     serving, _ = handle(waiting, Ready(), 1.0)

@@ -223,6 +223,17 @@ def test_a_part_that_is_stopped_while_requests_drain_is_killed_and_started_again
     assert run.end() == 130
 
 
+def test_a_part_that_is_stopped_while_the_replica_starts_is_named(start: Start) -> None:
+    run = start(router="mute", rank_0="beat")
+    run.until("rank 0     | pid")
+    run.part("rank 0").suspend()
+    run.until("rank 0 shows no sign of life")
+    run.interrupt()
+    run.until("stopping before the replica was ready")
+    run.interrupt()  # neither of the two listens
+    assert run.end() == 130
+
+
 def test_a_part_that_is_stopped_before_its_first_sign_of_life_is_killed_and_started_again(
     start: Start, tmp_path: Path
 ) -> None:

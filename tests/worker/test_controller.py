@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.api import LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.api import LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec, SchedulingSpec
 from medha.config import ReplicaConfig, derive
 from medha.engine import ReplicaController
 from medha.messages import (
@@ -376,6 +376,21 @@ def change(stage: Stage, **scheduling: object) -> None:
     partial = stage.settings.with_suffix(".partial")
     partial.write_text(settings.model_copy(update={"spec": spec}).model_dump_json(by_alias=True))
     partial.rename(stage.settings)
+
+
+def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("medha_worker.rank_links.TELL_SECONDS", 0.0)
+    spec = SPEC.model_copy(update={"parallelism": ParallelismSpec(stream=2)})
+    stage = Stage(tmp_path, spec, start=False)
+    with closing(stage), in_this_process(stage):
+        end = time.monotonic() + 10
+        while "waiting for rank 1 since" not in caplog.text and time.monotonic() < end:
+            stage.say_hello()
+            stage.router.receive(timeout_seconds=0.1)
+    assert "waiting for rank 1 since" in caplog.text
+    assert "waiting for rank 0, 1" not in caplog.text, "nobody waits while all of them load"
 
 
 def test_settings_that_change_are_the_fault_of_no_request(

@@ -61,6 +61,24 @@ def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> Non
     assert muster.meet("").epoch == 1
 
 
+def test_missing_is_who_was_not_heard_since_the_last_epoch_and_then_who_is_not_ready() -> None:
+    muster = Muster(3)
+    say(muster, 0)
+    muster.hello("control", RankHello(1, "a"), now=0.0)
+    assert muster.missing == [1, 2], "one link is not enough to be called"
+    say(muster, 1)
+    say(muster, 2)
+    assert muster.missing == []
+    muster.meet("")
+    assert muster.missing == [0, 1, 2]
+    for rank in range(3):
+        muster.ready(replace(READY, rank=rank, epoch=0))
+    muster.lose()
+    say(muster, 0)
+    say(muster, 1)
+    assert muster.missing == [2], "who survived and says hello is not to blame"
+
+
 def test_a_rank_that_is_replaced_before_the_call_just_takes_the_place() -> None:
     muster = Muster(1)
     muster.hello("control", RankHello(0, "a"), now=0.0)

@@ -248,7 +248,8 @@ class Controller:
             return PartState(phase="serving", epoch=self._core.epoch)
         ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
         phase: Phase = "gathering" if self._ranks.epoch is None else "meeting"
-        return PartState(phase=phase, epoch=self._ranks.epoch, detail=f"waiting for rank {ranks}")
+        detail = f"waiting for rank {ranks}" if ranks else ""  # all are here, and about to be called
+        return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
 
     def _drained(self, until: float) -> bool:
         return self._core is None or self._core.idle or time.monotonic() >= until

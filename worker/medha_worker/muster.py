@@ -35,6 +35,10 @@ class _Rank:
     heard_on: set[LinkName] = field(default_factory=set)
     ready: RankReady | None = None  # for the current epoch
 
+    @property
+    def is_here(self) -> bool:
+        return self.heard_on == {"control", "tokens"}
+
 
 class Muster:
     """The ranks of one replica, as its controller knows them."""
@@ -55,15 +59,18 @@ class Muster:
     @property
     def complete(self) -> bool:
         """Whether every rank has been heard on both links: a ROUTER cannot send to who never spoke."""
-        heard = [rank for rank in self._ranks.values() if rank.heard_on == {"control", "tokens"}]
+        heard = [rank for rank in self._ranks.values() if rank.is_here]
         return len(heard) == self.expected
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not been heard, or are not ready yet."""
-        return [
-            rank for rank in range(self.expected) if rank not in self._ranks or not self._ranks[rank].ready
+        """Ranks that have not been heard since the last epoch, while they gather; in one, those that are not ready yet."""
+        here = [
+            rank
+            for rank, known in self._ranks.items()
+            if (known.is_here if self.epoch is None else known.ready is not None)
         ]
+        return [rank for rank in range(self.expected) if rank not in here]
 
     def replaces(self, hello: RankHello) -> bool:
         """Whether the epoch is lost by who says hello, because it is not the process that was here before."""

@@ -119,7 +119,7 @@ class RankLinks:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not been heard, or are not ready yet."""
+        """Ranks that the others wait for: not heard yet, or not ready."""
         return self._muster.missing
 
     @property
@@ -320,16 +320,18 @@ class RankLinks:
         self.send(meet)
 
     def _watch_gathering(self, now: float) -> None:
-        """Say who is missing while ranks gather again, and give up after a bound."""
-        if self._lock_step is not None or not self._has_served:
+        """Say who is missing, and give up after a bound where ranks gather again: a first start has its supervisor's."""
+        if self._lock_step is not None:
             self._gathering_since = self._told_at = now
             return
-        missing, limit = ", ".join(map(str, self._muster.missing)), self.gather_seconds
-        if now - self._gathering_since > limit:
-            raise PartFailed(f"rank {missing} did not come back in {limit:g} s (lifecycle.readySeconds)")
-        if now - self._told_at > TELL_SECONDS:
+        missing, limit = self._muster.missing, self.gather_seconds
+        named = ", ".join(map(str, missing))
+        if self._has_served and now - self._gathering_since > limit:
+            raise PartFailed(f"rank {named} did not come back in {limit:g} s (lifecycle.readySeconds)")
+        # As long as all of them load for the first time, nobody waits.
+        if now - self._told_at > TELL_SECONDS and (self._has_served or len(missing) < self._muster.expected):
             self._told_at = now
-            _log.warning("waiting for rank %s since %.0f s", missing, now - self._gathering_since)
+            _log.warning("waiting for rank %s since %.0f s", named, now - self._gathering_since)
 
     def _watch_ranks(self, now: float) -> None:
         """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""

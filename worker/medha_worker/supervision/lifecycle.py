@@ -8,6 +8,7 @@ What may happen, and what follows::
         |                  +-- a part exits: it is started again; the third time in a minute -> STOPPING (exit 1)
         |                  +-- a part falls silent: it is killed, and so exits
         |                  +-- both also while DRAINING, as long as requests may be open
+        +-- a part falls silent: it is named
         +-- a part exits, or ready takes too long ------------------------------------------> STOPPING (exit 1)
         +-- Ctrl-C -------------------------------------------------------------------------> STOPPING (exit 0)
 
@@ -137,6 +138,7 @@ class Lifecycle:
     phase: Phase = Phase.STARTING
     asked: frozenset[str] = frozenset()
     deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while needed, and when
+    silent: frozenset[str] = frozenset()  # parts of which this was said while starting
     exit_status: int = 0
     failure: str = ""  # why exit_status is not 0
 
@@ -180,6 +182,10 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
             return _exited(replace(state, running=state.running - {event.part}), event, now)
         case Silent(part, seconds) if part in state.running and _is_needed(state, part):
             return state, [Say(f"{part} shows no sign of life for {seconds:g} s; killing it"), Kill(part)]
+        case Silent(part, seconds) if state.phase is Phase.STARTING and part not in state.silent:
+            # It may read weights from a slow disk: the deadline bounds that, and this says who is to blame.
+            state = replace(state, silent=state.silent | {part})
+            return state, [Say(f"{part} shows no sign of life for {seconds:g} s")]
         case TimePassed() if now >= state.deadline:
             return _too_late(state, now)
     return state, []

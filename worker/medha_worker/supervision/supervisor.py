@@ -227,7 +227,7 @@ class _Inbox:
         self._is_ready = is_ready
         self._silent = silent
         self._look = look
-        self._poll_at = time.monotonic()
+        self._poll_at = self._silence_at = time.monotonic()
         self._gave_up = False
 
     def next(self, state: Lifecycle) -> _Happening:
@@ -246,12 +246,12 @@ class _Inbox:
                 if self._is_ready():
                     return Ready()
             look_at = min(look_at, self._poll_at)
-        elif state.phase in (Phase.SERVING, Phase.DRAINING):
-            if now >= self._poll_at:
-                self._poll_at = now + LOOK_SECONDS
+        if state.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING):
+            if now >= self._silence_at:
+                self._silence_at = now + LOOK_SECONDS
                 for part in self._silent():
                     self._events.put(part)
-            look_at = min(look_at, self._poll_at)
+            look_at = min(look_at, self._silence_at)
         try:
             return self._events.get(timeout=max(0.0, look_at - now))
         except Empty:
