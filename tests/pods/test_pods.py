@@ -41,14 +41,22 @@ def test_a_rank_that_is_killed_is_mended_inside_its_pod(replica: Replica, greedy
     supervisors = {place: pod.running.pid for place, pod in replica.pods.items()}
     survivors = {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)}
     pod = replica.pods[1, 0]
-    os.kill(pod.rank().pid, signal.SIGKILL)
 
     def says_why() -> bool:
         return any(reason.startswith("rank 2 ") for reason in pod.ask("/ready")[1].get("reasons", ()))
 
-    eventually("the pod says which rank is missing", says_why)
-    assert replica.complete(PROMPT, TOKENS) == greedy, "the router waits, and submits it to the next epoch"
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    with httpx.stream(
+        "POST", f"{replica.url}/v1/completions", json=body | {"stream": True}, timeout=60
+    ) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        next(lines)
+        os.kill(pod.rank().pid, signal.SIGKILL)
+        eventually("the pod says which rank is missing", says_why)
+        last = [json.loads(line.removeprefix("data: ")) for line in lines][-1]
+    assert last["choices"][0]["finish_reason"] == "length", "the router submits it to the next epoch"
     replica.wait_ready()
+    assert replica.complete(PROMPT, TOKENS) == greedy
     assert {place: pod.running.pid for place, pod in replica.pods.items()} == supervisors
     assert {place: pod.rank().pid for place, pod in replica.pods.items() if place != (1, 0)} == survivors
 
