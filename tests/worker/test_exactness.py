@@ -324,6 +324,20 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
     run()
 
 
+def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine tokens over eight tensor ranks: two each, then one, then none."""
+    monkeypatch.setitem(globals(), "VOCAB", 9)
+    reference = save_reference(
+        tmp_path, "llama", **SIZES | {"num_hidden_layers": 1, "vocab_size": 9}, head_dim=16
+    )
+    ranks = Ranks(Topology(8, 1, 1), tmp_path)
+    planner = Planner(1, 60, False, np.random.default_rng(1))
+    check(ranks, reference, planner, [Asked(5, 3, 0), Asked(30, 2, 1)], STRATEGIES[:1], 1)
+    ranks.close()
+
+
 def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
     checkpoints: Callable[[str], tuple[Path, torch.nn.Module]],
 ) -> None:
