@@ -1,0 +1,25 @@
+"""Which layers a rank loads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medha.topology import Topology
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.loaded import _shard
+from medha_worker.model.config import ModelConfig
+
+
+@pytest.mark.parametrize(("layers", "stages", "expected"), [(24, 2, [12, 12]), (9, 4, [3, 2, 2, 2])])
+def test_stages_are_even_for_a_prefill_however_large_the_output_head_is(
+    tmp_path: Path, layers: int, stages: int, expected: list[int]
+) -> None:
+    """As in models of a billion parameters and less, whose head has the weights of several layers."""
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    config = replace(ModelConfig.from_directory(tmp_path / "tiny"), num_layers=layers, vocab_size=150_000)
+    shards = [_shard(config, Topology(stream=stages), rank, chunk_tokens=2048) for rank in range(stages)]
+    assert [shard.last_layer - shard.first_layer for shard in shards] == expected
+    assert config.vocab_size * config.hidden_size > config.linear_flops_per_token / 4, "mostly head"
