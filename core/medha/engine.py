@@ -17,6 +17,9 @@ How a request moves::
   and each change rides on the next step, in the order that the ranks replay it. Every rank of every lane sees every
   step, so that all ledgers see all changes in one order; it computes only the steps that name its lane.
 * A request that ends while a step with it is in flight waits in quarantine: its blocks are not reused before then.
+* With one stage, no step could be prepared while another runs. Where nothing prefills, decodes go ahead: the next step is
+  on its way before the tokens that it begins with are drawn, and the ranks never wait for the controller. What a sequence
+  that has drawn its stop token computes beyond it is dropped.
 
 The parts: `intake` says what a request is entitled to, `roster` knows who is here, `candidates` is the table of prefills,
 `urgency` orders it, `admission` gives KV, `lanes` knows what can take a step, and `filling` fills it with the `packer`.
@@ -92,7 +95,6 @@ class ReplicaController:
         self.config = config
         self.epoch = epoch
         self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
-        self.last_packed = Packed()
         self._admission = Admission(config)
         self._pools = self._admission.pools
         self._candidates = Candidates(by_due=config.scheduling.policy == "guarded")
@@ -154,6 +156,10 @@ class ReplicaController:
         """Steps that have not left the last stage, oldest first."""
         return [launched.step for launched in self._in_flight.values()]
 
+    def packed(self, step: Step) -> Packed:
+        """How a step in flight was filled."""
+        return self._in_flight[step.step_id].filling.packed
+
     def due(self, request: Request) -> float:
         """When the first token of a request is due, on the clock of `now`.
 
@@ -201,7 +207,31 @@ class ReplicaController:
             # A launch may couple lanes that come later; they move together from the next event on.
             if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
                 commands += self._launch(lanes, now)
+            if lanes in self._lanes.coupled and self._goes_ahead(lanes):
+                commands += self._launch(lanes, now)
         return commands
+
+    def _goes_ahead(self, lanes: tuple[int, ...]) -> bool:
+        """Whether `lanes` can take a step behind the one that they run, of decodes whose tokens that one draws.
+
+        Not where a prefill waits: it had better be decided when its turn comes. Nor behind one: whose first token it draws
+        would have to wait for the step after the next.
+        """
+        if len(self._candidates):
+            return False
+        step_id = self._lanes.lone_step(lanes)
+        if step_id is None:
+            return False
+        launched = self._in_flight[step_id]
+        if launched.filling.prefills or launched.step.lanes != lanes:
+            return False
+        goes = False
+        for request in launched.filling.decodes:
+            if request.can_go_ahead:
+                request.length += 1
+                request.goes_ahead = goes = True
+                self._lanes[request.lane].decodes.add(request)
+        return goes
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
@@ -218,7 +248,6 @@ class ReplicaController:
             for request in exhausted:
                 self._end(request)
             return ends + self._launch(lanes, now) if exhausted else []
-        self.last_packed = filling.packed
         step = self._new_step(lanes, filling, grows, admits)
         self._in_flight[step.step_id] = _Launched(step, filling)
         for lane in lanes:
@@ -377,7 +406,7 @@ class ReplicaController:
             if emit is not None:
                 commands.append(emit)
         for request_id, hashes in done.block_hashes:
-            self._pools.extend(request_id, hashes, self._roster.running[request_id].length)
+            self._pools.extend(request_id, hashes, self._roster.running[request_id].known_tokens)
         for request in (*launched.filling.decodes, *(request for request, _ in launched.filling.prefills)):
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
@@ -391,15 +420,16 @@ class ReplicaController:
     def _take_sample(self, sample: Sample) -> Emit | None:
         request = self._roster.running[sample.id]
         if request.ended:
-            return None  # cancelled while the step ran
-        request.length += 1
+            return None  # cancelled while the step ran, or drawn behind its end
+        went_ahead, request.goes_ahead = request.goes_ahead, False
+        request.length += not went_ahead
         finish_reason = sample.finish_reason
         if finish_reason is None and request.length >= request.limit_tokens:
             finish_reason = "length"
         is_first = request.emitted == 0
         if finish_reason is not None:
             self._stop(request)
-        else:
+        elif not went_ahead:
             decodes = self._lanes[request.lane].decodes
             if is_first:
                 decodes.begin(request)

@@ -149,6 +149,15 @@ class Lanes:
                 return False
         return True
 
+    def lone_step(self, lanes: Sequence[int]) -> int | None:
+        """The step that `lanes` run, if that is one of all of them, on a single stage, with none behind it."""
+        newest = self._lanes[lanes[0]].newest_step
+        for lane in lanes:
+            here = self._lanes[lane]
+            if here.stages > 1 or len(here.in_flight_seconds) != 1 or here.newest_step != newest:
+                return None
+        return newest
+
     def decode(self, lanes: Sequence[int]) -> bool:
         """Whether something on `lanes` has a token to compute, be it that KV for it is still to be found."""
         for lane in lanes:

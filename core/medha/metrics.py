@@ -139,7 +139,7 @@ CONTROLLER_METRICS = (
     Metric("medha_sequences_waiting", "gauge", "sequences", "Sequences that wait for KV."),
     Metric("medha_pending_prefill_seconds", "gauge", "seconds", "Predicted isolated prefill time of everything admitted or waiting."),
     Metric("medha_steps", "counter", "steps", "Batches that left the last stage."),
-    Metric("medha_step_observed_seconds", "histogram", "seconds", "Duration of a step, from its dispatch to its `Done`.", (), _STEP_SECONDS),
+    Metric("medha_step_observed_seconds", "histogram", "seconds", "Duration of a step, from its dispatch to its `Done`; on a single stage from the end of the step before, if it went out ahead of that.", (), _STEP_SECONDS),
     Metric("medha_step_predicted_seconds", "histogram", "seconds", "Duration that the predictor expected of a step when it was packed.", (), _STEP_SECONDS),
     Metric("medha_step_prediction_error_ratio", "histogram", "ratio", "Observed divided by predicted duration of a step.", (), (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)),
     Metric("medha_step_tokens", "histogram", "tokens", "Tokens of a step, by phase: `prefill` or `decode`.", ("phase",), _POWERS_OF_TWO),

@@ -7,7 +7,8 @@ Three counts of token positions say where it stands::
 
 `length` counts the tokens whose ids exist: the prompt, output resumed from elsewhere, and output drawn
 here. The step that dispatches the last known position also draws the next token, so a decoding sequence has
-`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight.
+`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight. One that goes ahead runs on before
+that token has come: it counts from then on.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Request:
     cached_tokens: int = 0  # of its prompt, whose KV was there before it came; expected ones while it waits
     goes_alone: bool = False  # its prompt is being computed, but by nobody who will be done in time
     leader: Request | None = None  # a running prefill that computes the beginning of its prompt, too
+    goes_ahead: bool = False  # the last token of its length is still to come
     emitted: int = 0  # tokens drawn here
     steps_in_flight: int = 0
     ended: bool = False  # no more steps; KV waits in quarantine for those in flight
@@ -80,6 +82,21 @@ class Request:
     def relative_slack(self, remaining_seconds: float, now: float) -> float:
         """rho: what is left until the deadline beside its own work, as a share of its whole work."""
         return (self.deadline - now - remaining_seconds) / max(self.work_seconds, 1e-6)
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens whose ids exist."""
+        return self.length - self.goes_ahead
+
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether its next token may be computed before the last one, which a step in flight draws, has come.
+
+        Not if that one is its last for certain; and no KV is looked for on behalf of a token that may never be.
+        """
+        if self.ended or self.goes_ahead:
+            return False
+        return self.length + 1 < self.limit_tokens and self.length < self.reserved_tokens
 
     @property
     def is_decoding(self) -> bool:

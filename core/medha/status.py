@@ -87,7 +87,7 @@ class StepStatus(_Model):
     step: int
     lanes: tuple[int, ...]
     in_first_stage: bool
-    """Else it is in one of the later ones."""
+    """Or on its way there; else it is in one of the later ones."""
     since_seconds: float | None
     predicted_seconds: float
     chunks: tuple[ChunkStatus, ...]
@@ -271,7 +271,7 @@ def _step(core: ReplicaController, step: Step, seen: Seen, now: float) -> StepSt
     return StepStatus(
         step=step.step_id,
         lanes=step.lanes,
-        in_first_stage=lane.newest_step == step.step_id and not lane.stage_free,
+        in_first_stage=lane.stages == 1 or (lane.newest_step == step.step_id and not lane.stage_free),
         since_seconds=None if launched_at is None else now - launched_at,
         predicted_seconds=step.predicted_seconds,
         chunks=tuple(chunks),

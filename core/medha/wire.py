@@ -7,8 +7,8 @@ A message is one multipart ZeroMQ message::
 
 One million token ids are 4 MB as a raw frame and 8 MB as JSON, and take a twelfth of the time.
 A peer of version N reads versions N and N - 1, and ignores the fields that it does not know, so that
-routers and replicas can be upgraded one after the other. Decoding never executes anything: the types
-are a closed set and there is no pickle.
+routers and replicas can be upgraded one after the other. What has its default is left out: a default that changes
+makes a new version. Decoding never executes anything: the types are a closed set and there is no pickle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator, from_json, to_json
+from pydantic_core import SchemaSerializer, SchemaValidator, from_json
 
 from medha.errors import WireInvalid
 from medha.messages import Message
@@ -60,9 +60,19 @@ def _with_bounds(schema: Any) -> Any:
     return {key: _with_bounds(part) for key, part in schema.items()} | bounds
 
 
-_VALIDATORS = {
-    kind.__name__: SchemaValidator(_with_bounds(TypeAdapter(kind).core_schema)) for kind in get_args(Message)
-}
+def _with_constants(schema: Any) -> Any:
+    """The core schema of a message, or a part of it, whose numbers may be NaN and infinite."""
+    if isinstance(schema, list):
+        return [_with_constants(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    config = {"config": {"ser_json_inf_nan": "constants"}} if schema.get("type") == "dataclass" else {}
+    return {key: _with_constants(part) for key, part in schema.items()} | config
+
+
+_SCHEMAS = {kind.__name__: TypeAdapter(kind).core_schema for kind in get_args(Message)}
+_VALIDATORS = {name: SchemaValidator(_with_bounds(schema)) for name, schema in _SCHEMAS.items()}
+_SERIALIZERS = {name: SchemaSerializer(_with_constants(schema)) for name, schema in _SCHEMAS.items()}
 _WITH_PAYLOAD = frozenset({"Tokens", "BundlePart"})
 
 
@@ -70,7 +80,9 @@ def encode(message: Message, payload: bytes | memoryview | None = None) -> list[
     """Frames of `message`; `payload` is the raw frame of a `Tokens` or a `BundlePart`."""
     kind = type(message).__name__
     assert (payload is not None) == (kind in _WITH_PAYLOAD), f"{kind}: payload given or missing"
-    header = to_json({"v": VERSION, "type": kind, "body": message}, inf_nan_mode="constants")
+    # Most fields have their defaults: without them a message is half as long, and made in a third of the time.
+    body = _SERIALIZERS[kind].to_json(message, exclude_defaults=True)
+    header = b'{"v":%d,"type":"%s","body":%s}' % (VERSION, kind.encode(), body)
     return [header] if payload is None else [header, payload]
 
 

@@ -331,6 +331,7 @@ class _Reader:
         self._reading = Reading(record)
         self._log = self._reading.log
         self._launched: dict[int, tuple[Step, float, int]] = {}  # with the time, and the row in the log
+        self._free_at: dict[int, float] = {}  # when each lane has ended its last step
         self._steps: list[tuple[float, float]] = []  # predicted and observed seconds of a stage
         self._overheads: list[float] = []  # from launch to Done, beyond computing
 
@@ -390,13 +391,15 @@ class _Reader:
 
     def _done(self, done: Done, now: float) -> None:
         step, launched_at, row = self._launched.pop(done.step_id)
+        begun_at = max(launched_at, *(self._free_at.get(lane, launched_at) for lane in step.lanes))
+        self._free_at |= dict.fromkeys(step.lanes, now)
         timing = self._cost(step)
         if not step.entries or done.compute_seconds <= 0:
             return
         self._log.steps.busy_seconds[row] = done.compute_seconds
         predicted, stages = max(timing.stage_seconds), len(timing.stage_seconds)
-        if stages == 1:  # from launch to answer, so that waits of the processes for a core are in it, too
-            self._steps.append((predicted, now - launched_at))
+        if stages == 1:  # until the answer, so that waits of the processes for a core are in it, too
+            self._steps.append((predicted, now - begun_at))
             self._overheads.append(0.0)
         else:  # that time has waits behind other steps in it, which the simulated pipeline has of its own
             self._steps.append((predicted, done.compute_seconds))

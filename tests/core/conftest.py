@@ -233,8 +233,9 @@ class FakeReplica:
             self._admit(admit)
         if step.state_hash is not None:
             assert step.state_hash == self._lane.state_hash()
+        if len(self._pipeline) == self.config.topology.stream:
+            self._check_ahead(step)
         self._pipeline.append(_Running(step))
-        assert len(self._pipeline) <= self.config.topology.stream
         assert len({entry.id for entry in step.entries}) == len(step.entries)
         longs = 0
         for entry in step.entries:
@@ -242,6 +243,15 @@ class FakeReplica:
         assert longs <= 1, "two long prefills in one step"
         prefilled = sum(entry.token_count for entry in step.entries if entry.token_count > 1)
         assert prefilled <= self.config.scheduling.max_chunk_tokens
+
+    def _check_ahead(self, step: Step) -> None:
+        """Of a step that goes out while the pipeline is full."""
+        assert len(self._pipeline) == 1, "only the one stage of a lane is given a step ahead"
+        assert step.entries, "nothing goes ahead but what is to be computed"
+        for entry in step.entries:
+            assert self._sequences[entry.id].next_position >= self._sequences[entry.id].admit.tokens
+        for request in self.controller.requests():
+            assert request.ended or request.dispatched >= request.submit.tokens, f"{request.id} prefills"
 
     def _admit(self, admit: Admit) -> None:
         assert admit.prompt in self._prompts
@@ -264,7 +274,7 @@ class FakeReplica:
         assert end <= sequence.length, f"{id_}: position {end} is not known yet"
         assert end <= self._lane.shards(id_).tokens, f"{id_}: position {end} is not reserved"
         assert samples == (end == sequence.length)
-        if start >= sequence.admit.tokens:
+        if start >= sequence.admit.tokens and self.config.topology.stream > 1:
             assert id_ not in busy, f"{id_}: two decode tokens in flight"
         table, size = self.ledger.table(id_).tolist(), self.config.block_size_tokens
         for position in range(start, end):
@@ -273,6 +283,9 @@ class FakeReplica:
             found = self._content[table[position // size], position % size]
             assert found == self._key(sequence, position), f"{id_}: position {position} holds {found}"
         sequence.next_position = end
+        if samples:
+            sequence.length += 1
+            sequence.outputs += (sequence.length,)
         return start < sequence.admit.tokens and start >= self.config.long_threshold_tokens
 
     def _key(self, sequence: _Sequence, position: int) -> object:
@@ -289,13 +302,11 @@ class FakeReplica:
             elif entry.samples:
                 stops = self.random.random() < self.stop_chance
                 sequence = self._sequences[entry.id]
-                sequence.length += 1
-                token = sequence.length
-                sequence.outputs += (token,)
+                token = entry.extents[0].start + entry.token_count + 1
                 samples.append(Sample(entry.id, token, "stop" if stops else None))
                 prompt_ids = self.prompt_ids.get(sequence.admit.prompt)
                 if self.hasher is not None and prompt_ids is not None:
-                    ids = np.array((*prompt_ids, *sequence.outputs), dtype=np.int32)
+                    ids = np.array((*prompt_ids, *sequence.outputs)[:token], dtype=np.int32)
                     if len(ids) % self.config.block_size_tokens == 0:
                         hashes.append((entry.id, self.hasher.hashes(ids)[-HASH_CHARACTERS:]))
         return Done(

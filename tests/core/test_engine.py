@@ -601,7 +601,7 @@ def test_every_prefill_ends_beside_decodes_that_take_more_than_their_target_alon
         if prompts.keys() <= replica.emitted.keys():
             break
         replica.advance()
-        assert replica.controller.last_packed.misses_tpot
+        assert replica.controller.packed(replica.steps[-1]).misses_tpot
     assert prompts.keys() <= replica.emitted.keys(), "a prefill starves"
     assert not replica.endings.keys() & set(chats)
     steps = [step for step in replica.steps[first:] if any(entry.id in prompts for entry in step.entries)]

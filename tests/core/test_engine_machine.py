@@ -99,6 +99,9 @@ class Lanes:
         busy = {entry.id for moving in self.moving for entry in moving.step.entries}
         for lane in step.lanes:
             here = [moving for moving in self.moving if lane in moving.step.lanes]
+            if self.config.topology.stream == 1 and here:
+                self._check_ahead(step, here)
+                continue
             assert len(here) < self.config.topology.stream
             assert all(moving.stage > 0 for moving in here), f"stage 0 of lane {lane} is taken"
         for id_ in step.releases:
@@ -142,6 +145,16 @@ class Lanes:
         assert there < admit.tokens, "the last token is computed anew, to draw from it"
         self.sequences[admit.id] = Sequence(admit, there, admit.tokens)
 
+    def _check_ahead(self, step: Step, here: list[Moving]) -> None:
+        """Of a step behind the one that runs on a single stage: it has decodes alone, and nothing prefills."""
+        assert [moving.step.lanes for moving in here] == [step.lanes]
+        assert step.entries
+        for entry in step.entries:
+            sequence = self.sequences[entry.id]
+            assert sequence.next_position >= sequence.admit.tokens
+        for request in self.controller.requests():
+            assert request.ended or request.dispatched >= request.submit.tokens, f"{request.id} prefills"
+
     def _check_decodes(self, step: Step, busy: set[str], ended: set[str]) -> None:
         named = {entry.id for entry in step.entries}
         for id_, sequence in self.sequences.items():
@@ -160,7 +173,7 @@ class Lanes:
             assert id_ in named or sequence.length > capacity, f"the decode of {id_} is left behind"
 
     def _check_budget(self, step: Step) -> None:
-        packed = self.controller.last_packed
+        packed = self.controller.packed(step)
         for lane in step.lanes:
             prefills = [
                 entry
@@ -198,7 +211,7 @@ class Lanes:
         assert not any(one.samples for one in entries[1:])
         assert len({(one.strategy, one.shard_map_version) for one in entries}) == 1
         assert all(one.lane in shards.lanes for one in entries)
-        if start >= sequence.admit.tokens:
+        if start >= sequence.admit.tokens and self.config.topology.stream > 1:
             assert entry.id not in busy, f"{entry.id}: two decode tokens in flight"
         for position in range(end):
             lane, local = self._locate(shards, position)
@@ -212,6 +225,7 @@ class Lanes:
                 self.content[place] = key
             assert self.content[place] == key, f"{entry.id}: position {position} holds {self.content[place]}"
         sequence.next_position = end
+        sequence.length += entry.samples
 
     @staticmethod
     def _locate(shards: Any, position: int) -> tuple[int, int]:
@@ -237,14 +251,14 @@ class Lanes:
     def outcome(self, step: Step) -> Done:
         samples, failures = [], []
         for entry in step.entries:
-            sequence = self.sequences[entry.id]
             if self.random.random() < self.failure_chance:
                 if entry.lane == self.replicas[0].shards(entry.id).owner:
                     failures.append(EntryFailed(entry.id, "out_of_memory"))
             elif entry.samples:
-                sequence.length += 1
                 stops = self.random.random() < 0.05
-                samples.append(Sample(entry.id, sequence.length, "stop" if stops else None))
+                last = entry.extents[-1]
+                token = last.start + (last.count - 1) * last.stride + 2
+                samples.append(Sample(entry.id, token, "stop" if stops else None))
         return Done(step.step_id, tuple(samples), tuple(failures), step.predicted_seconds, step.lanes)
 
 

@@ -60,16 +60,16 @@ def test_a_long_prefill_is_seen_chunk_by_chunk_in_the_stages_of_the_pipeline() -
 def test_a_decode_shows_its_tokens_and_what_one_takes() -> None:
     core = new_core(stream=1)
     (step,) = steps(core.handle(submit("chat"), 0.0))
-    (step,) = steps(core.handle(Done(step.step_id, (Sample("chat", 7),)), 1.0))
-    (step,) = steps(core.handle(Done(step.step_id, (Sample("chat", 8),)), 1.2))
-    core.handle(Done(step.step_id, (Sample("chat", 9),)), 1.4)
+    step, ahead = steps(core.handle(Done(step.step_id, (Sample("chat", 7),)), 1.0))
+    core.handle(Done(step.step_id, (Sample("chat", 8),)), 1.2)
+    core.handle(Done(ahead.step_id, (Sample("chat", 9),)), 1.4)
     seen = Seen(first_token_at={"chat": 1.0}, last_token_at={"chat": 1.4})
     found = status(core, 2.0, seen)
     chat = find(found, "chat")
     assert (chat.phase, chat.output_tokens, chat.prefill_left_seconds) == ("decode", 3, 0)
     assert (chat.age_seconds, chat.ttft_seconds) == (2.0, 1.0)
     assert chat.tpot_seconds == pytest.approx(0.2)
-    assert [(step.decodes, step.chunks) for step in found.steps] == [(1, ())]
+    assert [(step.decodes, step.chunks, step.in_first_stage) for step in found.steps] == 2 * [(1, (), True)]
 
 
 def test_slack_is_what_is_left_of_the_deadline_beside_the_work() -> None:

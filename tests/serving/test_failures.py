@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -39,7 +40,11 @@ def replica(
 
 def processes(served: Served, module: str) -> list[psutil.Process]:
     """The replica's processes that run a module, in the order of their start."""
-    found = [part for part in served.parts() if module in part.cmdline()]
+    found = []
+    for part in served.parts():
+        with suppress(psutil.NoSuchProcess):  # it has just died
+            if module in part.cmdline():
+                found.append(part)
     return sorted(found, key=lambda part: part.create_time())
 
 

@@ -152,7 +152,10 @@ def test_a_log_is_read_as_what_happened(recorded: tuple[Record, RunLog]) -> None
         assert (seen.tokens, seen.ending) == (happened.tokens, happened.ending)
         assert seen.ttft_seconds == pytest.approx(happened.ttft_seconds)
         assert seen.ttft_target_seconds == pytest.approx(happened.ttft_target_seconds)
-    assert reading.ranks.observed == pytest.approx(2 * reading.ranks.predicted + 0.002)  # and two messages
+    beside = np.round(reading.ranks.observed - 2 * reading.ranks.predicted, 6)
+    # Two messages; none where a step went out ahead of the end of the one before it.
+    assert set(beside.tolist()) == {0.002, 0.0}
+    assert np.mean(beside == 0.002) > 0.9
     assert list(reading.ranks.predicted) == sorted(reading.ranks.predicted)
 
 

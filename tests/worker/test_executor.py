@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from medha.errors import PartFailed, WireInvalid
 from medha.lane_replica import LaneReplica
 from medha.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoint import init_checkpoint
-from medha_worker.executor import Executor
+from medha_worker.executor import Executor, PlannedStep
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
 
@@ -73,6 +74,11 @@ class Engine:
         self.executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
 
     def step(self, *entries: StepEntry, **changes: object) -> Done:
+        done = self.executor.run(self.plan(*entries, **changes))
+        assert done is not None
+        return done
+
+    def plan(self, *entries: StepEntry, **changes: object) -> PlannedStep:
         step = Step(self.steps, 0, entries, **changes)  # type: ignore[arg-type]
         self.steps += 1
         for name in step.releases:
@@ -84,7 +90,7 @@ class Engine:
         step = replace(step, state_hash=self.double.state_hash())
         self.executor.prepare(step)
         assert self.executor.missing_prompts(step) == []
-        return self.executor.execute(step)
+        return self.executor.plan(step)
 
     def start(self, name: str, ids: np.ndarray, sampling: Sampling = GREEDY, **more: object) -> Done:
         """Admit a sequence with a prompt of its own, and prefill it in one step."""
@@ -381,6 +387,46 @@ def test_only_the_sequence_that_fails_alone_ends(
     engine.step(releases=("large",))
     tokens = engine.decode({"small": 9, "other": 10}, 4)
     assert tokens["small"] == greedy_text(small, 5)[1:]
+
+
+@pytest.mark.parametrize("fails", ["forward", "draw"])
+def test_a_step_that_is_planned_ahead_of_one_that_fails_computes_the_other(
+    model: Transformer, greedy_text: Callable[[np.ndarray, int], list[int]], fails: str
+) -> None:
+    """The token that was not drawn is none: the row of the other must not stand for it."""
+    struck: list[int] = []
+    batches: list[int] = []
+
+    def strikes(tokens: torch.Tensor) -> Exception | None:
+        batches.append(len(tokens))
+        return MemoryError() if fails == "forward" and set(tokens.tolist()) & set(struck) else None
+
+    def mask_for(admit: Admit) -> Any:
+        def mask(outputs: Sequence[int]) -> torch.Tensor:
+            if struck and fails == "draw":
+                raise MemoryError
+            return torch.ones(VOCAB, dtype=torch.bool)
+
+        return mask if admit.id == "fails" else None
+
+    engine = Engine(Faulty(model, strikes), mask_for=mask_for)
+    prompts = {"fails": random_ids(12, 6), "goes on": random_ids(8, 1)}
+    drawn = {name: [engine.start(name, ids).samples[0].token] for name, ids in prompts.items()}
+    struck.append(drawn["fails"][0])
+    text = greedy_text(prompts["goes on"], 4)
+    assert struck[0] not in text
+    planned = [
+        engine.plan(*(entry(name, len(ids) + ahead, 1) for name, ids in prompts.items()))
+        for ahead in range(3)
+    ]
+    for step in planned:
+        done = engine.executor.run(step)
+        assert done is not None
+        assert step is not planned[0] or [failure.id for failure in done.failures] == ["fails"]
+        for sample in done.samples:
+            drawn[sample.id].append(sample.token)
+    assert drawn["goes on"] == text
+    assert batches[-2:] == [2, 2]
 
 
 def test_a_batch_that_is_too_large_together_runs_one_by_one(model: Transformer) -> None:

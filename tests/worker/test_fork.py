@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,8 +82,11 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(
     sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=300)
     event = Submit(id="a", prompt="p", tokens=len(ids), prompt_length=len(ids), seed=1, sampling=sampling)
 
+    launched: deque[Step] = deque()
+
     def run_next(event: Submit | Done, now: float) -> Done:
-        (step,) = [command for command in core.handle(event, now) if isinstance(command, Step)]
+        launched.extend(command for command in core.handle(event, now) if isinstance(command, Step))
+        step = launched.popleft()
         executor.prepare(step)
         if executor.missing_prompts(step):
             executor.add_tokens(Tokens(prompt="p", offset=0, total=len(ids)), ids)

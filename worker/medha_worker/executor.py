@@ -127,9 +127,14 @@ class _Sequence:
         self.unknown += 1
 
     def learn(self, token: int) -> None:
-        """The first of the tokens that were expected."""
-        self._outputs[self._output_count - self.unknown] = token
+        """The first of the tokens that were expected; -1 if none could be drawn, and a zero stays in its place."""
+        self._outputs[self._output_count - self.unknown] = max(token, 0)
         self.unknown -= 1
+
+    def fill(self, length: int) -> None:
+        """Zeros stand for tokens before `length` that could not be drawn: a step that counts on them may be on its way."""
+        while len(self.prompt) + self._output_count < length:
+            self.append(0)
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Ids at positions `start .. stop` (exclusive), which lie inside the history."""
@@ -353,6 +358,9 @@ class Executor:
                 sampling = [part for part in computed if part.entry.samples]
                 drawn = self._draw(sampling) if sampling else []
         samples = [self._take(part, result, failures) for part, result in drawn]
+        for part in planned.parts:
+            if part.entry.samples:
+                part.sequence.fill(part.stop + 1)
         return Done(
             step_id=step.step_id,
             samples=tuple(sample for sample in samples if sample is not None),

@@ -35,6 +35,7 @@ class Observer:
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
         self._totals = Counted[str]()
         self._launched: dict[int, _Launched] = {}
+        self._free_at: dict[int, float] = {}  # when each lane has ended its last step
 
     def observe(
         self,
@@ -48,7 +49,7 @@ class Observer:
         self._histograms["medha_controller_handle_seconds"].observe(handle_seconds)
         match event:
             case Done():
-                self._done(event, now)
+                self._done(event, core, now)
             case Cancel():
                 self._finished("cancelled")
         for command in commands:
@@ -88,16 +89,20 @@ class Observer:
                 if sequences:
                     self._histograms["medha_step_tokens"].labels(phase=phase).observe(tokens)
                     self._histograms["medha_step_sequences"].labels(phase=phase).observe(sequences)
-            if core.last_packed.misses_tpot:
+            if core.packed(step).misses_tpot:
                 self._counters["medha_decode_tpot_misses"].inc()
         self._launched[step.step_id] = _Launched(step, now, prefill)
 
-    def _done(self, done: Done, now: float) -> None:
+    def _done(self, done: Done, core: ReplicaController, now: float) -> None:
         launched = self._launched.pop(done.step_id)
+        begun_at = launched.at
+        if core.config.topology.stream == 1:  # it may have gone out ahead, and has waited for the one before
+            begun_at = max(begun_at, *(self._free_at.get(lane, begun_at) for lane in launched.step.lanes))
+        self._free_at |= dict.fromkeys(launched.step.lanes, now)
         self._counters["medha_steps"].inc()
         if not launched.step.entries:
             return  # bookkeeping only: nothing was computed, nothing predicted
-        observed, predicted = now - launched.at, launched.step.predicted_seconds
+        observed, predicted = now - begun_at, launched.step.predicted_seconds
         self._histograms["medha_step_observed_seconds"].observe(observed)
         self._histograms["medha_step_predicted_seconds"].observe(predicted)
         if predicted > 0:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -286,9 +286,7 @@ class Rank:
                 lane = grid.here.kv if grid is not None else 0
                 self._ahead.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
 
-        # A rank that is alone is sent a step when it has ended the one before.
-        is_alone = grid is None
-        with nullcontext() if is_alone else self._ahead.busy(lambda following: self._plan(engine, following)):
+        with self._ahead.busy(lambda following: self._plan(engine, following)):
             done = executor.run(planned, stage_is_free)
         if done is not None and (grid is None or grid.rank == grid.drawing_rank):
             self._ahead.send(done)
