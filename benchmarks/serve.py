@@ -293,7 +293,7 @@ def computed_seconds(checkpoint: Path) -> float:
     total = 0.0
     for line in record_file(checkpoint).read_text(encoding="utf-8").splitlines()[2:]:
         if '"type":"Done"' in line:
-            total += json.loads(line)["event"]["body"]["compute_seconds"]
+            total += json.loads(line)["event"]["body"].get("compute_seconds", 0.0)
     return total
 
 

@@ -17,9 +17,9 @@ How a request moves::
   and each change rides on the next step, in the order that the ranks replay it. Every rank of every lane sees every
   step, so that all ledgers see all changes in one order; it computes only the steps that name its lane.
 * A request that ends while a step with it is in flight waits in quarantine: its blocks are not reused before then.
-* With one stage, no step could be prepared while another runs. Where nothing prefills, decodes go ahead: the next step is
-  on its way before the tokens that it begins with are drawn, and the ranks never wait for the controller. What a sequence
-  that has drawn its stop token computes beyond it is dropped.
+* With one stage, ranks would wait for the controller between two steps. Where no prefill could take part in the next one,
+  decodes go ahead: it is launched before the tokens that it begins with are drawn. What a sequence that has drawn its stop
+  token computes beyond it is dropped.
 
 The parts: `intake` says what a request is entitled to, `roster` knows who is here, `candidates` is the table of prefills,
 `urgency` orders it, `admission` gives KV, `lanes` knows what can take a step, and `filling` fills it with the `packer`.
@@ -64,6 +64,8 @@ from medha.request import Request
 from medha.roster import Roster
 
 STATE_HASH_EVERY_STEPS = 32
+SHORT_STEP = 0.025
+"""Of the strictest floor of TTFT targets: by so much a step that goes ahead at once may keep an arrival waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,8 @@ class ReplicaController:
             config, self.predictor, self._admission, self._candidates, self._roster, self._lanes
         )
         self._in_flight: dict[int, _Launched] = {}
+        floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
+        self._short_seconds = SHORT_STEP * min(floors_seconds)
         self._draining = False
         self._next_step_id = 0
 
@@ -212,26 +216,31 @@ class ReplicaController:
         return commands
 
     def _goes_ahead(self, lanes: tuple[int, ...]) -> bool:
-        """Whether `lanes` can take a step behind the one that they run, of decodes whose tokens that one draws.
+        """Whether `lanes` can take a step of decodes whose tokens the one before has not drawn; then these count as known.
 
-        Not where a prefill waits: it had better be decided when its turn comes. Nor behind one: whose first token it draws
-        would have to wait for the step after the next.
+        Not where a prefill might take part in it: which one may depend on who ends, or can be shared, in the one before. Nor
+        behind a prefill: whose first token it draws would have to wait for the step after the next. Who arrives meanwhile
+        waits for both; so where steps are long, it is not launched before all that is left of the one before is the drawing.
         """
-        if len(self._candidates):
+        if self._roster.prefills:
             return False
         step_id = self._lanes.lone_step(lanes)
         if step_id is None:
             return False
         launched = self._in_flight[step_id]
-        if launched.filling.prefills or launched.step.lanes != lanes:
+        step = launched.step
+        if launched.filling.prefills or step.lanes != lanes:
             return False
-        goes = False
-        for request in launched.filling.decodes:
-            if request.can_go_ahead:
-                request.length += 1
-                request.goes_ahead = goes = True
-                self._lanes[request.lane].decodes.add(request)
-        return goes
+        if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
+            return False
+        going = [request for request in launched.filling.decodes if request.goes_on]
+        if not all(request.can_go_ahead for request in going):
+            return False
+        for request in going:
+            request.length += 1
+            request.goes_ahead = True
+            self._lanes[request.lane].decodes.add(request)
+        return bool(going)
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to tell the ranks."""

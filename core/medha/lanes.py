@@ -158,6 +158,10 @@ class Lanes:
                 return None
         return newest
 
+    def are_free(self, lanes: Sequence[int]) -> bool:
+        """Whether stage 0 of each of `lanes` is free."""
+        return all(self._lanes[lane].stage_free for lane in lanes)
+
     def decode(self, lanes: Sequence[int]) -> bool:
         """Whether something on `lanes` has a token to compute, be it that KV for it is still to be found."""
         for lane in lanes:

@@ -142,7 +142,7 @@ CONTROLLER_METRICS = (
     Metric("medha_step_observed_seconds", "histogram", "seconds", "Duration of a step, from its dispatch to its `Done`; on a single stage from the end of the step before, if it went out ahead of that.", (), _STEP_SECONDS),
     Metric("medha_step_predicted_seconds", "histogram", "seconds", "Duration that the predictor expected of a step when it was packed.", (), _STEP_SECONDS),
     Metric("medha_step_prediction_error_ratio", "histogram", "ratio", "Observed divided by predicted duration of a step.", (), (0.25, 0.5, 0.75, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)),
-    Metric("medha_step_tokens", "histogram", "tokens", "Tokens of a step, by phase: `prefill` or `decode`.", ("phase",), _POWERS_OF_TWO),
+    Metric("medha_step_tokens", "histogram", "tokens", "Tokens that a step computes, by phase: `prefill` or `decode`; with what is computed behind a stop token before that is known.", ("phase",), _POWERS_OF_TWO),
     Metric("medha_step_sequences", "histogram", "sequences", "Sequences of a step, by phase.", ("phase",), _POWERS_OF_TWO[:13]),
     Metric("medha_chunk_tokens", "histogram", "tokens", "Prefill tokens that one sequence got in a step.", (), _POWERS_OF_TWO),
     Metric("medha_prefill_slack_seconds", "histogram", "seconds", "Slack of a prefill when a chunk of it was packed: deadline - now - remaining work. Below 0 it will be late.", ("service_class",), _SLACK_SECONDS),

@@ -202,8 +202,9 @@ class KvPools:
     ) -> Placed | None:
         """Give a request the KV of `reserved_tokens` tokens on all of its lanes, or change nothing and return None.
 
-        It gets whole blocks, and its map says so. A short request goes where its first token is expected soonest: the lane with the least prefill ahead
-        (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of `owners` has to own it.
+        It gets whole blocks, and its map says so. A short request goes where its first token is expected soonest: the
+        lane with the least prefill ahead (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of
+        `owners` has to own it.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         if sequence in self._releases:

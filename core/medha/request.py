@@ -89,14 +89,14 @@ class Request:
         return self.length - self.goes_ahead
 
     @property
-    def can_go_ahead(self) -> bool:
-        """Whether its next token may be computed before the last one, which a step in flight draws, has come.
+    def goes_on(self) -> bool:
+        """Whether it goes on behind the token that a step in flight draws, if that is no stop token."""
+        return not self.ended and self.length + 1 < self.limit_tokens
 
-        Not if that one is its last for certain; and no KV is looked for on behalf of a token that may never be.
-        """
-        if self.ended or self.goes_ahead:
-            return False
-        return self.length + 1 < self.limit_tokens and self.length < self.reserved_tokens
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether it may go on before that token has come: there is KV, for none is looked for on behalf of what may never be."""
+        return not self.goes_ahead and self.length < self.reserved_tokens
 
     @property
     def is_decoding(self) -> bool:

@@ -57,6 +57,12 @@ class Roster:
         return len(self.running) >= self._max_running
 
     @property
+    def prefills(self) -> bool:
+        """Whether there is a prefill that could take part in a step: one that holds KV, or may get some."""
+        waiting = len(self.waiting)
+        return len(self._candidates) > waiting or (waiting > 0 and not self.is_full)
+
+    @property
     def owes_place(self) -> bool:
         """Whether a late request should have the next place, since others got the last ones: work is not all that is shared."""
         return self._last_places >= self._others_per_late

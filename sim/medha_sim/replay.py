@@ -154,7 +154,8 @@ def verify(record: Record) -> Verification:
             names = ", ".join(type(command).__name__ for command in commands) or "nothing"
             found.difference = Difference(
                 recorded.line,
-                f"a {type(recorded.event).__name__} leads to {names}, which is not what was commanded live",
+                f"a {type(recorded.event).__name__} leads to {names}, which is not what was commanded live; replay with the "
+                "release that wrote the log, for others may decide otherwise",
             )
             break
     return found

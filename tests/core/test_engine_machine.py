@@ -22,7 +22,7 @@ from medha.api import SchedulingSpec, ServiceClass
 from medha.blocks import BlockLedger
 from medha.config import ReplicaConfig
 from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
-from medha.engine import ReplicaController
+from medha.engine import SHORT_STEP, ReplicaController
 from medha.lane_replica import LaneReplica
 from medha.messages import (
     Admit,
@@ -146,14 +146,19 @@ class Lanes:
         self.sequences[admit.id] = Sequence(admit, there, admit.tokens)
 
     def _check_ahead(self, step: Step, here: list[Moving]) -> None:
-        """Of a step behind the one that runs on a single stage: it has decodes alone, and nothing prefills."""
-        assert [moving.step.lanes for moving in here] == [step.lanes]
+        """Of a step behind one whose tokens are still drawn: it has decodes alone, and nothing prefills."""
+        (moving,) = here
+        assert moving.step.lanes == step.lanes
+        floor_seconds = self.config.service_classes["default"].ttft_floor_seconds
+        assert moving.stage == 1 or moving.step.predicted_seconds <= SHORT_STEP * floor_seconds
         assert step.entries
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             assert sequence.next_position >= sequence.admit.tokens
+        is_full = len(self.controller._roster.running) >= self.config.scheduling.max_running
         for request in self.controller.requests():
-            assert request.ended or request.dispatched >= request.submit.tokens, f"{request.id} prefills"
+            may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
+            assert request.ended or not may_prefill, f"{request.id} might have taken part"
 
     def _check_decodes(self, step: Step, busy: set[str], ended: set[str]) -> None:
         named = {entry.id for entry in step.entries}
@@ -280,6 +285,7 @@ class ControllerMachine(RuleBasedStateMachine):
         prefill=st.sampled_from([None, None, "passKv", "passQ", "auto", "striped"]),
         seed=st.integers(0, 1000),
         stream_goes_on=st.booleans(),
+        floor_seconds=st.sampled_from([2.0, 2.0, 0.001]),
     )
     def start(
         self,
@@ -297,6 +303,7 @@ class ControllerMachine(RuleBasedStateMachine):
         prefill: PrefillStrategy | None,
         seed: int,
         stream_goes_on: bool,
+        floor_seconds: float,
     ) -> None:
         scheduling = {
             "policy": policy,
@@ -309,7 +316,11 @@ class ControllerMachine(RuleBasedStateMachine):
         self.config = ReplicaConfig(
             topology=Topology(stream=stages, kv=lanes),
             scheduling=SchedulingSpec.model_validate(scheduling),
-            service_classes={"default": ServiceClass(name="default", default_output_tokens=6)},
+            service_classes={
+                "default": ServiceClass(
+                    name="default", default_output_tokens=6, ttft_floor_seconds=floor_seconds
+                )
+            },
             default_class="default",
             max_model_len=200,
             block_size_tokens=block_size,

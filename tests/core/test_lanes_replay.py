@@ -104,7 +104,7 @@ class Traffic:
         step = self.random.choice(movable)
         stage = self.stages[step.step_id]
         self.now += STEP_SECONDS
-        if stage + 1 < self.config.topology.stream:
+        if stage + 1 < max(self.config.topology.stream, 2):  # behind a single stage: tokens are drawn
             self.stages[step.step_id] += 1
             if stage == 0:
                 self.handle(StageFree(step.step_id, 0, step.lanes))

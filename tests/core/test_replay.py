@@ -101,4 +101,4 @@ def test_another_setting_leads_to_other_commands(
     replica.run()
     scheduling = replica.config.scheduling.model_copy(update=change)
     other = dataclasses.replace(replica.config, scheduling=scheduling)
-    assert replay(other, profile, replica.log[:4]) != replica.commands[:4]
+    assert replay(other, profile, replica.log[:5]) != replica.commands[:5]

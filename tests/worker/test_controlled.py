@@ -104,7 +104,7 @@ class Life:
 
     def move(self) -> None:
         """One step leaves its stage: any one whose lanes have none ahead of it there."""
-        last = self.controller.config.topology.stream - 1
+        last = max(self.controller.config.topology.stream - 1, 1)  # behind a single stage: tokens are drawn
         order = list(range(len(self.moving)))
         self.random.shuffle(order)
         for index in order:
@@ -222,7 +222,13 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             scheduling=SchedulingSpec(
                 max_chunk_tokens=chunk_tokens, min_chunk_tokens=4, max_running=max_running, max_running_long=2
             ),
-            service_classes={"default": ServiceClass(name="default", default_output_tokens=output_tokens)},
+            service_classes={
+                "default": ServiceClass(
+                    name="default",
+                    default_output_tokens=output_tokens,
+                    ttft_floor_seconds=2.0 if seed % 3 else 0.001,  # decodes go ahead at once, or late
+                )
+            },
             default_class="default",
             max_model_len=200,
             block_size_tokens=block_tokens,

@@ -109,7 +109,7 @@ def test_nothing_is_remembered_of_requests_that_have_ended(beside: Beside) -> No
     beside.take(Cancel("b"), 4.1)
     beside.finish(beside.finish(step, 4.2), 4.3)
     assert beside.watch._open == {}
-    assert beside.watch._tokens == {}
+    assert beside.watch._prefill_tokens == {}
 
 
 def test_a_lost_epoch_is_told_and_what_was_counted_stays(beside: Beside) -> None:

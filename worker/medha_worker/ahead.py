@@ -1,7 +1,7 @@
 """What comes for a rank while it runs a step: the next one is prepared meanwhile, on another thread.
 
 A stage computes while the step behind it is on its way already, and so do the tensor ranks and lanes of a step that others
-end. To read such a step and to plan it (`Executor.plan`) needs nothing that the running one computes, and torch lets
+end. A single stage runs decodes while those of the next step are. To read such a step and to plan it (`Executor.plan`) needs nothing that the running one computes, and torch lets
 other threads go on while it does.
 
 ZeroMQ's sockets belong to one thread at a time: whoever holds the lock. While no step runs, that is the main thread alone.

@@ -76,7 +76,7 @@ class Grid:
         self._hidden_size, self._dtype = hidden_size, dtype
         self._wait_seconds = wait_seconds
         self._wait = timedelta(seconds=wait_seconds)  # of the step that runs
-        self._predicted_seconds: deque[float] = deque(maxlen=topology.stream * topology.kv)
+        self._predicted_seconds: deque[float] = deque(maxlen=max(topology.stream, 2) * topology.kv)
         self.here = here = topology.coordinates(rank)
         self.lane = here.kv
         self.is_first_stage = here.stream == 0
@@ -313,7 +313,8 @@ _TAG = 0  # messages between two ranks keep their order
 class _Sent:
     """Tensors on their way: gloo reads them until they are taken, and knows that they are only when it is waited for.
 
-    Beyond `most`, the oldest has been taken: the controller lets no more steps into the pipeline than it has stages.
+    Beyond `most`, the oldest has been taken: the controller lets no more steps into the pipeline than it has stages, and one
+    more into a single stage.
     """
 
     def __init__(self, most: int) -> None:

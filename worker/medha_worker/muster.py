@@ -1,8 +1,8 @@
 """Which ranks are here, and when they begin an epoch together: decisions only.
 
-An epoch begins when every rank has been heard on both links. It is lost when a rank says so, when its connection ends, or
-when it was replaced by another process; then the next one begins as soon as all are here again. Ranks that survive keep their weights. A
-process that was replaced and comes back, because it was only stopped or cut off, is refused.
+An epoch begins when every rank has been heard on both links. It is lost when a rank says so, when its connection ends,
+or when it was replaced by another process; then the next one begins as soon as all are here again. Ranks that survive
+keep their weights. A process that was replaced and comes back, because it was only stopped or cut off, is refused.
 """
 
 from __future__ import annotations

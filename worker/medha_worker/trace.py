@@ -254,9 +254,8 @@ class TraceFormat:
                 found += [_named("process_name", pid, 0, f"lane {here.kv}"), _sorted(pid, pid)]
             name = f"stage {here.stream}" + (f", tensor {here.tensor}" if topology.tensor > 1 else "")
             found.append(_named("thread_name", pid, rank + 1, f"{name} (rank {rank})"))
-            if topology.ranks > 1:
-                ahead = f"{name} prepares (rank {rank})"
-                found.append(_named("thread_name", pid, rank + 1 + topology.ranks, ahead))
+            ahead = f"{name} prepares (rank {rank})"
+            found.append(_named("thread_name", pid, rank + 1 + topology.ranks, ahead))
         return found
 
     def events(self, at: float, happening: Happening) -> list[Event]:

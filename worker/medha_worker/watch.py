@@ -51,14 +51,14 @@ class Watch:
         self._buckets: deque[_Bucket] = deque()
         self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
         self._launched_at: dict[int, float] = {}
-        self._tokens: dict[int, tuple[int, int]] = {}  # step -> prefill and decode tokens
+        self._prefill_tokens: dict[int, int] = {}  # by step
         self._open: dict[str, _Open] = {}
 
     def begin_epoch(self, now: float) -> None:
         """A fresh core takes the place of the one before, and knows no request."""
         self._began = now if self._began is None else self._began
         self._launched_at.clear()
-        self._tokens.clear()
+        self._prefill_tokens.clear()
         self._open.clear()
 
     def observe(
@@ -93,25 +93,22 @@ class Watch:
 
     def _launch(self, step: Step, now: float) -> None:
         self._launched_at[step.step_id] = now
-        prefill = decode = 0
+        prefill = 0
         for entry in step.entries:
             request = self._open.get(entry.id)
-            if request is not None and request.emitted:
-                decode += 1
-            else:
+            if request is None or not request.emitted:
                 prefill += entry.token_count
-        self._tokens[step.step_id] = prefill, decode
+        self._prefill_tokens[step.step_id] = prefill
 
     def _done(self, done: Done, now: float) -> None:
         self._launched_at.pop(done.step_id, None)
-        prefill, decode = self._tokens.pop(done.step_id, (0, 0))
+        prefill = self._prefill_tokens.pop(done.step_id, 0)
         if not self._buckets or now - self._buckets[-1].begins >= _BUCKET_SECONDS:
             self._buckets.append(_Bucket(now))
             self._forget(now)
         bucket = self._buckets[-1]
         bucket.steps += 1
         bucket.prefill_tokens += prefill
-        bucket.decode_tokens += decode
 
     def _forget(self, now: float) -> None:
         while self._buckets and now - self._buckets[0].begins > WINDOW_SECONDS:
@@ -125,6 +122,8 @@ class Watch:
             if not request.emitted:
                 request.first_token_at = now
                 self._attained[request.service_class, "ttft", now <= request.deadline] += 1
+            elif self._buckets:  # of the step whose end has brought them
+                self._buckets[-1].decode_tokens += len(emit.tokens)
             request.emitted += len(emit.tokens)
             request.last_token_at = now
         if emit.finish_reason is not None:
