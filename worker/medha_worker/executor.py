@@ -188,11 +188,16 @@ class _Chunk:
 
 def _chunks(step: Step) -> dict[str, _Chunk]:
     """By sequence; those without a position are left out."""
+    chunks: dict[str, _Chunk] = {}
     entries: dict[str, list[StepEntry]] = {}
     for entry in step.entries:
         entries.setdefault(entry.id, []).append(entry)
-    chunks = {}
     for name, parts in entries.items():
+        if len(parts) == len(parts[0].extents) == 1:  # most are: a decode, or a chunk of one lane
+            (only,) = parts[0].extents
+            if only.count >= 1 and only.stride == 1:
+                chunks[name] = _Chunk(only.start, only.start + only.count, 1, None)
+                continue
         extents = [extent for entry in parts for extent in entry.extents]
         if not all(entry.extents for entry in parts):
             continue
@@ -505,7 +510,7 @@ class Executor:
                 count = part.entry.token_count
                 spans.append(SequenceSpan(row, count, part.entry.extents[0].start, part.sequence.table))
                 row += count
-        at = np.concatenate([np.arange(0), *(positions(part.entry.extents) for part in parts)])
+        at = positions([extent for part in parts for extent in part.entry.extents])
         return _Batch(torch.from_numpy(at).to(self._device), spans, spread)
 
     def _forward(self, parts: Sequence[_Part], batch: _Batch) -> list[_Part]:

@@ -23,9 +23,14 @@ Ids = npt.NDArray[np.int64]
 
 
 def positions(extents: Sequence[Extent]) -> Ids:
-    """What the rows of an entry stand for, int64 [rows]."""
-    runs = [extent.start + extent.stride * np.arange(extent.count) for extent in extents]
-    return np.concatenate([np.arange(0), *runs])
+    """What the rows of an entry stand for, or of several one after the other, int64 [rows]."""
+    runs = np.array(
+        [(extent.start, extent.stride, extent.count) for extent in extents], dtype=np.int64
+    ).reshape(-1, 3)
+    starts, strides, counts = np.repeat(runs, runs[:, 2], axis=0).T
+    first_rows = np.repeat(np.cumsum(runs[:, 2]) - runs[:, 2], runs[:, 2])
+    at: Ids = starts + strides * (np.arange(len(counts)) - first_rows)
+    return at
 
 
 @dataclass(frozen=True)
