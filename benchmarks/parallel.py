@@ -187,9 +187,7 @@ class RankProcess:
             executor.prepare(step)
             executor.execute(step)
         end = time.monotonic()
-        while executor._expected:  # tokens of the last steps are still on their way
-            assert self.grid is not None
-            self.grid.receive_tokens(len(executor._expected.popleft()))
+        executor.learn_all()  # tokens of the last steps are still on their way
         return {"start": start, "end": end, "attention_seconds": self.clocked.seconds}
 
     def prefill(self, tokens: int, chunk: int, strategy: str, cached: int = 0) -> dict[str, Any]:

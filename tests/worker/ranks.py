@@ -155,8 +155,7 @@ class Ranks:
                 if done is not None:
                     assert done.failures == (), done.failures
                     samples += done.samples if rank == grid.drawing_rank else ()
-            while executor._expected:  # tokens of the last steps are still on their way
-                grid.receive_tokens(len(executor._expected.popleft()))
+            executor.learn_all()  # tokens of the last steps are still on their way
             return samples, recording.rows
 
         samples: list[Sample] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from medha.errors import PartFailed
 from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.executor import Executor, Pipeline, PlannedStep
@@ -24,7 +26,7 @@ class FirstStage:
 
     def __init__(self) -> None:
         self.sent: list[torch.Tensor] = []
-        self.tokens: list[int] = []  # drawn, and not yet taken
+        self.tokens: list[int] = []  # drawn, and not yet taken; behind those of each step their digest
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         self.sent.append(hidden)
@@ -135,10 +137,34 @@ def test_chunks_that_draw_nothing_wait_for_no_token(stage: tuple[Executor, First
 def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
-    pipeline.tokens = [77]
+    pipeline.tokens = [77, digest(0, ["short"], [77])]
     run(executor, 1, chunk("short", 8, 1), chunk("long", 0, 8))
     assert executor._sequences["short"].tokens(8, 9).tolist() == [77]
     assert [len(hidden) for hidden in pipeline.sent] == [8, 9]
+
+
+def digest(before: int, names: Sequence[str], tokens: Sequence[int]) -> int:
+    """What goes with tokens that are drawn for `names`, behind a step with the digest `before`."""
+    ids = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens)
+    return zlib.crc32("\0".join(names).encode() + ids, before)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        pytest.param([78, digest(0, ["short"], [77])], id="another token"),
+        pytest.param([77, digest(0, ["long"], [77])], id="another sequence's token"),
+        pytest.param([77, digest(digest(0, ["short"], [76]), ["short"], [77])], id="one step too late"),
+    ],
+)
+def test_a_rank_stops_that_is_sent_what_was_not_drawn_for_it(
+    stage: tuple[Executor, FirstStage], tokens: list[int]
+) -> None:
+    executor, pipeline = stage
+    run(executor, 0, chunk("short", 0, 8), admits=["short"])
+    pipeline.tokens = tokens
+    with pytest.raises(PartFailed, match="tokens came for short that are not those drawn for them"):
+        run(executor, 1, chunk("short", 8, 1))
 
 
 def test_hidden_states_are_expected_as_soon_as_a_step_is_planned(tmp_path: Path) -> None:
@@ -157,4 +183,5 @@ def test_hidden_states_are_expected_as_soon_as_a_step_is_planned(tmp_path: Path)
     executor.run(first)
     executor.run(second)
     assert pipeline.expected == []
-    assert [len(ids) for ids in pipeline.sent] == [1]
+    ((token, sent),) = pipeline.sent
+    assert sent == digest(0, ["long"], [token])

@@ -10,12 +10,14 @@ other ranks run in lock-step with this one and know nothing of the failure: ther
 out, which others learn by NaN (`Transformer`) or by a token that is none. State that disagrees with the controller's cannot be mended, and raises.
 
 Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
-the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them.
+the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them. With the tokens of a step
+comes a digest of all that were drawn before and whose they are, so that no two of those ranks go on with unlike ones.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +248,8 @@ class Executor:
         self._device = torch.device(device)
         self._pipeline = pipeline
         self._waited_seconds = 0.0  # of the step that runs, for what other ranks send
-        self._expected: deque[list[_Sequence]] = deque()  # of each step whose tokens have not come yet
+        self._expected: deque[list[_Part]] = deque()  # of each step whose tokens have not come yet
+        self._drawn_digest = 0  # of all tokens of this lane that are known here
         self._mask_for = mask_for
         self._prompts: dict[str, _Prompt] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -538,11 +541,7 @@ class Executor:
                 return self._pipeline.receive_hidden()
             # Those of steps that have left the pipeline are here already; they are taken so that none pile up.
             while len(self._expected) > self._pipeline.stages or any(part.sequence.unknown for part in parts):
-                sequences = self._expected.popleft()
-                for sequence, token in zip(
-                    sequences, self._pipeline.receive_tokens(len(sequences)), strict=True
-                ):
-                    sequence.learn(token)
+                self._learn(self._pipeline)
         empty = np.empty(0, dtype=np.int32)
         runs = [
             part.sequence.tokens(extent.start, _last(extent) + 1)[:: extent.stride]
@@ -551,6 +550,29 @@ class Executor:
         ]
         ids = np.concatenate([empty, *runs])
         return torch.from_numpy(ids.astype(np.int64))
+
+    def learn_all(self) -> None:
+        """Wait for all tokens of steps that have run and that another rank draws.
+
+        Raises:
+            PartFailed: they do not come, or they are not those that were drawn.
+        """
+        while self._expected:
+            assert self._pipeline is not None
+            self._learn(self._pipeline)
+
+    def _learn(self, pipeline: Pipeline) -> None:
+        """Take the tokens of the first step of which some are expected."""
+        parts = self._expected.popleft()
+        *tokens, digest = pipeline.receive_tokens(len(parts) + 1)
+        self._drawn_digest = _drawn_digest(self._drawn_digest, parts, tokens)
+        if digest != self._drawn_digest:
+            raise PartFailed(
+                f"tokens came for {', '.join(part.entry.id for part in parts)} that are not those drawn for them: this rank "
+                "and the one that draws have parted"
+            )
+        for part, token in zip(parts, tokens, strict=True):
+            part.sequence.learn(token)
 
     def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:
         """What this rank draws: nothing where another one does, whose tokens are then expected."""
@@ -563,11 +585,13 @@ class Executor:
             for part in parts:
                 part.sequence.expect()
             if pipeline.is_first_stage:
-                self._expected.append([part.sequence for part in parts])
+                self._expected.append(list(parts))
             return []
         drawn = _drawn(logits, samplers)
         if pipeline is not None:
-            pipeline.send_tokens([-1 if isinstance(result, Undrawable) else result.token for result in drawn])
+            tokens = [-1 if isinstance(result, Undrawable) else result.token for result in drawn]
+            self._drawn_digest = _drawn_digest(self._drawn_digest, parts, tokens)
+            pipeline.send_tokens([*tokens, self._drawn_digest])
         return list(zip(parts, drawn, strict=True))
 
     def _take(self, part: _Part, result: Drawn | Undrawable, failures: list[EntryFailed]) -> Sample | None:
@@ -635,6 +659,12 @@ def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | 
         _log.warning("memory ran out to draw %d tokens, so each is drawn alone: %s", len(samplers), error)
     # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
     return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
+
+
+def _drawn_digest(before: int, parts: Sequence[_Part], tokens: Sequence[int]) -> int:
+    """CRC-32 of everything in the digest `before`, and of the sequences that draw next with their tokens."""
+    names = "\0".join([part.entry.id for part in parts])
+    return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes(), zlib.crc32(names.encode(), before))
 
 
 def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:

@@ -202,13 +202,13 @@ class Grid:
         return hidden
 
     def send_tokens(self, ids: Sequence[int]) -> None:
-        """From the rank that has drawn: the tokens of a step, to every rank of the lane's first stage but itself."""
+        """From the rank that has drawn: a step's tokens and their digest, to every rank of the lane's first stage but itself."""
         for rank in self._pod(self.here.kv, 0):
             if rank != self.rank:
                 self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank), self._wait)
 
     def receive_tokens(self, count: int) -> list[int]:
-        """On the first stage: the next step's tokens, from the rank that has drawn them."""
+        """On the first stage: the next step's tokens and their digest, from the rank that has drawn them."""
         ids = torch.empty(count, dtype=torch.int64)
         with self._waiting_for(self.drawing_rank, "drawn tokens"):
             self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
