@@ -1,8 +1,7 @@
-"""`make tests`: every test, in three runs of pytest, which go on where one before them has failed.
+"""`make tests`: every test, in four runs of pytest, two side by side; each goes on where one before it has failed.
 
-Tests that start Kubernetes mostly wait for it. They come last, so that what they need can be built meanwhile, and in two
-halves side by side: what the second one says follows behind the first. All others have the machine to themselves,
-since some of them compute on every core.
+Tests that start Kubernetes mostly wait for it. They come last, so that what they need can be built meanwhile. Those that
+start ranks and servers run beside those that decide and compute alone; what the latter say follows behind the former.
 """
 
 from __future__ import annotations
@@ -10,31 +9,40 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from typing import IO
 
-HALVES = {"clusters": ("tests/cluster",), "campaign": ("tests/campaign", "tests/chart")}
+ENGINE = ("tests/serving", "tests/worker", "tests/pods", "tests/cli")
+CLUSTERS = ("tests/cluster",)
+CAMPAIGN = ("tests/campaign", "tests/chart")
+ALL_OTHERS = tuple(f"--ignore={folder}" for folder in (*ENGINE, *CLUSTERS, *CAMPAIGN))
+NEEDED = ("binaries", "images")  # by tests that start Kubernetes
 
 
 def main() -> int:
-    elsewhere = [f"--ignore={folder}" for folders in HALVES.values() for folder in folders]
-    failed = row("tests", "-m", "pytest", *elsewhere).wait() != 0
-    for needed in ("binaries", "images"):
-        failed |= row(needed, f"tests/cluster/{needed}.py").wait() != 0
-    here, beside = HALVES
+    if sys.argv[1:] == ["beside"]:
+        return int(in_turn(decisions=ALL_OTHERS, campaign=CAMPAIGN))
     with tempfile.TemporaryFile() as said:
-        background = row(beside, "-m", "pytest", *HALVES[beside], output=said)
+        beside = subprocess.Popen([sys.executable, __file__, "beside"], stdout=said, stderr=said)
         try:
-            failed |= row(here, "-m", "pytest", *HALVES[here]).wait() != 0
+            failed = in_turn(engine=ENGINE, clusters=CLUSTERS)
         finally:  # Ctrl-C reaches both
-            failed |= background.wait() != 0
+            failed_beside = beside.wait() != 0
             said.seek(0)
             sys.stdout.write(said.read().decode())
-    return int(failed)
+    return int(failed or failed_beside)
 
 
-def row(name: str, *argv: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-    """A row of CI's table (.ci/row) that runs a program in this interpreter."""
-    return subprocess.Popen([".ci/row", name, sys.executable, *argv], stdout=output, stderr=output)
+def in_turn(**runs: tuple[str, ...]) -> bool:
+    """Two runs of pytest by name, with what the second one needs made in between; whether any has failed."""
+    (first, then) = runs
+    failed = row(first, "-m", "pytest", *runs[first])
+    for needed in NEEDED:
+        failed |= row(needed, f"tests/cluster/{needed}.py")
+    return failed | row(then, "-m", "pytest", *runs[then])
+
+
+def row(name: str, *argv: str) -> bool:
+    """A row of CI's table (.ci/row) that runs a program in this interpreter; whether it failed."""
+    return subprocess.run([".ci/row", name, sys.executable, *argv], check=False).returncode != 0
 
 
 if __name__ == "__main__":

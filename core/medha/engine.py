@@ -211,18 +211,19 @@ class ReplicaController:
             # A launch may couple lanes that come later; they move together from the next event on.
             if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
                 commands += self._launch(lanes, now)
-            if lanes in self._lanes.coupled and self._goes_ahead(lanes):
+            if lanes in self._lanes.coupled and self._go_ahead(lanes):
                 commands += self._launch(lanes, now)
         return commands
 
-    def _goes_ahead(self, lanes: tuple[int, ...]) -> bool:
-        """Whether `lanes` can take a step of decodes whose tokens the one before has not drawn; then these count as known.
+    def _go_ahead(self, lanes: tuple[int, ...]) -> bool:
+        """Let the decodes of `lanes` go into a step before the last one has drawn their tokens, if they can; whether they do.
 
         Not where a prefill might take part in it: which one may depend on who ends, or can be shared, in the one before. Nor
         behind a prefill: whose first token it draws would have to wait for the step after the next. Who arrives meanwhile
         waits for both; so where steps are long, it is not launched before all that is left of the one before is the drawing.
+        Nor does anybody go ahead while KV is looked for, or while who waits can have the place of one that ends.
         """
-        if self._roster.prefills:
+        if self._roster.prefills or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
         step_id = self._lanes.lone_step(lanes)
         if step_id is None:
@@ -234,6 +235,8 @@ class ReplicaController:
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False
         going = [request for request in launched.filling.decodes if request.goes_on]
+        if len(going) < len(launched.filling.decodes) and self._roster.waiting:
+            return False
         if not all(request.can_go_ahead for request in going):
             return False
         for request in going:

@@ -23,6 +23,7 @@ from medha.policy import Bools, Columns, Floats, Ints
 _EPSILON_SECONDS = 1e-6
 """Differences of absolute times and sums of work are not exact."""
 _SINGLE_ROUNDS = 8
+_FAR_ROUNDS = 2
 _RETURNS = 4
 _MOST_RETURNS = 16  # of one decision: when steps get faster there may be room for thousands, and the next decision is near
 _BATCH = 64
@@ -66,6 +67,7 @@ class Guarded:
         self.settings = settings
         self._space = _Space(0)
         self._near_decisions = 0  # since all rows were looked at
+        self._far_left = False  # more far ones have to go than did in the last decision
         self._any_late = False  # by the last look at all, or since
 
     def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
@@ -85,7 +87,7 @@ class Guarded:
             self._space = _Space(2 * rows)
         near = self.settings.near_rows
         self._near_decisions += 1
-        if rows <= near or self._near_decisions == self.settings.far_every_decisions:
+        if rows <= near or self._far_left or self._near_decisions == self.settings.far_every_decisions:
             near, self._near_decisions, self._any_late = rows, 0, False
         view = _View(columns, plan, now, factor, self.settings, self._space, near, self._any_late)
         view = self._feasible(view)
@@ -114,7 +116,8 @@ class Guarded:
 
     def _feasible(self, view: _View) -> _View:
         """Give up until every due can be met, then take back whom there is room for."""
-        rounds = 0
+        rounds = far_rounds = 0
+        self._far_left = False
         while len(bad := (view.room < -_EPSILON_SECONDS).nonzero()[0]):
             late = view.late[bad]
             kept = bad[~late]
@@ -127,6 +130,10 @@ class Guarded:
                 worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
                 point = self._worst_point(view, bad) if worst else self._first_point(view, bad, late)
                 if point is None:
+                    break
+                far_rounds += point >= self.settings.near_rows
+                if far_rounds > _FAR_ROUNDS and not worst:  # the others can wait for the next decision
+                    self._far_left = True
                     break
                 view = self._give_up(view, _largest(view, point))
             rounds += 1

@@ -13,7 +13,7 @@ makes a new version. Decoding never executes anything: the types are a closed se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, get_args
 
@@ -50,29 +50,25 @@ REASONS = {
 TokenIds = npt.NDArray[np.int32]
 
 
-def _with_bounds(schema: Any) -> Any:
-    """The core schema of a message, or a part of it, with all of its integers bounded."""
-    if isinstance(schema, list):
-        return [_with_bounds(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    bounds = {"ge": -MAX_INTEGER, "le": MAX_INTEGER} if schema.get("type") == "int" else {}
-    return {key: _with_bounds(part) for key, part in schema.items()} | bounds
+_BOUNDED = {"int": {"ge": -MAX_INTEGER, "le": MAX_INTEGER}}
+_WITH_CONSTANTS = {
+    "dataclass": {"config": {"ser_json_inf_nan": "constants"}}
+}  # NaN and infinite numbers, too
 
 
-def _with_constants(schema: Any) -> Any:
-    """The core schema of a message, or a part of it, whose numbers may be NaN and infinite."""
+def _with(schema: Any, settings: Mapping[str, Mapping[str, Any]]) -> Any:
+    """The core schema of a message, or a part of it, with settings for the parts of some types."""
     if isinstance(schema, list):
-        return [_with_constants(part) for part in schema]
+        return [_with(part, settings) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    config = {"config": {"ser_json_inf_nan": "constants"}} if schema.get("type") == "dataclass" else {}
-    return {key: _with_constants(part) for key, part in schema.items()} | config
+    parts = {key: _with(part, settings) for key, part in schema.items()}
+    return {**parts, **settings.get(str(schema.get("type")), {})}
 
 
 _SCHEMAS = {kind.__name__: TypeAdapter(kind).core_schema for kind in get_args(Message)}
-_VALIDATORS = {name: SchemaValidator(_with_bounds(schema)) for name, schema in _SCHEMAS.items()}
-_SERIALIZERS = {name: SchemaSerializer(_with_constants(schema)) for name, schema in _SCHEMAS.items()}
+_VALIDATORS = {name: SchemaValidator(_with(schema, _BOUNDED)) for name, schema in _SCHEMAS.items()}
+_SERIALIZERS = {name: SchemaSerializer(_with(schema, _WITH_CONSTANTS)) for name, schema in _SCHEMAS.items()}
 _WITH_PAYLOAD = frozenset({"Tokens", "BundlePart"})
 
 

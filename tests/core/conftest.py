@@ -259,6 +259,9 @@ class FakeReplica:
             is_full = len(self.controller._roster.running) >= self.config.scheduling.max_running
             may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
+            assert not request.waits or len(step.entries) == len(self._pipeline[0].step.entries), (
+                "a place is free then"
+            )
 
     def _admit(self, admit: Admit) -> None:
         assert admit.prompt in self._prompts

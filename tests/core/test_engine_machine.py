@@ -159,6 +159,7 @@ class Lanes:
         for request in self.controller.requests():
             may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
+            assert not request.waits or len(step.entries) == len(moving.step.entries), "a place is free then"
 
     def _check_decodes(self, step: Step, busy: set[str], ended: set[str]) -> None:
         named = {entry.id for entry in step.entries}

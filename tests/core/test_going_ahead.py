@@ -101,6 +101,33 @@ def test_who_waits_for_a_place_keeps_nobody_from_going_ahead(replica_of: Any, su
     replica.run().check_empty()
 
 
+@pytest.mark.parametrize("steps", [SHORT, LONG], ids=["short", "long"])
+def test_who_waits_for_a_place_gets_the_one_of_a_request_that_ends_with_the_step_in_flight(
+    replica_of: Any, submit_of: Any, steps: Any
+) -> None:
+    replica = replica_of(max_running=2, **steps)
+    for name, tokens in (("stays", 20), ("ends", 5), ("waits", 5)):
+        replica.submit(submit_of(name, 8, tokens))
+    replica.run().check_empty()
+    last = max(step.step_id for step in replica.steps if "ends" in positions(step))
+    first = min(step.step_id for step in replica.steps if "waits" in positions(step))
+    assert first == last + 1
+
+
+@pytest.mark.parametrize("steps", [SHORT, LONG], ids=["short", "long"])
+def test_nobody_ends_for_want_of_kv_that_a_step_in_flight_gives_back(
+    replica_of: Any, submit_of: Any, steps: Any
+) -> None:
+    """Three find none to grow; the first one's end lets the second grow, and the third can have that of `ends`."""
+    sizes = {"default_output_tokens": 1, "max_model_len": 12}
+    replica = replica_of(kv_blocks=7, block_size_tokens=4, **sizes, **steps)
+    replica.submit(submit_of("before", 3, 1))
+    for name, tokens in (("first", None), ("second", None), ("third", None), ("ends", 3), ("stays", 5)):
+        replica.submit(submit_of(name, 3, tokens))
+    replica.run().check_empty()
+    assert [len(replica.emitted[name]) for name in ("first", "second", "third")] == [2, 9, 9]
+
+
 def test_what_is_computed_behind_a_stop_token_is_dropped(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("chat", 8, 20))

@@ -307,6 +307,11 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
             0, 10
         )  # was foretold wrongly
         assert sorted(table.order_by(guarded, now=0.0)) == list(range(300))
+        for _ in range(150):  # two of the far ones go with each decision, as long as some have to
+            if not guarded._far_left:
+                break
+            table.order_by(guarded, now=0.0)
+        assert not guarded._far_left
         due, by_due = table.plan.due, table.plan.by_due
         assert sorted(by_due.tolist()) == list(range(300))
         assert (np.diff(due[by_due]) >= 0).all()
@@ -315,6 +320,19 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
         ends = np.maximum(work.cumsum() / lanes, work)
         kept = due[looked_at] == table.columns.deadline[looked_at]
         assert (ends[kept] <= due[looked_at][kept] + (0.1 if not table.given_up else 0) + 1e-6).all()
+
+
+def test_for_far_dues_two_are_given_up_at_a_time_and_the_next_decisions_go_on() -> None:
+    """Twenty of 5 s are due at 50, behind thirty that take no time: more than half of them have to go."""
+    table = Table.of(*((0.0, 0.01, 1.0) for _ in range(30)), *((0.0, 5.0, 50.0) for _ in range(20)))
+    guarded = Guarded(GuardedSettings(SHARE, near_rows=25, far_every_decisions=3))
+    given_up = []
+    for _ in range(11):
+        table.order_by(guarded, now=0.0)
+        given_up.append(len(table.given_up))
+    assert given_up == [0, 0, 2, 4, 6, 8, 10, 13, 13, 13, 11], (
+        "two too many went for the first promise, and come back"
+    )
 
 
 def test_who_would_be_on_time_by_the_share_alone_is_no_victim() -> None:

@@ -137,6 +137,7 @@ def test_chunks_that_draw_nothing_wait_for_no_token(stage: tuple[Executor, First
 def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
     executor, pipeline = stage
     run(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
+    assert [part.hidden for part in executor._expected[0]] == [None], "it would keep those of the whole step"
     pipeline.tokens = [77, digest(0, ["short"], [77])]
     run(executor, 1, chunk("short", 8, 1), chunk("long", 0, 8))
     assert executor._sequences["short"].tokens(8, 9).tolist() == [77]

@@ -61,7 +61,10 @@ class Traced:
 
     def events(self) -> list[dict[str, Any]]:
         self.tracing.close()
-        return json.loads(b"".join(self.tracing.pieces()))  # type: ignore[no-any-return]
+        events: list[dict[str, Any]] = json.loads(b"".join(self.tracing.pieces()))
+        named = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+        assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} <= named
+        return events
 
 
 @pytest.fixture

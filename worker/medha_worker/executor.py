@@ -585,7 +585,8 @@ class Executor:
             for part in parts:
                 part.sequence.expect()
             if pipeline.is_first_stage:
-                self._expected.append(list(parts))
+                # Without their hidden states, each of which would keep those of the whole step.
+                self._expected.append([replace(part, hidden=None) for part in parts])
             return []
         drawn = _drawn(logits, samplers)
         if pipeline is not None:
