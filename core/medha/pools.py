@@ -238,6 +238,9 @@ class KvPools:
         shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
         if shards is None:
             return None
+        # What the child computes of the prompt may lie elsewhere than with its parent, and is then not shared.
+        whole = self._whole_blocks(shards, held.prompt_tokens)
+        chains = {lane: hash_range(chain, 0, whole.get(lane, 0)) for lane, chain in held.chains.items()}
         prefixes: list[CachedPrefix] = []
         evictions: list[Eviction] = []
         for lane in shards.lanes:
@@ -245,11 +248,11 @@ class KvPools:
             blocks = here.ledger.blocks_for(tokens) - shared.get(lane, 0) // size
             evictions += here.make_free(blocks, lane)
             fork_on(here.ledger, parent, child, shared.get(lane, 0), tokens)
-            chain = held.chains.get(lane, "")
+            chain = chains.get(lane, "")
             here.cache.lock(child, chain, min(shared.get(lane, 0) // size, hash_count(chain)))
             prefixes += here.locked(child, lane)
-        unpublished = sum(map(hash_count, held.chains.values()))
-        self._held[child] = _Held(shards, held.prompt_tokens, held.chains, unpublished)
+        unpublished = sum(map(hash_count, chains.values()))
+        self._held[child] = _Held(shards, held.prompt_tokens, chains, unpublished)
         return Placed(shards, 0, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
@@ -293,14 +296,14 @@ class KvPools:
             return
         if len(held.chains) == 1:
             ((lane, chain),) = held.chains.items()
-            stop = min(tokens, held.prompt_tokens) // size
+            stop = min(min(tokens, held.prompt_tokens) // size, hash_count(chain))
             held.unpublished = hash_count(chain) - stop
             if stop:
                 self._publish(sequence, lane, chain, stop)
             return
         for piece in held.shards.pieces(0, held.prompt_tokens):
             chain = held.chains.get(piece.lane, "")
-            stop = max(0, min(piece.stop, tokens) - piece.start) // size
+            stop = min(max(0, min(piece.stop, tokens) - piece.start) // size, hash_count(chain))
             left += hash_count(chain) - stop
             if stop:
                 self._publish(sequence, piece.lane, chain, stop)

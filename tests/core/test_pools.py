@@ -397,3 +397,26 @@ def test_releases_are_told_in_the_order_in_which_they_happened_whatever_lanes_th
     (eviction,) = admit("large", 200, 15, 68).evictions
     assert (eviction.lane, eviction.count) == (1, 4)
     assert_replayed(pools, replicas)
+
+
+@pytest.mark.parametrize("deals", [False, True])
+@pytest.mark.parametrize("tokens", [10, 20])
+def test_what_a_fork_computes_on_another_lane_than_its_parent_is_not_shared(tokens: int, deals: bool) -> None:
+    """With blocks of one token, the last one of the prompt is a block, for which the parent's lane has no room."""
+    pools = KvPools(
+        lanes=2, kv_blocks=tokens + 1, block_size_tokens=1, tokens_per_lane=tokens - 1 if tokens > 10 else 99,
+        deals_prompts=deals,
+    )  # fmt: skip
+    hashes = PrefixHasher(1, b"secret").hashes(np.arange(tokens, dtype=np.int32))
+    parent = pools.admit("parent", tokens, tokens + 1, block_hashes=hashes)
+    assert parent is not None
+    last = parent.shards.locate(tokens - 1)[0]
+    if room := pools.free_tokens_on(last):
+        assert pools.admit("other", room, room, owners=[last]) is not None
+    child = pools.fork("parent", "child", tokens - 1, tokens + 1)
+    assert child is not None
+    assert child.shards.locate(tokens - 1)[0] != last
+    pools.computed("child", tokens)  # the last block of the parent has been evicted, say
+    for name in ("parent", "child"):
+        pools.release(name)
+    assert pools.expected(tokens, hashes)[0] == tokens - 1
