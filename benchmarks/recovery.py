@@ -200,8 +200,8 @@ class Replica:
         """The process that runs a part now."""
         file = f"{name.replace(' ', '-')}.json"
         while True:
-            for process in psutil.Process(self.process.pid).children():
-                self._seen[process.pid] = process
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen[process.pid] = process  # with what the parts have started
                 try:
                     if process.cmdline()[-1].endswith(f"/{file}"):
                         return process

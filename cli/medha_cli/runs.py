@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,10 @@ from pathlib import Path
 from medha.errors import ConfigInvalid
 
 RUN_FILE = "up.json"
-_PREFIX = "medha-"
+KEYS = "keys"
+"""The folder of a run's directory with the keys of its parts."""
+PREFIX = "medha-"
+"""Of temporary directories of runs, and of links to others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ def announced(directory: Path, name: str) -> Iterator[None]:
     """
     path = directory / RUN_FILE
     # A directory of the user's own choice is found through a link where the temporary ones are.
-    link = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}"
+    link = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getpid()}"
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,6 +84,22 @@ def announced(directory: Path, name: str) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
+def remove_ended() -> None:
+    """What killed runs of this user have left: their temporary directories; of directories of their own choice the keys."""
+    for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
+        here = place.parent
+        with suppress(OSError), place.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid() or not file.read():
+                continue  # not ours, or about to begin
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it lasts
+            if not here.is_symlink():
+                shutil.rmtree(here, ignore_errors=True)
+                continue
+            shutil.rmtree(here.resolve() / KEYS, ignore_errors=True)
+            place.unlink()
+            here.unlink()
+
+
 def require_unused(directory: Path) -> None:
     """
     Raises:
@@ -96,7 +116,7 @@ def _used(directory: Path) -> ConfigInvalid:
 def running() -> list[Run]:
     """All of this user, in the order of their names."""
     found: dict[Path, Run] = {}
-    for place in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{RUN_FILE}"):
+    for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
         directory = place.parent.resolve()
         run = _read(directory)
         if run is not None:

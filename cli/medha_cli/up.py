@@ -30,7 +30,7 @@ from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.results import require_writable
-from medha_cli.runs import announced, require_unused
+from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_worker.process import RANK_ENVIRONMENT, free_port
 from medha_worker.supervision.supervisor import Part, supervise
@@ -42,7 +42,6 @@ READY_TIMEOUT_SECONDS = 1.0  # of one look at /ready; the next follows soon
 SOCKET_PATH_BYTES = (
     100  # Linux takes 107 for a socket's path, and ours end in the name below the run directory
 )
-KEYS = "keys"  # in the run directory
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 
@@ -290,8 +289,9 @@ def _require_free_port(replica: MedhaReplica) -> None:
 @contextmanager
 def _run_directory(wanted: Path | None) -> Iterator[Path]:
     """A directory of mode 0700; a temporary one is removed at the end, from any other the keys are."""
+    remove_ended()
     if wanted is None:
-        run = Path(tempfile.mkdtemp(prefix="medha-"))
+        run = Path(tempfile.mkdtemp(prefix=PREFIX))
     else:
         run = wanted.absolute()
         try:

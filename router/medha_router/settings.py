@@ -38,6 +38,8 @@ class RouterSettings(BaseModel):
     tokenize_threads: int = Field(default=2, ge=1, le=64)
     tokenize_processes: int = Field(default=max(1, min(4, (os.cpu_count() or 1) // 2)), ge=1, le=64)
     """Large bodies worked on at a time; started when the first one comes. A 20 MB prompt takes about 2 GB."""
+    tokenize_seconds: float = Field(default=30.0, gt=0, le=3600)
+    """A tokenising process that takes longer hangs, and is replaced; for each MB of a body ten seconds more."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long open requests may go on after SIGTERM."""
     silence_seconds: float = Field(default=10.0, gt=0)

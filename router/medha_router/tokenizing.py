@@ -2,7 +2,8 @@
 
 Small bodies go to a thread. Large ones go to a process of their own: parsing 20 MB of JSON, rendering it and
 listing its millions of ids would hold the interpreter for hundreds of milliseconds, and `/health` with it. A
-process also ends with its memory, and a request that breaks it breaks no other.
+process also ends with its memory, and a request that breaks it breaks no other. One that is lost while it has a request, or answers
+too late, is ended, and the request goes to another one, once.
 
 The two sides of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import queue
 import signal
@@ -20,8 +22,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Timer
 from typing import IO, Any
 
 import numpy as np
@@ -35,12 +39,15 @@ from medha_router.bundle import Bundle
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
 from medha_router.settings import RouterSettings
 
+_log = logging.getLogger("medha.router")
+
 _FRAME = struct.Struct("<QQ")
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MAX_PENDING_BYTES = 2**30
 """Bodies that wait for or are being tokenised, together; more are answered 429."""
+_MOST_SECONDS_PER_BYTE = 1e-5  # of a body, beyond `tokenize_seconds`: ten times what a slow core takes
 
 
 class Tokenizing:
@@ -56,6 +63,7 @@ class Tokenizing:
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones
         self._started: set[_Process] = set()  # all of them
         self._pending_bytes = 0
+        self._closed = False
 
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
         """Load a bundle and return its digest.
@@ -105,30 +113,58 @@ class Tokenizing:
             self._observe_seconds("process" if large else "thread", loop.time() - started)
 
     def _prepare_in_process(self, endpoint: Endpoint, body: bytes, catalog: Catalog) -> Prepared:
-        try:
-            process = self._processes.get_nowait()
-        except queue.Empty:
-            process = _Process(self._folder.name)
-            self._started.add(process)
         header = {
             "endpoint": endpoint,
             "catalog": _CATALOG.dump_python(catalog),
             "max_samples": self._settings.max_samples,
         }
         try:
-            prepared = process.prepare(header, body)
-        except (OSError, EOFError) as error:  # it died, most likely for want of memory
-            self._started.discard(process)
-            process.end()
+            return self._attempt(header, body)
+        except (OSError, EOFError) as error:
+            _log.warning("a tokenising process was lost, so its request goes to another one: %s", error)
+        try:
+            return self._attempt(header, body)
+        except (OSError, EOFError) as error:  # most likely for want of memory
             message = "tokenising this request failed; it may be too large for the router's memory"
             raise ApiError(500, message, code="internal_error") from error
+
+    def _attempt(self, header: dict[str, Any], body: bytes) -> Prepared:
+        """
+        Raises:
+            ApiError: what the client gets instead.
+            OSError, EOFError: the process was lost, or took too long, and was ended.
+        """
+        if self._closed:
+            raise EOFError("the router ends")
+        process = self._idle_process()
+        try:
+            prepared = process.prepare(header, body)
+        except (OSError, EOFError):
+            self._end(process)
+            raise
         except ApiError:
             self._processes.put(process)
             raise
         self._processes.put(process)
         return prepared
 
+    def _idle_process(self) -> _Process:
+        while not self._processes.empty():
+            with suppress(queue.Empty):  # another thread was faster
+                process = self._processes.get_nowait()
+                if process.is_alive:
+                    return process
+                self._end(process)
+        process = _Process(self._folder.name, self._settings.tokenize_seconds)
+        self._started.add(process)
+        return process
+
+    def _end(self, process: _Process) -> None:
+        self._started.discard(process)
+        process.end()
+
     def close(self) -> None:
+        self._closed = True
         for process in list(self._started):
             process.kill()  # so that no thread waits for one that is still at work
         self._threads.shutdown(cancel_futures=True)
@@ -141,7 +177,8 @@ class Tokenizing:
 class _Process:
     """The near end of one tokenising process."""
 
-    def __init__(self, bundles_folder: str) -> None:
+    def __init__(self, bundles_folder: str, most_seconds: float) -> None:
+        self._most_seconds = most_seconds
         command = [sys.executable, "-m", "medha_router.tokenizing", bundles_folder]
         # A session of its own: Ctrl-C at a terminal must not reach it before the router's drain is over.
         self._process = subprocess.Popen(
@@ -151,8 +188,13 @@ class _Process:
     def prepare(self, header: dict[str, Any], body: bytes) -> Prepared:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        _write(self._process.stdin, header, body)
-        answer, payload = _read(self._process.stdout)
+        overdue = Timer(self._most_seconds + _MOST_SECONDS_PER_BYTE * len(body), self.kill)
+        overdue.start()
+        try:
+            _write(self._process.stdin, header, body)
+            answer, payload = _read(self._process.stdout)
+        finally:
+            overdue.cancel()
         if "error" in answer:
             raise ApiError(**answer["error"])
         if "plan" not in answer:
@@ -160,6 +202,10 @@ class _Process:
         ends = np.cumsum(answer["lengths"])[:-1]
         prompts = np.split(tokens_from_frame(memoryview(payload)), ends)
         return Prepared(_PLAN.validate_python(answer["plan"]), tuple(prompts))
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     def kill(self) -> None:
         self._process.kill()

@@ -4,6 +4,7 @@ serve           report ready, end with status 0 on SIGTERM
 stubborn        report ready, ignore SIGTERM
 mute            never report ready, ignore SIGTERM
 parent          as serve, and leave a child process behind
+chatty          as serve, and print without end
 beat            as serve, and show once a second that it lives, as long as it is not stopped
 stop-when FILE  as beat; once FILE exists, remove it and stop before the first beat
 crash           end with status 3 before being ready
@@ -42,6 +43,8 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
         if behaviour == "crash-when" and Path(arguments[0]).exists():
             print("out of luck")
             return 4
+        if behaviour == "chatty":
+            print("\n".join(20 * [100 * "."]))
         time.sleep(0.01)
     print("stopped in good order")
     return 0

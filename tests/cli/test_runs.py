@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from medha.errors import ConfigInvalid
 from medha_cli.look import Target
-from medha_cli.runs import RUN_FILE, announced, find, running
+from medha_cli.runs import KEYS, RUN_FILE, announced, find, remove_ended, running
 from medha_cli.up import _run_directory
 
 
@@ -46,21 +48,43 @@ def test_a_run_in_a_directory_of_the_users_own_choice_is_found_too(temporary: Pa
     assert [path.name for path in temporary.iterdir()] == ["elsewhere"]
 
 
-def test_what_a_killed_run_has_left_is_no_run(temporary: Path) -> None:
-    run = directory(temporary)
+def left_by_a_killed_one(run: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from medha_cli.runs import announced\n"
         "with announced(Path(sys.argv[1]), 'grid'):\n    print('here', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE)
+    environment = os.environ | {"TMPDIR": tempfile.gettempdir()}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, env=environment
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     assert [found.pid for found in running()] == [process.pid]
     process.kill()
     process.wait()
     process.stdout.close()
+
+
+def test_what_a_killed_run_has_left_is_no_run(temporary: Path) -> None:
+    run = directory(temporary)
+    left_by_a_killed_one(run)
     assert (run / RUN_FILE).exists()
     assert running() == []
+
+
+def test_the_next_run_removes_what_killed_ones_have_left_and_their_keys(temporary: Path) -> None:
+    ended, lasting, strange = (directory(temporary, f"medha-{name}") for name in ("1", "2", "3"))
+    chosen = directory(directory(temporary, "elsewhere"), "mine")
+    for run in (ended, lasting, strange, chosen):
+        (run / KEYS).mkdir()
+    left_by_a_killed_one(ended)
+    left_by_a_killed_one(chosen)
+    with announced(lasting, "grid"):
+        remove_ended()
+        assert sorted(path.name for path in temporary.iterdir()) == ["elsewhere", "medha-2", "medha-3"]
+        assert sorted(path.name for path in lasting.iterdir()) == [KEYS, RUN_FILE]
+    assert list(strange.iterdir()) == [strange / KEYS], "it was no run's"
+    assert list(chosen.iterdir()) == [], "the user's own directory stays"
 
 
 def test_with_none_or_several_runs_the_error_says_what_to_do(temporary: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import signal
 import subprocess
 import sys
+import termios
+import time
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -188,15 +194,49 @@ def test_what_a_part_has_started_ends_with_it(start: Start) -> None:
     assert run.end() == 0  # `end` has checked that the child is gone too
 
 
-def test_a_closed_output_ends_all_parts(start: Start) -> None:
-    run = start()
+@pytest.mark.parametrize("is_closed", [False, True], ids=["nobody reads", "closed"])
+def test_a_part_that_dies_is_started_again_although_nothing_can_be_shown(
+    start: Start, is_closed: bool
+) -> None:
+    run = start(rank_0="chatty")
     run.until("READY")
     assert run.process.stdout is not None
-    run.process.stdout.close()
-    run.interrupt()  # what is now said cannot be written
-    assert run.process.wait(timeout=20) != 0
-    _, left = psutil.wait_procs(run.seen.values(), timeout=5)
-    assert left == []
+    if is_closed:
+        run.process.stdout.close()
+    else:
+        _fill(run.process.stdout)
+    for _ in range(2):
+        dead = _part_of(run, "rank 0")
+        dead.kill()
+        while _part_of(run, "rank 0").pid == dead.pid:  # the test's own timeout bounds it
+            time.sleep(0.05)
+    run.interrupt()
+    if is_closed:
+        assert run.process.wait(timeout=20) == 0
+        _, left = psutil.wait_procs(run.seen.values(), timeout=5)
+        assert left == []
+    else:
+        assert run.end() == 0
+        assert run.output.count("rank 0 was killed by SIGKILL") == 2
+
+
+def _fill(pipe: IO[str]) -> None:
+    """Until the supervisor, of which a part prints without end, has to wait."""
+    room = fcntl.fcntl(pipe.fileno(), fcntl.F_GETPIPE_SZ)
+    held = array("i", [0])
+    while held[0] < room - select.PIPE_BUF:
+        fcntl.ioctl(pipe.fileno(), termios.FIONREAD, held)
+        time.sleep(0.01)
+
+
+def _part_of(run: Run, name: str) -> psutil.Process:
+    """The process that plays this part now, whatever was printed."""
+    while True:
+        for child in psutil.Process(run.process.pid).children():
+            with suppress(psutil.Error):
+                if f"{name}.ready" in " ".join(child.cmdline()):
+                    run.seen[child.pid] = child
+                    return child
 
 
 def test_a_part_that_is_stopped_is_killed_and_started_again(start: Start) -> None:

@@ -309,7 +309,11 @@ def stop_router(router: Router) -> int:
 @pytest.fixture(scope="session")
 def shared_router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Router]:
     router = start_router(
-        tmp_path_factory.mktemp("router"), max_body_bytes=2**20, large_body_bytes=200_000, drain_seconds=1
+        tmp_path_factory.mktemp("router"),
+        max_body_bytes=2**20,
+        large_body_bytes=200_000,
+        drain_seconds=1,
+        tokenize_seconds=5,
     )
     yield router
     assert stop_router(router) == 0

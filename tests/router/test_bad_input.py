@@ -1,8 +1,10 @@
 """The bad-input table: each row over real HTTP, each answer OpenAI's error object that names the field."""
 
+import signal
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from .conftest import MAX_MODEL_LEN, MODEL, Router, ScriptedReplica
@@ -198,6 +200,21 @@ def test_a_large_body_is_served_from_a_process_as_a_small_one_is(
     assert first.sampling == second.sampling
     assert replica.prompts[first.prompt] == replica.prompts[second.prompt]
     assert router.metric('medha_router_tokenize_seconds_count{place="process"}') >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_large_body_is_served_by_another_process_if_the_first_one_is_lost(
+    router: Router, replica: ScriptedReplica, number: signal.Signals
+) -> None:
+    body = {**GOOD_TEXT, "user": "x" * 300_000}
+    assert router.post(TEXT, body).status_code == 200
+    children = psutil.Process(router.process.pid).children()
+    processes = [child for child in children if "medha_router.tokenizing" in child.cmdline()]
+    assert processes
+    for process in processes:
+        process.send_signal(number)
+    assert router.post(TEXT, body).status_code == 200
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
 
 
 @pytest.mark.parametrize("streamed", [False, True], ids=["with a length", "streamed without a length"])

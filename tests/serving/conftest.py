@@ -53,6 +53,19 @@ class Served:
         assert found, f"no sample of {name}"
         return sum(map(float, found))
 
+    def blocks_by_lane(self) -> list[int]:
+        """Blocks of KV that every lane keeps of what was computed, as the controller's own /metrics say."""
+        (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(self.lines))
+        samples = re.findall(
+            r'^medha_kv_blocks{lane="(\d+)",state="(?:used|cached)"} (\S+)$',
+            httpx.get(url).text,
+            re.MULTILINE,
+        )
+        lanes = dict.fromkeys(sorted({lane for lane, _ in samples}), 0)
+        for lane, blocks in samples:
+            lanes[lane] += int(float(blocks))
+        return list(lanes.values())
+
     def parts(self) -> list[psutil.Process]:
         """The processes below the supervisor."""
         return psutil.Process(self.process.pid).children(recursive=True)

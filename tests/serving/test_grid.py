@@ -83,6 +83,15 @@ def test_the_text_of_a_grid_is_transformers_text(grid: Served) -> None:
     assert found == [reference_text(grid, prompt, 24) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("grid", SHAPES[:1], indirect=True)
+def test_a_prompt_that_passes_one_lanes_share_is_on_both_lanes_of_the_example(grid: Served) -> None:
+    prompt, before = text_of(1500, seed=1), grid.blocks_by_lane()
+    assert complete(grid.url, [prompt], temperature=0) == [reference_text(grid, prompt, 24)]
+    more = [after - here for after, here in zip(grid.blocks_by_lane(), before, strict=True)]
+    assert max(more) == 4096 // 16, "tokensPerLane in blocks"
+    assert min(more) > 0
+
+
 def test_a_grid_draws_what_one_rank_draws(grid: Served, served: Served) -> None:
     """Penalties look at the tokens drawn before, which a rank may have drawn elsewhere."""
     options = {"temperature": 0.9, "seed": 11, "presence_penalty": 1.0}

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import openai
 import openai.types
 import pytest
@@ -106,18 +104,6 @@ def expected(haystack: Haystack) -> dict[str, str]:
     return {name: f" {passkey}" for name, passkey in haystack.passkeys.items()}
 
 
-def tokens_by_lane(served: Served) -> list[int]:
-    """What every lane keeps of what was computed, in whole blocks."""
-    (url,) = re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(served.lines))
-    samples = re.findall(
-        r'^medha_kv_blocks{lane="(\d+)",state="(?:used|cached)"} (\S+)$', httpx.get(url).text, re.MULTILINE
-    )
-    lanes = [0] * LANES
-    for lane, blocks in samples:
-        lanes[int(lane)] += int(float(blocks)) * BLOCK_TOKENS
-    return lanes
-
-
 @pytest.fixture(scope="module")
 def one_rank(needle: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(needle, tmp_path_factory.mktemp("served"), max(SHORT)) as served:
@@ -188,7 +174,7 @@ def test_passkeys_on_four_lanes_are_found_and_lost_with_the_lane_that_holds_them
     with serving(needle, tmp_path, length, kv=LANES) as served:
         right = expected(text)
         assert ask(served, text) == right
-        assert min(tokens_by_lane(served)) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
+        assert BLOCK_TOKENS * min(served.blocks_by_lane()) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
         lost = []
         for helper in range(1, LANES):
             dropped.write_text(str(helper))
@@ -215,4 +201,4 @@ def test_every_passkey_is_found_in_long_texts(
     with serving(needle, tmp_path, length, stream=stream, kv=kv, threads=threads) as served:
         assert ask(served, text) == expected(text)
         if kv > 1:
-            assert min(tokens_by_lane(served)) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS
+            assert BLOCK_TOKENS * min(served.blocks_by_lane()) >= length // LANES - ROOM_TOKENS - BLOCK_TOKENS

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
+import psutil
 import pytest
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined] # not declared
@@ -98,13 +99,38 @@ def test_ranks_that_have_failed_to_meet_meet_later_also_with_one_that_is_new() -
     """What a rank has been through must not show in the names under which groups find each other."""
     topology = Topology(stream=2)
     for epoch in range(2):
-        with pytest.raises(PartFailed, match=r"rank 0 did not meet the other 1 of everyone within 0\.5 s"):
+        with pytest.raises(PartFailed, match=r"rank 0 did not meet rank 1 of everyone within 0\.5 s"):
             meet(topology, 0, free_endpoint(), epoch, seconds=0.5)
     grids = together(topology, epoch=2)
     on_all(grids, Grid.close)
     grids = together(topology, epoch=3)
     assert on_all(grids, lambda grid: grid.smallest(grid.rank)) == [0, 0]
     on_all(grids, Grid.close)
+
+
+def test_each_rank_names_the_one_that_does_not_come() -> None:
+    endpoint = free_endpoint()
+
+    def problem(rank: int) -> str:
+        with pytest.raises(PartFailed) as raised:
+            meet(Topology(tensor=2, stream=2), rank, endpoint, 0, seconds=1)
+        return str(raised.value)
+
+    here = (0, 1, 3)
+    with ThreadPoolExecutor(len(here)) as pool:
+        for rank, found in zip(here, pool.map(problem, here), strict=True):
+            assert found.startswith(f"rank {rank} did not meet rank 2 of everyone within 1 s")
+
+
+def test_ranks_listen_at_their_own_address_alone() -> None:
+    grids = together(Topology(tensor=2))
+    listening = {
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    on_all(grids, Grid.close)
+    assert listening == {"127.0.0.1"}
 
 
 def test_who_waits_for_a_rank_that_has_left_is_told_at_once() -> None:
@@ -182,7 +208,7 @@ def test_who_is_lost_between_two_groups_is_missed_within_the_bound_of_one() -> N
         gone = pool.submit(half_meet)
         meeting = pool.submit(meet, Topology(stream=2), 0, endpoint, epoch=0, seconds=1.0)
         gone.result()
-        with pytest.raises(PartFailed, match=r"the other 1 of gathering within 1 s: .* its own log says why"):
+        with pytest.raises(PartFailed, match=r"rank 1 of gathering within 1 s: .* its own log says why"):
             meeting.result(timeout=FAR_BEYOND_THE_BOUND_SECONDS)
 
 

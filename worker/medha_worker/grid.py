@@ -11,6 +11,7 @@ They are gloo's, whatever computes: there is no NCCL yet.
 
 from __future__ import annotations
 
+import re
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -95,20 +96,27 @@ class Grid:
         except RuntimeError as error:
             raise PartFailed(f"rank {rank} cannot listen at its own address, {address}: {error}") from error
 
-        def group(name: str, index: int, size: int) -> Any:
+        def group(name: str, members: Sequence[int]) -> Any:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # only so can a device be named
             options._devices, options._timeout = [device], timedelta(seconds=wait_seconds)
             try:
-                return ProcessGroupGloo(PrefixStore(f"{epoch}/{name}", store), index, size, options)
+                named = PrefixStore(f"{epoch}/{name}", store)
+                return ProcessGroupGloo(named, members.index(rank), len(members), options)
             except RuntimeError as error:
+                awaited = re.search(
+                    r"keys: \S+/(\d+)$", _first_line(error)
+                )  # where that one would have left its address
+                who = (
+                    f"the other {len(members) - 1}" if awaited is None else f"rank {members[int(awaited[1])]}"
+                )
                 raise PartFailed(
-                    f"rank {rank} did not meet the other {size - 1} of {name} within {wait_seconds:g} s: one of them ended, is cut "
+                    f"rank {rank} did not meet {who} of {name} within {wait_seconds:g} s: one of them ended, is cut "
                     f"off or did not come, and its own log says why ({_first_line(error)})"
                 ) from error
 
-        self._everyone = group("everyone", rank, topology.ranks)
-        self._gathering = group("gathering", rank, topology.ranks)
-        tensor_ranks = group(f"pod {pod[0]}", here.tensor, topology.tensor)
+        self._everyone = group("everyone", range(topology.ranks))
+        self._gathering = group("gathering", range(topology.ranks))
+        tensor_ranks = group(f"pod {pod[0]}", pod)
         self._store = store  # rank 0's serves the others
         self.tensor_group = PodGroup(tensor_ranks, here.tensor, topology.tensor)
 

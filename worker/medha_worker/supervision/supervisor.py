@@ -2,7 +2,7 @@
 
 Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
 has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
-happens becomes an event in one queue, and the main thread takes them one by one. Parts that fall silent are found by
+happens becomes an event in one queue, and the main thread takes them one by one; what it shows is `Shown` from another. Parts that fall silent are found by
 looking (`heartbeat`). What parts say that they are at goes to a `Watch`, which may give up.
 """
 
@@ -40,6 +40,7 @@ from medha_worker.supervision.lifecycle import (
     begin,
     handle,
 )
+from medha_worker.supervision.shown import Display, Shown
 
 READY_POLL_SECONDS = 0.1
 LAST_LINES_SECONDS = 1.0  # for output that is still in the pipe when a part has ended
@@ -105,20 +106,6 @@ class Unwatched:
     def gives_up(self, reason: str) -> None: ...
 
 
-class Display(Protocol):
-    """What the supervisor shows."""
-
-    def starting(self, parts: list[str]) -> None: ...
-
-    def line(self, part: str, text: str) -> None: ...
-
-    def say(self, text: str) -> None: ...
-
-    def ready(self, process_ids: dict[str, int]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 _Happening = Event | Printed | Told
 
 
@@ -138,6 +125,7 @@ def supervise(
     not block for long. `awaits_word`: another pod's part tells these ones when the replica is drained.
     """
     watch = watch or Unwatched()
+    shown = Shown(display)
     parts = [part for group in groups for part in group]
     by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
@@ -161,7 +149,7 @@ def supervise(
     inbox = _Inbox(events, is_ready, silent, watch.look)
     try:
         with _stop_signals(events):
-            display.starting([part.name for part in parts])
+            shown.starting([part.name for part in parts])
             for part in parts:
                 start(part)
             state = begin(
@@ -174,7 +162,7 @@ def supervise(
             while state.phase is not Phase.ENDED:
                 event = inbox.next(state)
                 if isinstance(event, Printed):
-                    display.line(event.part, event.line)
+                    shown.line(event.part, event.line)
                     continue
                 if isinstance(event, Told):
                     for name, process in running.items():
@@ -201,16 +189,16 @@ def supervise(
                         case Start(name):
                             start(by_name[name])
                         case Present():
-                            display.ready({name: process.pid for name, process in running.items()})
+                            shown.ready({name: process.pid for name, process in running.items()})
                         case Say(text):
-                            display.say(text)
+                            shown.say(text)
             return state
     finally:
         for process in running.values():
-            process.kill()  # only what an error of ours, such as a closed stdout, has left
+            process.kill()  # only what an error of ours has left
             process.reap()
         listener.close()
-        display.close()
+        shown.close()
 
 
 class _Inbox:
