@@ -2,7 +2,8 @@
 
     python benchmarks/step.py [--quick] [--shape NAME] [--json FILE]
 
-`medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (of 128K tokens each); one
+`medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (which share every request, also
+those of 1K: so that nothing differs but the context); one
 request after the other, of 1K, 32K and 256K tokens in turns, is prefilled and decoded. Everything is real but the
 prefill, whose layers are left out: the KV pool holds random numbers from the beginning. Measured on every rank of the
 lane that owns the request, and apart from them on those of a lane that helps it, of steps that decode one token: the time from the end of a step (on the last stage) to the
@@ -57,7 +58,7 @@ SHORT, LONG = 1_000, 256_000
 CONTEXTS = (SHORT, COLD, 32_000, LONG)
 LONGEST = 262_144
 DECODED = 120
-ROUNDS = 2  # over all contexts, because a shared machine changes its speed by the minute
+ROUNDS = 4  # over all contexts, because a shared machine changes its speed by the minute
 FIRST = 20  # decode steps that are not counted
 PREFILL_ROWS = 64  # a step of more rows is prefill
 CHUNK_TOKENS = 512  # so that every chunk but the last is, however slow the machine seems to the predictor
@@ -178,7 +179,7 @@ def measure(shape: str, decoded: int, rounds: int) -> list[dict[str, list[Row]]]
             "threads": 1,
             "parallelism": {"tensor": tensor, "stream": stages, "kv": lanes},
             "scheduling": {"minChunkTokens": CHUNK_TOKENS, "maxChunkTokens": CHUNK_TOKENS},
-            "kvCache": {"size": "1Gi"} | ({"tokensPerLane": LONGEST // lanes} if lanes > 1 else {}),
+            "kvCache": {"size": "1Gi"} | ({"tokensPerLane": SHORT // lanes} if lanes > 1 else {}),
         }
         kind = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": "step"}}
         (folder / "manifest.yaml").write_text(yaml.safe_dump({**kind, "spec": spec}))
