@@ -867,3 +867,57 @@ def test_the_time_between_steps_is_taken_off_the_budget_of_those_beside_decodes(
     assert len(beside) > 100
     assert beside[0].predicted_seconds == pytest.approx(0.05, rel=0.01)
     assert beside[-2].predicted_seconds + 0.002 == pytest.approx(0.05, rel=0.01)
+
+
+# --- settings reach the decisions ----------------------------------------------------------------------
+
+
+def first_of(replica: Any, submits: list[Any]) -> str:
+    """Which of these begins first, behind one that runs when they come."""
+    replica.submit(
+        dataclasses.replace(submits[0], id="before", tokens=10, prompt_length=10, prompt="of its own")
+    )
+    for submit in submits:
+        replica.submit(submit)
+    replica.run()
+    began = [entry.id for step in replica.steps for entry in step.entries if entry.id != "before"]
+    return str(began[0])
+
+
+@pytest.mark.parametrize(("denominator", "first"), [("work", "long"), ("deadline", "short")])
+def test_lars_divides_slack_by_what_the_settings_say(
+    replica_of: Any, submit_of: Any, denominator: str, first: str
+) -> None:
+    """After 1.2 s: 0.7 s of slack for 0.1 s of work due after 2 s, and about 5 s for 2.6 s due after 9 s."""
+    replica = replica_of(kv_blocks=20_000, max_running=1, policy="lars", lars_denominator=denominator)
+    short = submit_of("short", 1000, 1, deadline_after_seconds=2.0, age_seconds=1.2)
+    long = submit_of("long", 15_000, 1, deadline_after_seconds=9.0, age_seconds=1.2)
+    assert first_of(replica, [short, long]) == first
+
+
+@pytest.mark.parametrize(("share", "first"), [(0.1, "on time"), (0.5, "hopeless")])
+def test_who_is_given_up_is_promised_its_end_by_the_share_of_the_settings(
+    replica_of: Any, submit_of: Any, share: float, first: str
+) -> None:
+    """About 1.1 s of work are promised for 11 s or for 2.2 s from now; the other one is due after 5 s."""
+    replica = replica_of(kv_blocks=20_000, policy="guarded", given_up_share=share)
+    hopeless = submit_of("hopeless", 8000, 1, deadline_after_seconds=0.5)
+    on_time = submit_of("on time", 3000, 1, deadline_after_seconds=5.0)
+    assert first_of(replica, [hopeless, on_time]) == first
+
+
+def test_a_long_prefill_that_has_time_leaves_room_for_another_one(replica_of: Any, submit_of: Any) -> None:
+    chunks = []
+    for cap in (0.0, 0.4):
+        replica = replica_of(
+            kv_blocks=20_000, long_threshold_tokens=4000, policy="fcfs", space_sharing_cap=cap
+        )
+        replica.submit(submit_of("document", 30_000, 1, deadline_after_seconds=1000.0))
+        while replica.controller.find("document").dispatched < 4000:
+            replica.advance()
+        replica.submit(submit_of("question", 3900, 1, deadline_after_seconds=1000.0))
+        for _ in range(2):
+            replica.advance()
+        chunks.append({entry.id: entry.token_count for entry in replica.steps[-1].entries})
+    assert chunks[1]["document"] < 0.8 * chunks[0]["document"]
+    assert chunks[1]["question"] > chunks[0].get("question", 0)
