@@ -111,7 +111,9 @@ def test_the_router_can_read_its_settings(helm: Helm) -> None:
     read = RouterSettings.model_validate(document)
     assert (read.host, read.port, read.drain_seconds) == ("0.0.0.0", 8000, 120)
     left = RouterSettings.model_fields.keys() - document.keys()
-    assert left == {"ready_file", "large_body_bytes", "silence_seconds", "unserved_seconds"}
+    assert left == {
+        "ready_file", "large_body_bytes", "silence_seconds", "tokenize_seconds", "unserved_seconds"
+    }  # fmt: skip
 
 
 def test_the_pods_ports_are_those_of_the_settings(helm: Helm) -> None:
