@@ -19,11 +19,11 @@ NEEDED = ("binaries", "images")  # by tests that start Kubernetes
 
 def main() -> int:
     if sys.argv[1:] == ["beside"]:
-        return int(in_turn(decisions=ALL_OTHERS, campaign=CAMPAIGN))
+        return int(in_turn(("decisions", ALL_OTHERS), ("campaign", CAMPAIGN)))
     with tempfile.TemporaryFile() as said:
         beside = subprocess.Popen([sys.executable, __file__, "beside"], stdout=said, stderr=said)
         try:
-            failed = in_turn(engine=ENGINE, clusters=CLUSTERS)
+            failed = in_turn(("engine", ENGINE), ("clusters", CLUSTERS))
         finally:  # Ctrl-C reaches both
             failed_beside = beside.wait() != 0
             said.seek(0)
@@ -31,13 +31,12 @@ def main() -> int:
     return int(failed or failed_beside)
 
 
-def in_turn(**runs: tuple[str, ...]) -> bool:
-    """Two runs of pytest by name, with what the second one needs made in between; whether any has failed."""
-    (first, then) = runs
-    failed = row(first, "-m", "pytest", *runs[first])
+def in_turn(first: tuple[str, tuple[str, ...]], then: tuple[str, tuple[str, ...]]) -> bool:
+    """Two runs of pytest, names and arguments, with what the second one needs made in between; whether any has failed."""
+    failed = row(first[0], "-m", "pytest", *first[1])
     for needed in NEEDED:
         failed |= row(needed, f"tests/cluster/{needed}.py")
-    return failed | row(then, "-m", "pytest", *runs[then])
+    return failed | row(then[0], "-m", "pytest", *then[1])
 
 
 def row(name: str, *argv: str) -> bool:

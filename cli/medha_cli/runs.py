@@ -54,8 +54,8 @@ def _url(path: Path, field: str, suffix: str) -> str | None:
 
 
 @contextmanager
-def announced(directory: Path, name: str) -> Iterator[None]:
-    """Let others find the run in `directory` as long as this lasts.
+def announced(directory: Path, name: str, *, is_temporary: bool = False) -> Iterator[None]:
+    """Let others find the run in `directory` as long as this lasts; one that `is_temporary` holds nothing of the user's.
 
     Raises:
         ConfigInvalid: another run uses the directory.
@@ -69,7 +69,7 @@ def announced(directory: Path, name: str) -> Iterator[None]:
         except BlockingIOError as error:
             raise _used(directory) from error
         file.truncate(0)
-        file.write(json.dumps({"name": name, "pid": os.getpid()}))
+        file.write(json.dumps({"name": name, "pid": os.getpid(), "is_temporary": is_temporary}))
         file.flush()
         is_linked = directory.parent.resolve() != link.parent.resolve()
         if is_linked:
@@ -85,19 +85,21 @@ def announced(directory: Path, name: str) -> Iterator[None]:
 
 
 def remove_ended() -> None:
-    """What killed runs of this user have left: their temporary directories; of directories of their own choice the keys."""
+    """What killed runs of this user have left: their keys, and the directories that were temporary."""
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
         here = place.parent
-        with suppress(OSError), place.open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid() or not file.read():
-                continue  # not ours, or about to begin
+        with suppress(OSError, ValueError), place.open(encoding="utf-8") as file:
+            if os.fstat(file.fileno()).st_uid != os.getuid():
+                continue
+            written = json.loads(file.read())  # nothing yet if it is about to begin
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it lasts
-            if not here.is_symlink():
+            if written.get("is_temporary") and not here.is_symlink():
                 shutil.rmtree(here, ignore_errors=True)
                 continue
             shutil.rmtree(here.resolve() / KEYS, ignore_errors=True)
             place.unlink()
-            here.unlink()
+            if here.is_symlink():
+                here.unlink()
 
 
 def require_unused(directory: Path) -> None:

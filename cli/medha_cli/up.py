@@ -98,7 +98,10 @@ def command(
     _require_installed()
     _require_free_port(replica)
     console = Console(highlight=False)
-    with _run_directory(run_dir) as run, announced(run, replica.metadata.name):
+    with (
+        _run_directory(run_dir) as run,
+        announced(run, replica.metadata.name, is_temporary=run_dir is None),
+    ):
         for option, output in (("--record", record), ("--trace", trace)):
             if output is not None:
                 require_writable(option, output, inputs=[file])

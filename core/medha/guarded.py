@@ -23,7 +23,7 @@ from medha.policy import Bools, Columns, Floats, Ints
 _EPSILON_SECONDS = 1e-6
 """Differences of absolute times and sums of work are not exact."""
 _SINGLE_ROUNDS = 8
-_FAR_ROUNDS = 2
+_FAR_ROUNDS = 2  # of one decision, for dues behind the near rows: each goes over all rows
 _RETURNS = 4
 _MOST_RETURNS = 16  # of one decision: when steps get faster there may be room for thousands, and the next decision is near
 _BATCH = 64

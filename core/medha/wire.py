@@ -51,9 +51,8 @@ TokenIds = npt.NDArray[np.int32]
 
 
 _BOUNDED = {"int": {"ge": -MAX_INTEGER, "le": MAX_INTEGER}}
-_WITH_CONSTANTS = {
-    "dataclass": {"config": {"ser_json_inf_nan": "constants"}}
-}  # NaN and infinite numbers, too
+# NaN and infinite numbers are written as such.
+_WITH_CONSTANTS = {"dataclass": {"config": {"ser_json_inf_nan": "constants"}}}
 
 
 def _with(schema: Any, settings: Mapping[str, Mapping[str, Any]]) -> Any:

@@ -47,7 +47,7 @@ _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MAX_PENDING_BYTES = 2**30
 """Bodies that wait for or are being tokenised, together; more are answered 429."""
-_MOST_SECONDS_PER_BYTE = 1e-5  # of a body, beyond `tokenize_seconds`: ten times what a slow core takes
+_MOST_SECONDS_PER_BYTE = 1e-5  # of a body, beyond `tokenize_seconds`
 
 
 class Tokenizing:
@@ -125,7 +125,10 @@ class Tokenizing:
         try:
             return self._attempt(header, body)
         except (OSError, EOFError) as error:  # most likely for want of memory
-            message = "tokenising this request failed; it may be too large for the router's memory"
+            message = (
+                "tokenising this request failed twice; it may be too large for the router's memory or take too long: send "
+                "a shorter one, or ask again later"
+            )
             raise ApiError(500, message, code="internal_error") from error
 
     def _attempt(self, header: dict[str, Any], body: bytes) -> Prepared:

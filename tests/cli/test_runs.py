@@ -48,14 +48,14 @@ def test_a_run_in_a_directory_of_the_users_own_choice_is_found_too(temporary: Pa
     assert [path.name for path in temporary.iterdir()] == ["elsewhere"]
 
 
-def left_by_a_killed_one(run: Path) -> None:
+def left_by_a_killed_one(run: Path, *, is_temporary: bool = False) -> None:
     code = (
         "import sys, time; from pathlib import Path; from medha_cli.runs import announced\n"
-        "with announced(Path(sys.argv[1]), 'grid'):\n    print('here', flush=True); time.sleep(60)"
+        "with announced(Path(sys.argv[1]), 'grid', is_temporary=sys.argv[2] == 'True'):\n    print('here', flush=True); time.sleep(60)"
     )
     environment = os.environ | {"TMPDIR": tempfile.gettempdir()}
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(run)], stdout=subprocess.PIPE, env=environment
+        [sys.executable, "-c", code, str(run), str(is_temporary)], stdout=subprocess.PIPE, env=environment
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
@@ -73,18 +73,25 @@ def test_what_a_killed_run_has_left_is_no_run(temporary: Path) -> None:
 
 
 def test_the_next_run_removes_what_killed_ones_have_left_and_their_keys(temporary: Path) -> None:
-    ended, lasting, strange = (directory(temporary, f"medha-{name}") for name in ("1", "2", "3"))
+    ended, lasting, strange, named = (
+        directory(temporary, f"medha-{name}") for name in ("1", "2", "3", "mine")
+    )
     chosen = directory(directory(temporary, "elsewhere"), "mine")
-    for run in (ended, lasting, strange, chosen):
+    for run in (ended, lasting, strange, named, chosen):
         (run / KEYS).mkdir()
-    left_by_a_killed_one(ended)
-    left_by_a_killed_one(chosen)
+    (named / "events.jsonl").touch()
+    left_by_a_killed_one(ended, is_temporary=True)
+    for run in (named, chosen):
+        left_by_a_killed_one(run)
     with announced(lasting, "grid"):
         remove_ended()
-        assert sorted(path.name for path in temporary.iterdir()) == ["elsewhere", "medha-2", "medha-3"]
+        assert sorted(path.name for path in temporary.iterdir()) == [
+            "elsewhere", "medha-2", "medha-3", "medha-mine",
+        ]  # fmt: skip
         assert sorted(path.name for path in lasting.iterdir()) == [KEYS, RUN_FILE]
     assert list(strange.iterdir()) == [strange / KEYS], "it was no run's"
     assert list(chosen.iterdir()) == [], "the user's own directory stays"
+    assert list(named.iterdir()) == [named / "events.jsonl"], "whatever it is called, and what is in it"
 
 
 def test_with_none_or_several_runs_the_error_says_what_to_do(temporary: Path) -> None:

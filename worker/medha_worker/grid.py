@@ -103,14 +103,12 @@ class Grid:
                 named = PrefixStore(f"{epoch}/{name}", store)
                 return ProcessGroupGloo(named, members.index(rank), len(members), options)
             except RuntimeError as error:
-                awaited = re.search(
-                    r"keys: \S+/(\d+)$", _first_line(error)
-                )  # where that one would have left its address
-                who = (
-                    f"the other {len(members) - 1}" if awaited is None else f"rank {members[int(awaited[1])]}"
-                )
+                who, it = f"the other {len(members) - 1}", "one of them"
+                # The key under which the one that is missing would have left its address.
+                if awaited := re.search(r"keys: \S+/(\d+)$", _first_line(error)):
+                    who, it = f"rank {members[int(awaited[1])]}", "it"
                 raise PartFailed(
-                    f"rank {rank} did not meet {who} of {name} within {wait_seconds:g} s: one of them ended, is cut "
+                    f"rank {rank} did not meet {who} of {name} within {wait_seconds:g} s: {it} ended, is cut "
                     f"off or did not come, and its own log says why ({_first_line(error)})"
                 ) from error
 

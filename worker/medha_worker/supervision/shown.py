@@ -65,5 +65,7 @@ class Shown:
 
     def _show_all(self) -> None:
         while (show := self._waiting.get()) is not None:
-            with suppress(OSError):  # nobody reads it any more, or the disk is full
+            with suppress(
+                OSError, ValueError
+            ):  # nobody reads it, the disk is full, or the encoding has no such sign
                 show()

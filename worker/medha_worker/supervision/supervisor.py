@@ -2,8 +2,8 @@
 
 Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
 has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
-happens becomes an event in one queue, and the main thread takes them one by one; what it shows is `Shown` from another. Parts that fall silent are found by
-looking (`heartbeat`). What parts say that they are at goes to a `Watch`, which may give up.
+happens becomes an event in one queue, and the main thread takes them one by one; what it has to say is `Shown` from
+another. Parts that fall silent are found by looking (`heartbeat`). What parts say that they are at goes to a `Watch`, which may give up.
 """
 
 from __future__ import annotations
