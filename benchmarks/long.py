@@ -20,13 +20,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "long.json"
 PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", "--timeout=1800")
-SHARED = (
-    "cli", "constraints.txt", "core", "examples", "pyproject.toml", "router", "sim",
-    "tests/benchmark.py", "tests/conftest.py", "tests/frames.py",
-    "worker",
-)  # fmt: skip
-"""What any row may read, beside its own folder of tests and the programs in benchmarks/, without their results."""
-ALSO = {"tests/reconcile": ("operator",)}
+SHARED = ("constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/frames.py")
+"""What any row may read, beside its own folder of tests."""
+READ = {
+    "tests/core": ("benchmarks/fit.py", "core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
+    "tests/reconcile": ("core", "operator"),
+    "tests/router": ("core", "router"),
+    "tests/worker": ("core", "worker"),
+}
+"""What the tests of a folder read besides; folders that are not named may read all parts, and the programs in benchmarks/."""
+PARTS = ("cli", "core", "examples", "operator", "router", "sim", "worker")
 
 
 def main() -> int:
@@ -93,8 +96,9 @@ def _digest(test: str) -> str:
 def read_by(test: str) -> list[str]:
     """Files and folders that a row may read."""
     folder = test if "::" not in test else str(Path(test.partition("::")[0]).parent)
-    programs = _git("ls-files", "--", "benchmarks/*.py").split()
-    return [*SHARED, *ALSO.get(folder, ()), *programs, folder]
+    if folder in READ:
+        return [*SHARED, *READ[folder], folder]
+    return [*SHARED, *PARTS, *_git("ls-files", "--", "benchmarks/*.py").split(), folder]
 
 
 def _git(*argv: str) -> str:
