@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.api import SchedulingSpec
 from medha.candidates import Candidates, Room
 from medha.messages import Submit
 from medha.prefill import Alone
 from medha.request import Prompt, Request
 from medha.slo import Targets
+from medha.urgency import Urgency
 
 NOW = 100.0
 BLOCKS = st.integers(0, 12)
@@ -95,3 +98,18 @@ def test_one_that_found_no_place_where_there_was_room_lacks_kv_until_it_wants_an
     assert table.admissible(room).all(), "others may end, so it is asked again"
     table.wants(request, 4, Alone(1.0, 0.0), request.deadline, held=False)
     assert table.late_without_room(room, NOW, 1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("correction", "pace", "given_up"),
+    [(1.0, 1.0, 0), (1.2, 1.0, 0), (1.5, 1.0, 1), (1.0, 0.8, 0), (1.0, 0.6, 1), (1.2, 0.8, 1)],
+)
+def test_guarded_counts_work_by_what_steps_really_take_and_by_the_pace_in_company(
+    correction: float, pace: float, given_up: int
+) -> None:
+    """Two of ten seconds each are due 25 s from now: they fit as long as a second of work takes at most 1.25 s."""
+    table = Candidates(by_due=True)
+    for number in range(2):
+        table.add(late_request(number, is_long=False), Alone(10.0, 0.0), NOW + 25.0, 0)
+    Urgency(SchedulingSpec()).look_at(table, correction, pace, NOW)
+    assert np.count_nonzero(table.plan.due > NOW + 25.0) == given_up
