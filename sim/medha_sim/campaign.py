@@ -28,7 +28,7 @@ class Scale:
     loads: tuple[float, ...]
     shares: tuple[float, ...]  # of long requests
     policies: tuple[str, ...]
-    systems: tuple[str, ...]  # other systems on the grid, at the share with a goal
+    systems: tuple[str, ...]  # other systems on the grid
     speeds: tuple[float, ...]  # of a stronger LoongServe
     band: tuple[float, ...]  # capacities, of what the controllers believe, beside the nominal one
     deep: tuple[str, ...]  # deployments of T9
@@ -122,9 +122,7 @@ def _goal_runs(scale: Scale) -> list[Run]:
 def _grid_runs(scale: Scale) -> Iterator[Run]:
     """`guarded` against the other policies and systems, in pairs of equal seeds."""
     for share in scale.shares:
-        names = [f"medha-{policy}" for policy in scale.policies]
-        if share == GOAL_SHARE:
-            names += scale.systems
+        names = [*(f"medha-{policy}" for policy in scale.policies), *scale.systems]
         for load in scale.loads:
             for seed in range(scale.seeds):
                 for name in names:
@@ -174,6 +172,6 @@ def _paper_runs(scale: Scale) -> Iterator[Run]:
             stronger = [
                 run
                 for run in claimed
-                if run.system == "loongserve" and (run.long_share or run.rate in (CONVOY_RATE, high))
+                if run.system.startswith("loongserve") and (run.long_share or run.rate in (CONVOY_RATE, high))
             ]
             yield from (replace(run, loongserve_speed=speed) for speed in scale.speeds for run in stronger)

@@ -5,8 +5,9 @@ The rule is the same for every row, whether a formula or a simulation stands beh
 * *reproduced*: the paper's figure (or a part of the range that it states) lies inside our band, which is what
   our figure becomes when each capacity of the inputs (FLOP/s, memory bandwidth, link bandwidth, memory size)
   is 10 % lower or 10 % higher, one with another;
-* *direction only*: it does not, but the order that the paper claims holds in all seeds and points;
-* *refuted*: the order does not hold either;
+* *direction only*: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
+  every corner of the band;
+* *refuted*: the order does not hold either, or the figure has none that could: "equal", "like", a plain count;
 * *not testable*: an input that the figure depends on is not published.
 
 A row has the verdict of its weakest figure that could be tested.
@@ -39,6 +40,9 @@ class Capacity:
     link: float = 1.0
     memory: float = 1.0
 
+
+Order = Callable[[float, Capacity], bool]
+"""Whether the order that a paper claims holds, of our figure at a capacity and that capacity."""
 
 NOMINAL = Capacity()
 CORNERS = tuple(Capacity(*factors) for factors in product((1 - BAND, 1 + BAND), repeat=4))
@@ -125,19 +129,20 @@ def modelled(
     paper: float | tuple[float, float],
     model: Callable[[Capacity], float],
     *,
-    direction: bool | None = None,
+    order: Order | None = None,
     note: str = "",
 ) -> Figure:
-    """A figure whose value and band follow from a formula of the capacities."""
-    values = [model(corner) for corner in CORNERS]
-    ours = model(NOMINAL)
+    """A figure whose value, band and direction follow from a formula of the capacities."""
+    points = (NOMINAL, *CORNERS)
+    values = [model(point) for point in points]
+    ours = values[0]
     return Figure(
         name=name,
         unit=unit,
         paper=exactly(paper),
         ours=ours,
-        band=(min(*values, ours), max(*values, ours)),
-        direction=direction,
+        band=(min(values), max(values)),
+        direction=None if order is None else all(map(order, values, points)),
         note=note,
     )
 
@@ -158,6 +163,11 @@ def above(value: float) -> tuple[float, float]:
 
 def below(value: float) -> tuple[float, float]:
     return (-inf, value)
+
+
+def more_than(limit: float) -> Order:
+    """The order of a figure that the paper has above `limit`: a time longer than its peer's, say, for a ratio and 1."""
+    return lambda ours, _: ours > limit
 
 
 def _finite(end: float) -> float | None:

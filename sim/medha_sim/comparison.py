@@ -56,6 +56,7 @@ class Goal:
     seeds: int
     below: int  # seeds that miss it
     met: bool | None  # None: the windows are too short to tell
+    surely: bool | None  # met by the whole interval too; None as above
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -65,13 +66,21 @@ class Goal:
             "seeds": self.seeds,
             "below": self.below,
             "met": self.met,
+            "surely": self.surely,
         }
 
 
 def _goal(text: str, value: Interval, by_seed: Sequence[float], least: float, *, judged: bool) -> Goal:
     below = sum(one < least for one in by_seed)
+    mean, width = value
     return Goal(
-        text, value, min(by_seed, default=nan), len(by_seed), below, value[0] >= least if judged else None
+        text,
+        value,
+        min(by_seed, default=nan),
+        len(by_seed),
+        below,
+        met=mean >= least if judged else None,
+        surely=mean - width >= least if judged else None,
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import log
 
@@ -135,6 +136,10 @@ def t27() -> Row:
     def full(tokens: float, hosts: int, capacity: Capacity) -> float:
         return ttft_seconds(tokens, 0, hosts, pass_q=False, capacity=capacity)
 
+    def scales(_: float, capacity: Capacity) -> bool:
+        """Twice the hosts are faster."""
+        return full(128e3, 16, capacity) < full(128e3, 8, capacity)
+
     def achieved(capacity: Capacity) -> float:
         return total_flops(1e6) / full(1e6, 16, capacity) / 128 / 1e12
 
@@ -144,8 +149,8 @@ def t27() -> Row:
         "405B: 1M tokens in 77 s on 128 H100, 502 TF/s a GPU, 93 % of 540 standalone, 63 % of 800; 128K in 3.8 s",
         (
             modelled("TTFT of 1M, CP16", "s", 77.0, lambda c: full(1e6, 16, c)),
-            modelled("TTFT of 128K, CP16", "s", 3.8, lambda c: full(128e3, 16, c), direction=True),
-            modelled("TTFT of 128K, CP8", "s", 5.85, lambda c: full(128e3, 8, c), direction=True),
+            modelled("TTFT of 128K, CP16", "s", 3.8, lambda c: full(128e3, 16, c), order=scales),
+            modelled("TTFT of 128K, CP8", "s", 5.85, lambda c: full(128e3, 8, c), order=scales),
             modelled("rate at 1M", "TF/s a GPU", 502.0, achieved),
             modelled("parallel efficiency at 1M", "%", 93.0, lambda c: achieved(c) / 5.40),
             modelled("share of the 800 TF/s peak", "%", 63.0, lambda c: achieved(c) / 8.00),
@@ -160,22 +165,19 @@ def t28() -> Row:
     The order that C claims for the cells is that TTFT rises with the miss rate (C §4.2.4).
     """
     figures: list[Figure] = []
-    rises = all(
-        _nominal(low, pass_q) < _nominal(high, pass_q)
-        for pass_q in (False, True)
-        for (low, *_), (high, *_) in pairwise(TABLE_4)
-    )
+
+    def rises(_: float, capacity: Capacity) -> bool:
+        return all(
+            _partial(low, capacity, pass_q=pass_q) < _partial(high, capacity, pass_q=pass_q)
+            for pass_q in (False, True)
+            for (low, *_), (high, *_) in pairwise(TABLE_4)
+        )
+
     for new_tokens, *measured in TABLE_4:
-        cached = TOTAL_TOKENS - new_tokens
         for pass_q, milliseconds in zip((False, True), measured, strict=True):
-
-            def ours(
-                capacity: Capacity, new: int = new_tokens, cached: int = cached, pass_q: bool = pass_q
-            ) -> float:
-                return 1e3 * ttft_seconds(new, cached, 4, pass_q=pass_q, capacity=capacity)
-
             name = f"T = {new_tokens}, {'pass-Q' if pass_q else 'pass-KV'}"
-            figures.append(modelled(name, "ms", milliseconds, ours, direction=rises))
+            ours = partial(_partial, new_tokens, pass_q=pass_q)
+            figures.append(modelled(name, "ms", milliseconds, ours, order=rises))
     winners = float(sum(_same_winner(new_tokens) for new_tokens, *_ in TABLE_4))
     figures.append(
         Figure(
@@ -198,15 +200,22 @@ def t28() -> Row:
 
 def _same_winner(new_tokens: int) -> bool:
     measured = next(row for row in TABLE_4 if row[0] == new_tokens)
-    return (_nominal(new_tokens, False) < _nominal(new_tokens, True)) == (measured[1] < measured[2])
+    pass_kv, pass_q = (_partial(new_tokens, NOMINAL, pass_q=q) for q in (False, True))
+    return (pass_kv < pass_q) == (measured[1] < measured[2])
 
 
-def _nominal(new_tokens: int, pass_q: bool) -> float:
-    return ttft_seconds(new_tokens, TOTAL_TOKENS - new_tokens, 4, pass_q=pass_q, capacity=NOMINAL)
+def _partial(new_tokens: int, capacity: Capacity, *, pass_q: bool) -> float:
+    """TTFT of a partial prefill on CP4, in ms."""
+    cached = TOTAL_TOKENS - new_tokens
+    return 1e3 * ttft_seconds(new_tokens, cached, 4, pass_q=pass_q, capacity=capacity)
 
 
 def t29() -> Row:
     """Times of one ring round (C Table 5)."""
+
+    def returns_more(new_tokens: float, ours: float, capacity: Capacity) -> bool:
+        return ours > 1e6 * send_q_seconds(new_tokens, 4, capacity)
+
     figures = []
     for new, kv_send, q_send, attention, all2all in (
         (3200, 627, 166, 414, 424),
@@ -232,16 +241,17 @@ def t29() -> Row:
                 "us",
                 q_send,
                 _scaled(1e6, send_q_seconds, new, 4),
-                direction=True,
-                note="small messages reach less than the fitted bandwidth",
+                order=lambda ours, c: ours < 1e6 * send_kv_seconds(TOTAL_TOKENS, 4, c),
+                note="direction: below pass-KV's; small messages reach less than the fitted bandwidth",
             ),
             modelled(
                 f"pass-Q All2All, {miss}",
                 "us",
                 all2all,
                 _scaled(1e6, all2all_seconds, new, 4),
-                direction=True,
-                note="one bandwidth cannot give both cells: the paper's own two imply 23 and 38 GB/s",
+                order=partial(returns_more, new),
+                note="direction: above a SendRecv's; one bandwidth cannot give both cells: the paper's own two imply "
+                "23 and 38 GB/s",
             ),
         ]
     return Row("T29", "C Table 5", "One ring round at 2.5 % and 10 % miss", tuple(figures), _FITTED)
@@ -257,6 +267,10 @@ def t30() -> Row:
     def cp(tokens: float, hosts: int, capacity: Capacity) -> float:
         return 1e3 * ttft_seconds(tokens, 0, hosts, pass_q=False, capacity=capacity)
 
+    def falls(tokens: float, _: float, capacity: Capacity) -> bool:
+        """With each doubling of the hosts."""
+        return cp(tokens, 1, capacity) > cp(tokens, 2, capacity) > cp(tokens, 4, capacity)
+
     def tp(tokens: float, hosts: int, capacity: Capacity) -> float:
         message = tokens * HIDDEN * ELEMENT_BYTES
         exchange = 2 * LAYERS * message / (ALLREDUCE_BYTES_PER_SECOND * capacity.link)
@@ -270,7 +284,7 @@ def t30() -> Row:
         return 46.26 + 1e-3 * LAYERS * added
 
     prefill = [
-        modelled(f"TTFT {name}", "ms", paper, _scaled(1.0, cp, tokens, hosts), direction=True)
+        modelled(f"TTFT {name}", "ms", paper, _scaled(1.0, cp, tokens, hosts), order=partial(falls, tokens))
         for name, tokens, hosts, paper in (
             ("8K TP8", 8e3, 1, 1740),
             ("8K CP2", 8e3, 2, 999),
@@ -296,8 +310,9 @@ def t30() -> Row:
             "ms",
             paper,
             _scaled(1.0, ttit, hosts),
-            direction=True,
-            note="TP8's measured 46.26 ms plus what ring attention adds in each layer (T31)" + extra,
+            order=lambda _, c: ttit(1, c) < ttit(2, c) < ttit(4, c),
+            note="direction: rises with hosts; TP8's measured 46.26 ms plus what ring attention adds in each layer (T31)"
+            + extra,
         )
         for hosts, paper, extra in (
             (2, (60.23, 66.63), "; the paper's Tables 6 and 7 differ"),
@@ -439,7 +454,6 @@ def t32() -> Row:
                 (12.0, 14.0),
                 empirical,
                 (empirical, empirical),
-                direction=False,
                 note="with the coefficients as printed and natural logarithms h is negative in every row of Table 4, "
                 "so it never chooses pass-KV",
             ),

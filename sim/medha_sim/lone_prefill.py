@@ -16,7 +16,7 @@ import numpy.typing as npt
 from medha.hardware import H100, LLAMA3_8B, Hardware, profile_for
 from medha.predictor import TOKENS_PER_LANE
 from medha.topology import Topology
-from medha_sim.claims import NOMINAL, Capacity, Row, above, below, modelled
+from medha_sim.claims import NOMINAL, Capacity, Row, above, below, modelled, more_than
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -106,7 +106,7 @@ def t11() -> Row:
         "T11",
         "A §3.2",
         "8B on 8 H100, 1M tokens: a prefill in chunks of 32 takes 1.75 times as long as in chunks of 4,096",
-        (modelled("prefill time, chunk 32 over 4,096", "x", 1.75, ratio, direction=ratio(NOMINAL) > 1),),
+        (modelled("prefill time, chunk 32 over 4,096", "x", 1.75, ratio, order=more_than(1.0)),),
         _inputs("TP8"),
         "lone prompt, chunk by chunk",
     )
@@ -137,7 +137,7 @@ def t12() -> Row:
                 f"of {total}",
                 float(total),
                 dominated,
-                direction=dominated(NOMINAL) > total / 2,
+                order=more_than(total / 2),
                 note="the shape of a plot: sizes 64 to 4,096, each against adaptive chunks with its own P95 as the target",
             ),
         ),
@@ -170,7 +170,7 @@ def t18() -> Row:
                 "ms",
                 (95.0, 100.0),
                 decode(1),
-                direction=decode(1)(NOMINAL) > 50,
+                order=more_than(50.0),
                 note="direction: above the usual 50 ms target",
             ),
             modelled("the same with KVP4", "ms", below(95.0), decode(4)),
@@ -179,7 +179,7 @@ def t18() -> Row:
                 "of 8",
                 (7.0, 8.0),
                 better,
-                direction=better(NOMINAL) >= 4,
+                order=more_than(4.0),
                 note='"in most cases"; at 2M and the smallest chunk the paper sees no gain either',
             ),
         ),

@@ -8,7 +8,17 @@ import pytest
 
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
 from medha_sim import closed_form, context_parallel
-from medha_sim.claims import CORNERS, NOMINAL, Capacity, Figure, above, modelled, untestable, weakest
+from medha_sim.claims import (
+    CORNERS,
+    NOMINAL,
+    Capacity,
+    Figure,
+    above,
+    modelled,
+    more_than,
+    untestable,
+    weakest,
+)
 
 EXPECTED_VERDICTS = {
     "T10": "reproduced",
@@ -37,6 +47,14 @@ def test_a_figure_inside_the_band_is_reproduced() -> None:
 def test_a_figure_outside_the_band_keeps_its_direction_or_is_refuted() -> None:
     for direction, verdict in ((True, "direction only"), (False, "refuted"), (None, "refuted")):
         assert Figure("f", "s", (2.0, 2.0), 1.0, (0.9, 1.1), direction).verdict == verdict
+
+
+def test_the_order_of_a_formula_has_to_hold_at_every_corner_of_the_band() -> None:
+    def verdict(limit: float) -> str:
+        return modelled("f", "x", 3.0, lambda c: 2.0 * c.compute, order=more_than(limit)).verdict
+
+    assert verdict(1.7) == "direction only"
+    assert verdict(1.9) == "refuted", "it holds at nominal capacity, and not 10 % below"
 
 
 def test_a_range_of_the_paper_is_reproduced_where_it_meets_the_band() -> None:

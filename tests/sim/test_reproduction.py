@@ -91,7 +91,7 @@ def test_the_full_campaign_has_every_point_of_the_grid_in_paired_seeds() -> None
     planned = runs(FULL)
     for share in (0.01, 0.05, 0.2):
         for load in (0.5, 0.87, 0.97, 1.07):
-            for policy in ("guarded", "srpt", "lars", "edf", "lrs", "fcfs"):
+            for policy in FULL.policies:
                 goal = share == 0.05 and load != 0.5 and policy in ("guarded", "srpt")
                 expected = 10 if goal else 5
                 at = [
@@ -100,6 +100,9 @@ def test_the_full_campaign_has_every_point_of_the_grid_in_paired_seeds() -> None
                     if (run.system, run.long_share, run.load) == (f"medha-{policy}", share, load)
                 ]
                 assert at == list(range(expected))
+            for system in FULL.systems:
+                seeds = [r.seed for r in planned if (r.system, r.long_share, r.load) == (system, share, load)]
+                assert seeds == list(range(5))
     assert all(run.window_seconds == 3600 for run in planned if run.load is not None)
 
 
