@@ -19,7 +19,7 @@ from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha_cli.options import Number
 from medha_cli.results import require_writable, write_page
 from medha_cli.simulate import require_plotly
-from medha_sim.plan import Bounds, Rating, Wish, bounds, plan, read_shape
+from medha_sim.plan import Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 
@@ -106,7 +106,8 @@ def command(
     """Say which TP x SPP x KVP grid meets a TTFT and a TPOT target, and what it costs.
 
     TTFT is that of a lone prompt whose chunks leave room for the TPOT of decodes beside it. Times come from the
-    predictor that also schedules: a roofline with fitted efficiencies, not a measurement of your machines.
+    predictor that also schedules: a roofline with fitted efficiencies, not a measurement of your machines. Where no
+    grid meets both, the closest are shown, and the exit status is 2.
 
     \b
     Examples:
@@ -144,6 +145,8 @@ def command(
         write_page("--plot", plot, page(title, wish, ratings, over_context), "what it would show is printed")
         if not as_json:
             console.print(f"plots: {plot}", markup=False)
+    if not ratings[0].fits:
+        raise ConfigInvalid(shortfall(model, hardware, wish, ratings[0]))
 
 
 def _model(name: str) -> ModelShape:
@@ -176,8 +179,13 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
     )
     caption = (
         f"GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
-        "the other, decodes in the largest batch. GB behind a miss of memory is KV to offload, all GPUs together."
+        "the other, decodes in the largest batch."
     )
+    offloads = any(rating.offload_bytes for rating in ratings)
+    if not all(rating.fits for rating in ratings):
+        caption += " A figure with ! misses its target."
+    if offloads:
+        caption += " Offl.: KV that does not fit, of all GPUs together."
     table = Table(
         title=title,
         caption=caption,
@@ -198,26 +206,30 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
         "Holds\ntokens",
         "In\n/M",
         "Out\n/M",
+        *(["Offl.\nGB"] if offloads else []),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("Misses", min_width=10)
     for index, rating in enumerate(ratings):
-        offload = f" ({rating.offload_bytes / 1e9:,.0f} GB)" if rating.offload_bytes else ""
+        missed = {name: "!" if name in rating.misses else "" for name in ("TTFT", "TPOT", "memory")}
         table.add_row(
             " x ".join(str(size) for size in astuple(rating.topology)),
             str(rating.gpus),
-            f"{rating.ttft_seconds:.1f}",
-            f"{1e3 * rating.tpot_seconds:.1f}",
+            _figure(rating.ttft_seconds) + missed["TTFT"],
+            _figure(1e3 * rating.tpot_seconds) + missed["TPOT"],
             str(rating.batch),
-            f"{rating.weights_bytes / 1e9:.1f}",
-            f"{rating.kv_bytes / 1e9:.1f}/{rating.kv_room_bytes / 1e9:.0f}",
+            _figure(rating.weights_bytes / 1e9),
+            f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
             _short(rating.kv_tokens),
             f"{rating.cost_per_million_input:.2f}",
-            f"{rating.cost_per_million_output:.1f}" if rating.batch else "-",
-            ", ".join(rating.misses) + offload or "-",
-            style="bold green" if index == 0 else ("" if rating.fits else "dim"),
+            _figure(rating.cost_per_million_output) if rating.batch else "-",
+            *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
+            style="dim" if not rating.fits else "bold green" if index == 0 else "",
         )
     return table
+
+
+def _figure(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _short(tokens: int) -> str:
@@ -256,7 +268,7 @@ def _as_json(
         "model": asdict(model),
         "hardware": asdict(hardware),
         "wish": asdict(wish),
-        "plan": str(ratings[0].topology),
+        "plan": str(ratings[0].topology) if ratings[0].fits else None,
         "grids": [{**asdict(rating), "gpus": rating.gpus, "fits": rating.fits} for rating in ratings],
         "by_context": [{**asdict(row), "bound_by": row.binding} for row in rows],
     }

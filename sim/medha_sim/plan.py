@@ -166,18 +166,18 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
 
 
 def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
-    """Every grid, the best first: those that serve the wish by GPUs and cost, then the others by what they miss.
+    """Every grid, the best first: those that serve the wish by GPUs and cost, then the others, the closest first."""
 
-    Raises:
-        ConfigInvalid: no grid serves the wish; the text names the closest one and the mend.
-    """
-    ratings = sorted(
-        (rate(model, hardware, topology, wish) for topology in grids(model, hardware, wish.max_gpus)),
-        key=lambda rating: (len(rating.misses), rating.gpus, rating.cost_per_million_input),
-    )
-    if not ratings or not ratings[0].fits:
-        raise ConfigInvalid(_nothing_fits(model, hardware, wish, ratings))
-    return ratings
+    def place(rating: Rating) -> tuple[int, float, float]:
+        if rating.fits:
+            return 0, rating.gpus, rating.cost_per_million_input
+        if rating.offload_bytes:
+            return 2, rating.offload_bytes, rating.gpus
+        times = rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
+        return 1, max(times), rating.gpus
+
+    ratings = (rate(model, hardware, topology, wish) for topology in grids(model, hardware, wish.max_gpus))
+    return sorted(ratings, key=place)
 
 
 def bounds(
@@ -338,27 +338,18 @@ def _by_size(model: ModelShape, hardware: Hardware, max_gpus: int) -> tuple[Topo
     )
 
 
-def _nothing_fits(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> str:
+def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating) -> str:
+    """What `closest`, the first grid of a plan, lacks where no grid serves the wish, and the mend."""
     asked = (
         f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"
     )
-    if not ratings:
-        return f"{asked}: none can be built; allow more GPUs (--max-gpus)"
-    holding = [rating for rating in ratings if "memory" not in rating.misses]
-    if not holding:
-        most = max(ratings, key=lambda rating: rating.kv_tokens)
+    if closest.offload_bytes:
         return (
-            f"{asked}: {wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {most.topology} holds "
-            f"{most.kv_tokens:,} and would have to offload {most.offload_bytes / 1e9:,.0f} GB to host memory; allow "
-            "more GPUs (--max-gpus), or shorten --context"
+            f"{asked}: {wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {closest.topology} holds "
+            f"{closest.kv_tokens:,} and would have to offload {closest.offload_bytes / 1e9:,.0f} GB to host memory; "
+            "allow more GPUs (--max-gpus), or shorten --context"
         )
-    closest = min(
-        holding,
-        key=lambda rating: max(
-            rating.ttft_seconds / wish.ttft_seconds, rating.tpot_seconds / wish.tpot_seconds
-        ),
-    )
     mends = [f"--max-gpus above {wish.max_gpus}"]
     if "TTFT" in closest.misses:
         mends.append(f"--ttft {closest.ttft_seconds * 1.05:.3g}")

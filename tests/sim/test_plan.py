@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.predictor import Chunking, Predictor, Work
 from medha.topology import Topology
 from medha_cli.main import main
-from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape
+from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall
 
 WISH = Wish(context_tokens=1_000_000, ttft_seconds=30.0, tpot_seconds=0.02)
 
@@ -100,17 +101,20 @@ def test_bounds_are_those_of_paper_a_figure_2() -> None:
 
 
 def test_kv_that_does_not_fit_names_what_would_have_to_be_offloaded() -> None:
-    with pytest.raises(ConfigInvalid, match=r"do not fit.*offload .* GB to host memory.*--max-gpus"):
-        plan(LLAMA3_70B, A100, replace(WISH, context_tokens=10_000_000, max_gpus=8))
+    wish = replace(WISH, context_tokens=10_000_000, max_gpus=8)
+    closest = plan(LLAMA3_70B, A100, wish)[0]
+    assert closest.offload_bytes == min(rating.offload_bytes for rating in plan(LLAMA3_70B, A100, wish)) > 0
+    text = shortfall(LLAMA3_70B, A100, wish, closest)
+    assert re.search(r"do not fit.*offload .* GB to host memory.*--max-gpus", text)
 
 
 def test_targets_out_of_reach_name_the_closest_grid_and_the_flags_that_mend_it() -> None:
-    with pytest.raises(
-        ConfigInvalid, match=r"closest, TP\d+ x SPP\d+ x KVP\d+, misses TTFT .*--ttft \d"
-    ) as caught:
-        plan(LLAMA3_8B, H100, replace(WISH, ttft_seconds=1.0, tpot_seconds=0.1, max_gpus=16))
-    mended = float(str(caught.value).split("--ttft ")[1].split()[0])
-    assert plan(LLAMA3_8B, H100, replace(WISH, ttft_seconds=mended, tpot_seconds=0.1, max_gpus=16))[0].fits
+    wish = replace(WISH, ttft_seconds=1.0, tpot_seconds=0.1, max_gpus=16)
+    closest = plan(LLAMA3_8B, H100, wish)[0]
+    text = shortfall(LLAMA3_8B, H100, wish, closest)
+    assert f"closest, {closest.topology}, misses TTFT" in text
+    mended = float(text.split("--ttft ")[1].split()[0])
+    assert plan(LLAMA3_8B, H100, replace(wish, ttft_seconds=mended))[0].fits
 
 
 @pytest.mark.parametrize("name", ["context_tokens", "ttft_seconds", "memory_fraction", "max_gpus"])
@@ -154,6 +158,26 @@ def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
     html = page.read_text(encoding="utf-8")
     assert "Plotly.newPlot" in html
     assert 'src="http' not in html  # readable without a network
+
+
+def test_where_nothing_fits_the_closest_grids_are_shown_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = ["plan", "--context", "10M", "--ttft", "2", "--max-gpus", "8"]
+    page = tmp_path / "plan.html"
+    shown = CliRunner().invoke(main, [*arguments, "--plot", str(page)])
+    assert shown.exit_code == 2
+    assert "error: no grid of up to 8 H100" in shown.stderr
+    assert re.search(r"^8 x 1 x 1 +8 +9,\d{3}! +6\d\.\d! .* 754 *$", shown.stdout, re.MULTILINE), (
+        "nothing is cut"
+    )
+    assert "…" not in shown.stdout
+    assert "GPUs by context" in shown.stdout
+    assert "Plotly.newPlot" in page.read_text(encoding="utf-8")
+    report = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    assert report["plan"] is None
+    assert report["grids"][0]["misses"] == ["memory", "TTFT", "TPOT"]
 
 
 def test_the_command_refuses_what_it_does_not_know() -> None:

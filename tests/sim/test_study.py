@@ -282,7 +282,14 @@ def test_the_page_fetches_nothing_and_the_json_beside_it_has_every_run(result: S
     text = page(of_study(result))
     assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", text)
     assert text.count("Plotly.newPlot(") >= 10
-    for words in ("Deadlines met", "Time to first token", "Convoys", "share of KV held", "chunks by context"):
+    for words in (
+        "Deadlines met",
+        "Time to first token",
+        "Convoys",
+        "share of KV held",
+        "requests that hold KV",
+        "chunks by context",
+    ):
         assert words in text
     found = json.loads(figures(of_study(result)))
     assert found["planned_runs"] == len(found["runs"]) == len(result.runs) == 12
