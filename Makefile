@@ -72,8 +72,8 @@ images-early: # the same with no environment yet
 
 SHAPE ?= one-node
 .PHONY: cluster
-cluster: $(STAMP) ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes
-	@PYTHONPATH=tests exec $(BIN)/python -m cluster --shape $(SHAPE) $(if $(KWOK),--kwok $(KWOK))
+cluster: $(STAMP) ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes IMAGES="ARCHIVE ..."
+	@PYTHONPATH=tests exec $(BIN)/python -m cluster --shape $(SHAPE) $(if $(KWOK),--kwok $(KWOK)) $(IMAGES:%=--image %)
 
 .PHONY: campaign
 campaign: simulations faults ## both campaigns: the papers' claims simulated, and the operator under faults; each resumes where it was

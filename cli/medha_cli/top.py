@@ -84,7 +84,7 @@ def command(
       medha top
       medha top --once
       medha top --once --json | jq .status.core.requests
-      kubectl port-forward pod/grid-l0-0 9100 & medha top --url http://127.0.0.1:9100
+      kubectl port-forward pod/grid-l0-0 9400 & medha top --url http://127.0.0.1:9400
     """
     target = Target(name, run_dir, url)
     if isinstance(sys.stdout, io.TextIOWrapper):
