@@ -1,14 +1,13 @@
 """`make test-long`: what does not fit CI, one process per row, resumed where it was stopped.
 
 Rows are every test marked `long`, and seeded campaigns: the property tests of each folder with 1,000 examples each and
-another seed. After each row `benchmarks/results/long.json` is written, with a digest of the code that the row reads: rows
-that have passed for this code are not run again. With uncommitted changes in it they always are.
+another seed. After each row `benchmarks/results/long.json` is written, with the commit that it ran on: rows that have passed
+are not run again as long as nothing has changed since that they read. With uncommitted changes in it they always are.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
@@ -20,16 +19,41 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "long.json"
 PROPERTIES = ("-m", "hypothesis and not long", "--hypothesis-profile=campaign", "--timeout=1800")
-SHARED = ("constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/frames.py")
+UNCOMMITTED = "uncommitted"
+SHARED = (
+    "constraints.txt", "pyproject.toml", "tests/benchmark.py", "tests/conftest.py", "tests/core/recorded",
+    "tests/frames.py",
+)  # fmt: skip
 """What any row may read, beside its own folder of tests."""
+COMMANDS = (
+    "listing",
+    "look",
+    "plan",
+    "profile",
+    "reference",
+    "render",
+    "replay",
+    "screen",
+    "simulate",
+    "top",
+    "trace",
+)
+"""Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
     "tests/core": ("benchmarks/fit.py", "core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router"),
+    "tests/serving": (
+        "benchmarks/needle.py", "benchmarks/recovery.py", "cli", "core", "examples", "router", "worker",
+        *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+    ),
     "tests/worker": ("core", "worker"),
-}
-"""What the tests of a folder read besides; folders that are not named may read all parts, and the programs in benchmarks/."""
-PARTS = ("cli", "core", "examples", "operator", "router", "sim", "worker")
+}  # fmt: skip
+"""What the rows of a folder read besides, as git's pathspecs; those of folders that are not named may read `ANYTHING`."""
+ANYTHING = (
+    "benchmarks/*.py", "charts", "cli", "core", "crds", "docs/chart-findings.md", "examples", "operator", "router",
+    "sim", "tests/cluster", "worker",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -51,14 +75,7 @@ def main() -> int:
             rows[f"properties of {folder}, seed {seed}"] = (folder, *PROPERTIES, f"--hypothesis-seed={seed}")
     chosen = {name: argv for name, argv in rows.items() if arguments.match in name}
     kept = {name: row for name, row in kept.items() if name in rows}
-    code = {name: _digest(argv[0]) for name, argv in chosen.items()}
-    left = [
-        name
-        for name in chosen
-        if code[name] == "uncommitted"
-        or (row := kept.get(name)) is None
-        or (row["outcome"], row["code"]) != ("passed", code[name])
-    ]
+    left = [name for name, argv in chosen.items() if not _holds(kept.get(name), argv)]
     print(
         f"{len(chosen)} rows, {len(chosen) - len(left)} passed before; results in {RESULTS.relative_to(ROOT)}"
     )
@@ -67,9 +84,8 @@ def main() -> int:
         return 0
     for number, name in enumerate(left, start=1):
         print(f"[{number}/{len(left)}] {name}", flush=True)
-        kept[name] = {"code": code[name], "commit": _git("rev-parse", "--short=12", "HEAD").strip()} | _run(
-            chosen[name]
-        )
+        row = chosen[name]
+        kept[name] = {"argv": list(row), "commit": _commit(row[0])} | _run(row)
         print(f"    {kept[name]['outcome']}, {kept[name]['seconds']} s", flush=True)
         _write(kept)
     failed = [name for name in chosen if kept[name]["outcome"] != "passed"]
@@ -84,21 +100,28 @@ def _tests(marks: str) -> Iterator[str]:
     return (line for line in done.stdout.splitlines() if "::" in line)
 
 
-def _digest(test: str) -> str:
-    """Of the code that a test reads, as committed; "uncommitted" where there are changes to it."""
-    paths = read_by(test)
-    if _git("status", "--porcelain", "--", *paths):
-        return "uncommitted"
-    trees = _git("rev-parse", *(f"HEAD:{path}" for path in paths))
-    return hashlib.sha256(trees.encode()).hexdigest()[:12]
+def _holds(row: dict[str, Any] | None, argv: tuple[str, ...]) -> bool:
+    """Whether a row has passed, with these arguments, on what is there now."""
+    if row is None or (row["outcome"], row["argv"]) != ("passed", list(argv)):
+        return False
+    paths = read_by(argv[0])
+    if row["commit"] == UNCOMMITTED or _git("status", "--porcelain", "--", *paths):
+        return False
+    unchanged = ["git", "diff", "--quiet", row["commit"], "HEAD", "--", *paths]
+    return subprocess.run(unchanged, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def _commit(test: str) -> str:
+    """The one that a test now runs on; `UNCOMMITTED` where what it reads has changed since."""
+    if _git("status", "--porcelain", "--", *read_by(test)):
+        return UNCOMMITTED
+    return _git("rev-parse", "--short=12", "HEAD").strip()
 
 
 def read_by(test: str) -> list[str]:
-    """Files and folders that a row may read."""
+    """Pathspecs of the files that a row may read."""
     folder = test if "::" not in test else str(Path(test.partition("::")[0]).parent)
-    if folder in READ:
-        return [*SHARED, *READ[folder], folder]
-    return [*SHARED, *PARTS, *_git("ls-files", "--", "benchmarks/*.py").split(), folder]
+    return [*SHARED, folder, *READ.get(folder, ANYTHING)]
 
 
 def _git(*argv: str) -> str:

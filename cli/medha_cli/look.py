@@ -164,5 +164,5 @@ def _base(url: str) -> str:
     """An address without the page."""
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigInvalid(f"--url is {url!r}; give the controller's address, such as http://127.0.0.1:9100")
+        raise ConfigInvalid(f"--url is {url!r}; give the controller's address, such as http://127.0.0.1:9400")
     return f"{parts.scheme}://{parts.netloc}"

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from medha.errors import ConfigInvalid
@@ -27,6 +28,7 @@ _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 _MOST_TOKENS = 10**9
 _MOST_GPUS = 1 << 16
 _MOST_REQUESTS = 10**6
+_WIDEST = 1000  # columns of a terminal
 
 
 class Tokens(click.ParamType[int]):
@@ -136,8 +138,8 @@ def command(
     if as_json:
         click.echo(json.dumps(_as_json(model, hardware, wish, ratings, over_context), indent=1))
     else:
-        console.print(_grids_table(model, hardware, wish, ratings[:rows]))
-        console.print(_bounds_table(wish, over_context))
+        for table in (_grids_table(model, hardware, wish, ratings[:rows]), _bounds_table(wish, over_context)):
+            _print_whole(console, table)
     if plot is not None:
         from medha_sim.plan_page import page  # brings the plotting library
 
@@ -185,7 +187,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
     if not all(rating.fits for rating in ratings):
         caption += " A figure with ! misses its target."
     if offloads:
-        caption += " Offl.: KV that does not fit, of all GPUs together."
+        caption += " Offl.: what does not fit, of all GPUs together."
     table = Table(
         title=title,
         caption=caption,
@@ -220,7 +222,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
             _figure(rating.weights_bytes / 1e9),
             f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
             _short(rating.kv_tokens),
-            f"{rating.cost_per_million_input:.2f}",
+            _figure(rating.cost_per_million_input, digits=2),
             _figure(rating.cost_per_million_output) if rating.batch else "-",
             *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
             style="dim" if not rating.fits else "bold green" if index == 0 else "",
@@ -228,8 +230,19 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
     return table
 
 
-def _figure(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+def _print_whole(console: Console, table: Table) -> None:
+    """With all of its columns, however narrow the terminal is: rich would shorten figures."""
+    unbounded = console.options.update(max_width=_WIDEST)
+    narrow, console.width = (
+        console.width,
+        max(console.width, Measurement.get(console, unbounded, table).maximum),
+    )
+    console.print(table)
+    console.width = narrow
+
+
+def _figure(value: float, *, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if value < 100 else f"{value:,.0f}"
 
 
 def _short(tokens: int) -> str:

@@ -33,6 +33,8 @@ _CHUNKS = tuple(
 )
 _GRID_POINTS = 33  # contexts at which a prefill's rate is taken
 _LONGEST_BATCH = 1 << 16
+_MOST_GPUS = 1 << 16
+_TIMES_MORE = 8  # GPUs, among which a mend is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,9 @@ class Rating:
     kv_bytes: float  # of `concurrent` requests
     kv_room_bytes: float
     kv_tokens: int  # that the whole replica holds
-    offload_bytes: float  # KV of all GPUs together that does not fit and would have to live in host memory
+    offload_bytes: (
+        float  # of all GPUs together: what does not fit, KV first, and would have to live in host memory
+    )
     cost_per_million_input: float
     cost_per_million_output: float
     misses: tuple[str, ...]  # why it does not serve the wish
@@ -128,12 +132,13 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
     copies = max(1, topology.tensor // model.kv_heads)  # KV heads are repeated beyond their number
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
     weights = model.weights_bytes / ranks_of_lane
-    room = max(
-        0.0, wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
+    beside_weights = (
+        wish.memory_fraction * hardware.memory_bytes - weights - _activation_bytes(model, topology)
     )
+    room = max(0.0, beside_weights)
     kv_tokens = int(room / token_bytes)
     kv = wish.request_tokens * wish.concurrent * token_bytes
-    offload = max(0.0, kv - room) * topology.ranks
+    offload = max(0.0, kv - beside_weights) * topology.ranks
 
     ttft = pace.prefill_seconds(wish.context_tokens, wish.tpot_seconds)
     batch = pace.largest_batch(wish.request_tokens, wish.tpot_seconds, kv_tokens // wish.request_tokens)
@@ -160,7 +165,10 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
         kv_tokens=kv_tokens,
         offload_bytes=offload,
         cost_per_million_input=price * ttft / wish.context_tokens * 1e6,
-        cost_per_million_output=price * tpot / max(batch, 1) * 1e6,
+        cost_per_million_output=price
+        * pace.decode_seconds(wish.request_tokens, max(batch, 1))
+        / max(batch, 1)
+        * 1e6,
         misses=tuple(misses),
     )
 
@@ -189,18 +197,15 @@ def bounds(
     for context in contexts:
         tokens = context + wish.output_tokens
         kv_bytes = model.kv_bytes_per_token * tokens * wish.concurrent
+        memory = ceil((model.weights_bytes + kv_bytes) / usable)
         planned = None
-        if search:
-            asked = replace(wish, context_tokens=context)
-            fitting = (
-                rate(model, hardware, grid, asked) for grid in _by_size(model, hardware, wish.max_gpus)
-            )
-            planned = next((rating.gpus for rating in fitting if rating.fits), None)
+        if search and memory <= wish.max_gpus:
+            planned = _fewest(model, hardware, replace(wish, context_tokens=context))
         rows.append(
             Bounds(
                 context_tokens=context,
                 compute=ceil(model.prefill_flops(context) / (wish.ttft_seconds * hardware.peak_flops)),
-                memory=ceil((model.weights_bytes + kv_bytes) / usable),
+                memory=memory,
                 bandwidth=ceil(
                     (model.weights_bytes + kv_bytes) / (wish.tpot_seconds * hardware.memory_bytes_per_second)
                 ),
@@ -208,6 +213,13 @@ def bounds(
             )
         )
     return rows
+
+
+def _fewest(model: ModelShape, hardware: Hardware, wish: Wish) -> int | None:
+    """GPUs of the smallest grid that serves the wish."""
+    grids_by_size = _by_size(model, hardware, wish.max_gpus)
+    ratings = (rate(model, hardware, grid, wish) for grid in grids_by_size)
+    return next((rating.gpus for rating in ratings if rating.fits), None)
 
 
 def read_shape(config: Path) -> ModelShape:
@@ -339,23 +351,36 @@ def _by_size(model: ModelShape, hardware: Hardware, max_gpus: int) -> tuple[Topo
 
 
 def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating) -> str:
-    """What `closest`, the first grid of a plan, lacks where no grid serves the wish, and the mend."""
+    """What `closest`, the first grid of a plan, lacks where no grid serves the wish, and mends that each suffice."""
     asked = (
         f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"
     )
-    if closest.offload_bytes:
-        return (
-            f"{asked}: {wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {closest.topology} holds "
-            f"{closest.kv_tokens:,} and would have to offload {closest.offload_bytes / 1e9:,.0f} GB to host memory; "
-            "allow more GPUs (--max-gpus), or shorten --context"
+    mends = []
+    enough = _fewest(model, hardware, replace(wish, max_gpus=min(_TIMES_MORE * wish.max_gpus, _MOST_GPUS)))
+    if enough is not None:
+        mends.append(f"--max-gpus {enough}")
+    if closest.kv_room_bytes == 0:
+        lacks = f"not even the weights fit: on {closest.topology} they take {_gigabytes(closest.weights_bytes)} GB of each GPU"
+        mends.append("a smaller model")
+    elif closest.offload_bytes:
+        lacks = (
+            f"{wish.concurrent} x {wish.request_tokens:,} tokens of KV do not fit; {closest.topology} holds "
+            f"{closest.kv_tokens:,} and would have to offload {_gigabytes(closest.offload_bytes)} GB to host memory"
         )
-    mends = [f"--max-gpus above {wish.max_gpus}"]
-    if "TTFT" in closest.misses:
-        mends.append(f"--ttft {closest.ttft_seconds * 1.05:.3g}")
-    if "TPOT" in closest.misses:
-        mends.append(f"--tpot {closest.tpot_seconds * 1.05:.3g}")
-    return (
-        f"{asked}: the closest, {closest.topology}, misses {' and '.join(closest.misses)} with a TTFT of "
-        f"{closest.ttft_seconds:.3g} s and a TPOT of {1e3 * closest.tpot_seconds:.3g} ms; try {' or '.join(mends)}"
-    )
+        mends.append("less of --context, --output or --concurrent")
+    else:
+        lacks = (
+            f"the closest, {closest.topology}, misses {' and '.join(closest.misses)} with a TTFT of "
+            f"{closest.ttft_seconds:.3g} s and a TPOT of {1e3 * closest.tpot_seconds:.3g} ms"
+        )
+        looser = {
+            "TTFT": f"--ttft {closest.ttft_seconds * 1.05:.3g}",
+            "TPOT": f"--tpot {closest.tpot_seconds * 1.05:.3g}",
+        }
+        mends.append(" with ".join(looser[name] for name in closest.misses))
+    return f"{asked}: {lacks}; try {' or '.join(mends)}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:,.0f}"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,10 +30,24 @@ PARTS = {
     ],
 )
 def test_a_row_depends_on_the_programs_examples_and_settings_that_its_tests_use(path: str) -> None:
-    read = LONG["read_by"]("tests/serving/test_recovery.py::test")
-    assert (ROOT / path).exists()
-    assert any(Path(path).is_relative_to(one) for one in read)
-    assert not any(Path("benchmarks/results/long.json").is_relative_to(one) for one in read)
+    read = files_read_by("tests/serving/test_recovery.py::test")
+    assert any(Path(one).is_relative_to(path) for one in read)
+    assert "benchmarks/results/long.json" not in read
+
+
+@pytest.mark.parametrize(
+    ("test", "path"),
+    [
+        ("tests/router", "tests/core/recorded/wire_v1.jsonl"),
+        ("tests/campaign/test_sample.py::test", "tests/cluster/api.py"),
+        ("tests/chart/test_findings.py::test", "charts/medha/values.yaml"),
+        ("tests/chart/test_findings.py::test", "docs/chart-findings.md"),
+    ],
+)
+def test_a_row_depends_on_what_lies_in_other_folders_of_tests_and_beside_the_code(
+    test: str, path: str
+) -> None:
+    assert path in files_read_by(test)
 
 
 @pytest.mark.parametrize("folder", LONG["READ"])
@@ -42,3 +59,59 @@ def test_tests_of_a_folder_that_reads_few_parts_name_no_other(folder: str) -> No
     }
     assert named
     assert named <= {path.partition("/")[0] for path in LONG["read_by"](folder)}
+
+
+def test_of_the_simulator_the_cores_tests_read_one_module_that_stands_on_the_core_alone() -> None:
+    texts = [path.read_text() for path in (ROOT / "tests" / "core").rglob("*.py")]
+    assert {name for text in texts for name in re.findall(r"\bmedha_sim[.\w]*", text)} == {
+        "medha_sim.one_server"
+    }
+    tree = ast.parse((ROOT / "sim" / "medha_sim" / "one_server.py").read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not any(name.startswith("medha_") for name in modules)
+
+
+def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_not_read() -> None:
+    show = "import sys, medha_cli.up; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout
+    ours = {name for name in loaded.split() if name.startswith("medha_")}
+    assert "medha_cli.manifest" in ours
+    assert not ours & {f"medha_cli.{name}" for name in LONG["COMMANDS"]}
+    assert not any(name.startswith(("medha_sim", "medha_operator")) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("edited", "holds"),
+    [("README.md", True), ("tests/worker/test_rank.py", False), ("core/medha/wire.py", False)],
+)
+def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
+    edited: str, holds: bool, tmp_path: Path
+) -> None:
+    def git(*argv: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        done = subprocess.run(["git", *who, *argv], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    argv = ("tests/worker", "-q")
+    paths = ("README.md", "tests/worker/test_rank.py", "core/medha/wire.py", "benchmarks/long.py")
+    git("init", "-q")
+    for path in paths:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("one\n")
+    (tmp_path / "benchmarks" / "long.py").write_text((ROOT / "benchmarks" / "long.py").read_text())
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    held = runpy.run_path(str(tmp_path / "benchmarks" / "long.py"))["_holds"]
+    row = {"outcome": "passed", "argv": list(argv), "commit": git("rev-parse", "HEAD")}
+    assert held(row, argv)
+    assert not held(row, (*argv, "--hypothesis-seed=1"))
+    assert not held(row | {"commit": "0123456789ab"}, argv)
+    (tmp_path / edited).write_text("two\n")
+    assert held(row, argv) is holds
+    git("commit", "-qam", "two")
+    assert held(row, argv) is holds
+
+
+def files_read_by(test: str) -> list[str]:
+    listed = ["git", "ls-files", "--", *LONG["read_by"](test)]
+    return subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

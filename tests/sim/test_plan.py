@@ -105,7 +105,7 @@ def test_kv_that_does_not_fit_names_what_would_have_to_be_offloaded() -> None:
     closest = plan(LLAMA3_70B, A100, wish)[0]
     assert closest.offload_bytes == min(rating.offload_bytes for rating in plan(LLAMA3_70B, A100, wish)) > 0
     text = shortfall(LLAMA3_70B, A100, wish, closest)
-    assert re.search(r"do not fit.*offload .* GB to host memory.*--max-gpus", text)
+    assert re.search(r"do not fit.*offload .* GB to host memory; try less of --context", text)
 
 
 def test_targets_out_of_reach_name_the_closest_grid_and_the_flags_that_mend_it() -> None:
@@ -158,6 +158,54 @@ def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
     html = page.read_text(encoding="utf-8")
     assert "Plotly.newPlot" in html
     assert 'src="http' not in html  # readable without a network
+
+
+def test_two_missed_targets_are_mended_together() -> None:
+    wish = replace(WISH, ttft_seconds=1.0, tpot_seconds=0.001, max_gpus=16)
+    text = shortfall(LLAMA3_8B, H100, wish, plan(LLAMA3_8B, H100, wish)[0])
+    found = re.search(r"try --ttft (\S+) with --tpot (\S+)$", text)
+    assert found, text
+    ttft, tpot = map(float, found.groups())
+    for mended, fits in (
+        (replace(wish, ttft_seconds=ttft, tpot_seconds=tpot), True),
+        (replace(wish, ttft_seconds=ttft), False),
+        (replace(wish, tpot_seconds=tpot), False),
+    ):
+        assert plan(LLAMA3_8B, H100, mended)[0].fits is fits
+
+
+def test_more_gpus_are_named_where_they_suffice_and_weights_that_do_not_fit_are_told_from_kv() -> None:
+    wish = replace(WISH, context_tokens=1000, tpot_seconds=0.05, max_gpus=1)
+    closest = plan(LLAMA3_70B, A100, wish)[0]
+    text = shortfall(LLAMA3_70B, A100, wish, closest)
+    assert "not even the weights fit: on TP1 x SPP1 x KVP1 they take 141 GB of each GPU" in text
+    found = re.search(r"--max-gpus (\d+)", text)
+    assert found
+    assert plan(LLAMA3_70B, A100, replace(wish, max_gpus=int(found[1])))[0].fits
+    assert not plan(LLAMA3_70B, A100, replace(wish, max_gpus=int(found[1]) - 1))[0].fits
+    hasty = replace(wish, tpot_seconds=0.0001, max_gpus=8)
+    assert "--max-gpus" not in shortfall(LLAMA3_8B, H100, hasty, plan(LLAMA3_8B, H100, hasty)[0])
+
+
+def test_a_batch_is_priced_by_its_own_time_and_not_by_that_of_more_requests_than_fit() -> None:
+    few, many = (rate(LLAMA3_8B, H100, Topology(8, 4), replace(WISH, concurrent=n)) for n in (1, 1000))
+    assert many.batch == few.batch < 1000
+    assert many.cost_per_million_output == few.cost_per_million_output
+    assert many.tpot_seconds > few.tpot_seconds
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--model", "Llama-3-70B", "--hardware", "A100", "--concurrent", "1000"], ["--context", "1M"]],
+)
+def test_no_figure_is_shortened_however_narrow_the_terminal(
+    columns: int, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = CliRunner().invoke(main, ["plan", *arguments, "--max-gpus", "8", "--rows", "20"])
+    assert "8 x 1 x 1" in shown.stdout
+    assert "…" not in shown.stdout
 
 
 def test_where_nothing_fits_the_closest_grids_are_shown_all_the_same(
