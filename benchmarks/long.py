@@ -26,18 +26,8 @@ SHARED = (
 )  # fmt: skip
 """What any row may read, beside its own folder of tests."""
 COMMANDS = (
-    "listing",
-    "look",
-    "plan",
-    "profile",
-    "reference",
-    "render",
-    "replay",
-    "screen",
-    "simulate",
-    "top",
-    "trace",
-)
+    "listing", "look", "plan", "profile", "reference", "render", "replay", "screen", "simulate", "top", "trace",
+)  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
     "tests/core": ("benchmarks/fit.py", "core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),

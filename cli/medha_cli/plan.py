@@ -20,13 +20,12 @@ from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
 from medha_cli.options import Number
 from medha_cli.results import require_writable, write_page
 from medha_cli.simulate import require_plotly
-from medha_sim.plan import Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
+from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
 
 _UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
 
 
 _MOST_TOKENS = 10**9
-_MOST_GPUS = 1 << 16
 _MOST_REQUESTS = 10**6
 _WIDEST = 1000  # columns of a terminal
 
@@ -76,7 +75,7 @@ class Tokens(click.ParamType[int]):
     help="Requests of this length held at a time.",
 )  # fmt: skip
 @click.option(
-    "--max-gpus", type=click.IntRange(1, _MOST_GPUS), default=128, show_default=True,
+    "--max-gpus", type=click.IntRange(1, MOST_GPUS), default=128, show_default=True,
     help="Largest grid to look at.",
 )  # fmt: skip
 @click.option(
@@ -233,12 +232,8 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
 def _print_whole(console: Console, table: Table) -> None:
     """With all of its columns, however narrow the terminal is: rich would shorten figures."""
     unbounded = console.options.update(max_width=_WIDEST)
-    narrow, console.width = (
-        console.width,
-        max(console.width, Measurement.get(console, unbounded, table).maximum),
-    )
-    console.print(table)
-    console.width = narrow
+    whole = Measurement.get(console, unbounded, table).maximum
+    Console(highlight=False, width=max(console.width, whole)).print(table)
 
 
 def _figure(value: float, *, digits: int = 1) -> str:

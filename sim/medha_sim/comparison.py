@@ -56,7 +56,7 @@ class Goal:
     seeds: int
     below: int  # seeds that miss it
     met: bool | None  # None: the windows are too short to tell
-    surely: bool | None  # met by the whole interval too; None as above
+    met_by_interval: bool | None  # whether its lower end does so too; None as above
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -66,7 +66,7 @@ class Goal:
             "seeds": self.seeds,
             "below": self.below,
             "met": self.met,
-            "surely": self.surely,
+            "met_by_interval": self.met_by_interval,
         }
 
 
@@ -80,7 +80,7 @@ def _goal(text: str, value: Interval, by_seed: Sequence[float], least: float, *,
         len(by_seed),
         below,
         met=mean >= least if judged else None,
-        surely=mean - width >= least if judged else None,
+        met_by_interval=mean - width >= least if judged else None,
     )
 
 

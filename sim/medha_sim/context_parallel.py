@@ -168,7 +168,8 @@ def t28() -> Row:
 
     def rises(_: float, capacity: Capacity) -> bool:
         return all(
-            _partial(low, capacity, pass_q=pass_q) < _partial(high, capacity, pass_q=pass_q)
+            _partial_prefill_milliseconds(low, capacity, pass_q=pass_q)
+            < _partial_prefill_milliseconds(high, capacity, pass_q=pass_q)
             for pass_q in (False, True)
             for (low, *_), (high, *_) in pairwise(TABLE_4)
         )
@@ -176,7 +177,7 @@ def t28() -> Row:
     for new_tokens, *measured in TABLE_4:
         for pass_q, milliseconds in zip((False, True), measured, strict=True):
             name = f"T = {new_tokens}, {'pass-Q' if pass_q else 'pass-KV'}"
-            ours = partial(_partial, new_tokens, pass_q=pass_q)
+            ours = partial(_partial_prefill_milliseconds, new_tokens, pass_q=pass_q)
             figures.append(modelled(name, "ms", milliseconds, ours, order=rises))
     winners = float(sum(_same_winner(new_tokens) for new_tokens, *_ in TABLE_4))
     figures.append(
@@ -200,12 +201,12 @@ def t28() -> Row:
 
 def _same_winner(new_tokens: int) -> bool:
     measured = next(row for row in TABLE_4 if row[0] == new_tokens)
-    pass_kv, pass_q = (_partial(new_tokens, NOMINAL, pass_q=q) for q in (False, True))
+    pass_kv, pass_q = (_partial_prefill_milliseconds(new_tokens, NOMINAL, pass_q=q) for q in (False, True))
     return (pass_kv < pass_q) == (measured[1] < measured[2])
 
 
-def _partial(new_tokens: int, capacity: Capacity, *, pass_q: bool) -> float:
-    """TTFT of a partial prefill on CP4, in ms."""
+def _partial_prefill_milliseconds(new_tokens: int, capacity: Capacity, *, pass_q: bool) -> float:
+    """TTFT of `new_tokens` behind a cached prefix on CP4."""
     cached = TOTAL_TOKENS - new_tokens
     return 1e3 * ttft_seconds(new_tokens, cached, 4, pass_q=pass_q, capacity=capacity)
 

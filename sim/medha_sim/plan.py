@@ -33,7 +33,7 @@ _CHUNKS = tuple(
 )
 _GRID_POINTS = 33  # contexts at which a prefill's rate is taken
 _LONGEST_BATCH = 1 << 16
-_MOST_GPUS = 1 << 16
+MOST_GPUS = 1 << 16  # of the largest grid that is looked at
 _TIMES_MORE = 8  # GPUs, among which a mend is looked for
 
 
@@ -357,7 +357,7 @@ def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"
     )
     mends = []
-    enough = _fewest(model, hardware, replace(wish, max_gpus=min(_TIMES_MORE * wish.max_gpus, _MOST_GPUS)))
+    enough = _fewest(model, hardware, replace(wish, max_gpus=min(_TIMES_MORE * wish.max_gpus, MOST_GPUS)))
     if enough is not None:
         mends.append(f"--max-gpus {enough}")
     if closest.kv_room_bytes == 0:

@@ -191,7 +191,10 @@ def _policies(shown: dict[str, Any]) -> str:
         "deployment's capacity, measured with a backlog. Differences are `guarded` minus the other, seed by seed.\n"
     )
     if shown["goals"]:
-        text += "\nA goal is met where the mean over the seeds meets it: single seeds, one hour each, may miss it, and so may the lower end of the interval.\n\n"
+        text += (
+            "\nA goal is met where the mean over the seeds meets it: single seeds, one hour each, may miss it, and so may "
+            "the lower end of the interval.\n\n"
+        )
         text += _table(
             (
                 "Goal (5 % long)",
@@ -208,7 +211,7 @@ def _policies(shown: dict[str, Any]) -> str:
                     _with_width((goal["worst"], None)),
                     f"{goal['below']} of {goal['seeds']}",
                     _MET[goal["met"]],
-                    _MET[goal["surely"]],
+                    _MET[goal["met_by_interval"]],
                 )
                 for goal in shown["goals"]
             ),
