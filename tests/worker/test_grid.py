@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import psutil
@@ -171,6 +173,20 @@ def test_who_leaves_is_missed_at_once_also_if_it_still_expects_something() -> No
     ):
         first.receive_tokens(1)
     first.close()
+
+
+def test_the_thread_that_waits_for_the_network_interrupts_nobody_who_computes() -> None:
+    """Else it would spin, on a core that both share, on the lock that who was interrupted holds."""
+    before = {thread.id for thread in psutil.Process().threads()}
+    grids = together(Topology(stream=2))
+    policies: dict[str, set[int]] = {}
+    for thread in psutil.Process().threads():
+        if thread.id not in before:
+            name = Path(f"/proc/self/task/{thread.id}/comm").read_text().strip()
+            policies.setdefault(name, set()).add(os.sched_getscheduler(thread.id))
+    assert policies.pop("gloo_tcp_loop") == {os.SCHED_BATCH}
+    assert set().union(*policies.values()) <= {os.SCHED_OTHER}
+    assert on_all(grids, lambda _: os.sched_getscheduler(0)) == [os.SCHED_OTHER] * 2
 
 
 def test_a_port_that_is_taken_and_an_address_that_is_not_ours_are_named() -> None:

@@ -73,7 +73,8 @@ class _CpuStep:
         self._output_rows = self._rows
         self._split: list[tuple[int, slice]] = []  # of a split decode: its row, and the rows of its parts
         self._parts: list[tuple[int, ...]] = []
-        most_parts = 2 * torch.get_num_threads()
+        threads = torch.get_num_threads()
+        most_parts = 2 * threads if threads > 1 else 1
         for span, slots in zip(spans, self._slots, strict=True):
             if span.row_count == 1:
                 self._add_decode(

@@ -61,19 +61,18 @@ def merge_partials(
     """Attention over the union of disjoint sets of keys, from the attention over each (FlashDecoding's merge).
 
     Args:
-        outputs: At least one, each [..., head_dim].
-        log_sum_exps: Natural logarithms, float32 [...]; -inf marks an empty set, whose output is not looked at.
+        outputs: At least one, each [..., head_dim]; zeros for an empty set.
+        log_sum_exps: Natural logarithms, float32 [...]; -inf for an empty set.
 
     Returns:
         Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty.
     """
-    parts = torch.stack(tuple(log_sum_exps))
-    union = parts.logsumexp(0)
-    merged = torch.zeros(outputs[0].shape, dtype=torch.float32, device=outputs[0].device)
-    for output, part in zip(outputs, log_sum_exps, strict=True):
-        is_empty = part == -math.inf
-        weight = (part - union).exp_().masked_fill_(is_empty, 0.0)  # -inf - -inf is NaN
-        merged.addcmul_(output.float().masked_fill(is_empty[..., None], 0.0), weight[..., None])
+    # One after the other, in few operations: a decode over lanes waits for each of them in every layer.
+    merged, union = outputs[0].float(), log_sum_exps[0]
+    for output, part in zip(outputs[1:], log_sum_exps[1:], strict=True):
+        weight = torch.sigmoid(part - union).masked_fill_(part == -math.inf, 0.0)  # -inf - -inf is NaN
+        merged = torch.lerp(merged, output.float(), weight[..., None])
+        union = torch.logaddexp(union, part)
     return merged.to(outputs[0].dtype), union
 
 

@@ -171,7 +171,8 @@ class SpreadStep:
         """New K and V to where they are kept, direct queries to all who help; own and asked queries, own first."""
         landing, (_, query_heads, head_dim), kv_heads = self._plan.landing, q.shape, k.shape[1]
         staying, slots = landing.here
-        self._put(layer, slots, k[staying], v[staying])
+        if len(slots):
+            self._put(layer, slots, k[staying], v[staying])
         outgoing: dict[int, list[torch.Tensor]] = {}
         for lane, rows in landing.to.items():
             outgoing[lane] = [k[rows].reshape(-1), v[rows].reshape(-1)]
@@ -188,7 +189,7 @@ class SpreadStep:
         asked_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
         ]
-        return torch.cat([q, *asked_q]) if asked_q else q
+        return _joined([q, *asked_q])
 
     def _merge(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """Partial results back to their lanes, in float32; the merged output of own rows."""
@@ -233,14 +234,13 @@ class SpreadStep:
         """Send each lane its pieces as one tensor; what comes back, of these sizes."""
         incoming = {lane: like.new_empty(size) for lane, size in sizes.items()}
         if outgoing or incoming:
-            joined = {lane: torch.cat(list(pieces)) for lane, pieces in outgoing.items()}
+            joined = {lane: _joined(pieces) for lane, pieces in outgoing.items()}
             self._links.finish(self._links.start(joined, incoming))
         return {lane: _Reader(tensor) for lane, tensor in incoming.items()}
 
     def _put(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        if len(slots):
-            self._cache.keys[layer].index_copy_(1, slots, k.transpose(0, 1))
-            self._cache.values[layer].index_copy_(1, slots, v.transpose(0, 1))
+        self._cache.keys[layer].index_copy_(1, slots, k.transpose(0, 1))
+        self._cache.values[layer].index_copy_(1, slots, v.transpose(0, 1))
 
 
 class _Ring(Protocol):
@@ -410,6 +410,12 @@ class _Partial:
                 output[rows], sums[rows] = torch.nan, torch.nan
                 self._attending.ran_out()
         return output, sums
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One behind the other along the first dimension; a copy only where it takes one."""
+    filled = [piece for piece in pieces if len(piece)]
+    return torch.cat(filled) if len(filled) > 1 else (filled or pieces)[0]
 
 
 def _shifted(span: SequenceSpan, rows: int) -> SequenceSpan:
