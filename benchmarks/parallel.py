@@ -27,8 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -293,21 +294,17 @@ class RankProcess:
             self.model.kernels = kernels
 
     def read(self) -> dict[str, Any]:
-        """How fast this core reads its KV pools, bytes a second: by the fastest plain reduction, and the median one.
-
-        All ranks read at once.
-        """
+        """How fast this core reads its KV pools: bytes a second of plain reductions; all ranks begin each at once."""
         pools = [pool.view(-1) for pool in (*self.cache.keys, *self.cache.values)]
-        rates = []
-        if self.grid is not None:
-            self.grid.smallest(0)
-        for reduce in (torch.sum, torch.max, lambda x: torch.dot(x, x)):
-            for _ in range(3):
-                start = time.perf_counter()
-                for pool in pools:
-                    reduce(pool)
-                rates.append(sum(pool.nbytes for pool in pools) / (time.perf_counter() - start))
-        return {"start": 0.0, "end": 0.0, "fastest": max(rates), "median": statistics.median(rates)}
+        read_bytes, rates = sum(pool.nbytes for pool in pools), []
+        for reduce in 3 * (torch.sum, torch.max, lambda x: torch.dot(x, x)):
+            if self.grid is not None:
+                self.grid.smallest(0)
+            start = time.perf_counter()
+            for pool in pools:
+                reduce(pool)
+            rates.append(read_bytes / (time.perf_counter() - start))
+        return {"start": 0.0, "end": 0.0, "bytes_per_second": rates}
 
 
 def strategy_of(shards: ShardMap) -> str:
@@ -436,48 +433,48 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
     alone = [Configuration(1, 1, checkpoint, tokens, [(core,)]) for core in cores]
     two = Configuration(1, 2, checkpoint, tokens, [(core,) for core in cores])
     result: dict[str, list[Any]] = {
-        "one lane": [], "two lanes": [], "read": [], "read at once": [], "KV read": [], "attention share": [],
-        "limit": [],
+        "one lane": [], "two lanes": [], "attention": [], "attention of two": [], "read": [], "read at once": [], "KV read": [],
     }  # fmt: skip
     for _ in range(rounds):
-        read = [one.do("read")[1][0] for one in alone]
-        _, at_once = two.do("read")
+        read = [one.do("read")[1][0]["bytes_per_second"] for one in alone]
+        at_once = [said["bytes_per_second"] for said in two.do("read")[1]]
         decoded = [one.do("decode", tokens=tokens, steps=steps) for one in alone]
         together, both = two.do("decode", tokens=tokens, steps=steps)
-        attention = [said["attention_seconds"] for _, (said,) in decoded]
-        rest = statistics.mean(seconds for seconds, _ in decoded) - statistics.mean(attention)
-        # Half of the keys on each core, which reads slower while the other reads, too; everything else as on one lane.
-        least = rest + max(
-            seconds / 2 * own["median"] / shared["median"]
-            for seconds, own, shared in zip(attention, read, at_once, strict=True)
-        )
         result["one lane"].append([seconds / steps for seconds, _ in decoded])
         result["two lanes"].append(together / steps)
-        result["read"].append([own["fastest"] for own in read])
-        result["read at once"].append([shared["median"] for shared in at_once])
+        result["attention"].append([said["attention_seconds"] / steps for _, (said,) in decoded])
+        result["attention of two"].append([said["attention_seconds"] / steps for said in both])
+        result["read"].append(read)
+        result["read at once"].append(at_once)
         result["KV read"].append([said["kv_bytes"] / said["attention_seconds"] for _, (said,) in decoded])
-        result["attention share"].append(sum(attention) / sum(seconds for seconds, _ in decoded))
-        result["limit"].append(statistics.mean(result["one lane"][-1]) * steps / least)
         print(
             f"  decode behind {tokens} tokens: one lane {listed(result['one lane'][-1], 1e3)} ms, two "
-            f"{1e3 * together / steps:.1f} ms (attention {listed([said['attention_seconds'] / steps for said in both], 1e3)}; "
-            f"limit {result['limit'][-1]:.2f} times); GB/s: KV {listed(result['KV read'][-1], 1e-9)}, memory "
-            f"{listed(result['read'][-1], 1e-9)}, both at once {listed(result['read at once'][-1], 1e-9)}",
+            f"{1e3 * together / steps:.1f} ms (attention {listed(result['attention of two'][-1], 1e3)}); "
+            f"GB/s: KV {listed(result['KV read'][-1], 1e-9)}, memory {listed(map(max, read), 1e-9)}, "
+            f"both cores at once {listed(map(max, at_once), 1e-9)}",
             flush=True,
         )
     for configuration in (*alone, two):
         configuration.close()
+    one_lane = [statistics.mean(each) for each in result["one lane"]]
     ratios = {
-        "kvp / one lane": ratio([statistics.mean(each) for each in result["one lane"]], result["two lanes"]),
-        "KV read rate": ratio(
-            [rate for each in result["KV read"] for rate in each],
-            [rate for each in result["read"] for rate in each],
-        ),
+        "kvp / one lane": ratio(one_lane, result["two lanes"]),
+        "KV read rate": ratio(chain(*result["KV read"]), map(max, chain(*result["read"]))),
     }
-    return {"tokens": tokens, "steps": steps, **result, "ratios": ratios}
+    # What half of the keys on each core would give: all else as on one lane, and nothing for the exchange.
+    slower = max(1.0, ratio(chain(*chain(*result["read"])), chain(*chain(*result["read at once"]))))
+    share = statistics.median(chain(*result["attention"])) / statistics.median(chain(*result["one lane"]))
+    return {
+        "tokens": tokens, "steps": steps, **result, "attention share": share, "slower at once": slower,
+        "limit": 1 / (1 - share + slower * share / 2),
+        "by medians": statistics.median(one_lane) / statistics.median(result["two lanes"]),
+        "over the first core": ratio([first for first, _ in result["one lane"]], result["two lanes"]),
+        "ratios": ratios,
+    }  # fmt: skip
 
 
-def listed(values: Sequence[float], scale: float) -> str:
+def listed(values: Iterable[float], scale: float) -> str:
+    """Both of two figures, to a decimal, in units of 1 / `scale`."""
     return " and ".join(f"{scale * value:.1f}" for value in values)
 
 
@@ -611,7 +608,8 @@ def replicated(
     return {"steps": steps, "seconds": found}
 
 
-def ratio(above: Sequence[float], below: Sequence[float]) -> float:
+def ratio(above: Iterable[float], below: Iterable[float]) -> float:
+    """The median of what was measured in pairs."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
@@ -623,7 +621,9 @@ def main() -> int:
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of `spp`")
-    parser.add_argument("--json", type=Path, help="write every figure here")
+    parser.add_argument(
+        "--json", type=Path, help="write every figure here; parts that are not measured stay as they are"
+    )
     parser.add_argument("--member", help=argparse.SUPPRESS)  # a rank's process, started by this one
     arguments = parser.parse_args()
     if arguments.member:
@@ -635,7 +635,7 @@ def main() -> int:
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit("two cores are needed, and this process may use one")
-    result: dict[str, Any] = {"cores": cores, "rounds": arguments.rounds, "torch": torch.__version__}
+    result: dict[str, Any] = {}
     quick = arguments.quick
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(Path(folder) / "small")
@@ -658,13 +658,32 @@ def main() -> int:
         if "replicated" in only:
             contexts = [4096] if quick else [16384, 131072]
             result["replicated"] = replicated(checkpoint, cores, arguments.rounds, contexts=contexts, steps=4)
-    result["claims"] = claims(result)
-    for claim in result["claims"]:
+    conditions = {
+        "rounds": arguments.rounds,
+        "cores": cores,
+        "torch": torch.__version__,
+        "revision": revision(),
+    }
+    result = {part: figures | conditions for part, figures in result.items()}
+    for claim in claims(result):
         verdict = "met" if claim["value"] >= claim["goal"] else "not met"
         print(f"{claim['name']}: {claim['value']:.2f} (goal {claim['goal']}: {verdict})")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        if arguments.json.exists():
+            before = json.loads(arguments.json.read_text(encoding="utf-8"))
+            result = {part: before[part] for part in PARTS if part in before} | result
+        arguments.json.write_text(
+            json.dumps(result | {"claims": claims(result)}, indent=1) + "\n", encoding="utf-8"
+        )
     return 0
+
+
+def revision() -> str:
+    """The commit that is measured; `-dirty` behind it where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:

@@ -84,12 +84,20 @@ def test_one_empty_shard_alone_is_zeros_too() -> None:
 
 
 def test_a_row_that_one_shard_does_not_see_takes_the_others_result_unchanged() -> None:
-    seen, unseen = normal(2, 4), normal(2, 4, seed=1)
-    output, log_sum_exp = merge_partials(
-        [seen, unseen], [torch.tensor([0.3, -90.0]), torch.tensor([-math.inf, -math.inf])]
-    )
-    assert torch.equal(output, seen)
-    assert torch.equal(log_sum_exp, torch.tensor([0.3, -90.0]))
+    seen, sums = normal(2, 4), torch.tensor([0.3, -90.0])
+    unseen, nothing = torch.zeros(2, 4), torch.full((2,), -math.inf)
+    for outputs, parts in (([seen, unseen], [sums, nothing]), ([unseen, seen], [nothing, sums])):
+        output, log_sum_exp = merge_partials(outputs, parts)
+        assert torch.equal(output, seen)
+        assert torch.equal(log_sum_exp, sums)
+
+
+def test_a_row_for_which_memory_ran_out_stays_not_a_number() -> None:
+    """Wherever it comes in, and beside an empty set, too."""
+    lost, nothing = torch.full((1,), math.nan), torch.full((1,), -math.inf)
+    for sums in ([lost, torch.zeros(1)], [torch.zeros(1), lost], [nothing, lost], [lost, nothing]):
+        outputs = [torch.zeros(1, 4) if part is nothing else normal(1, 4) for part in sums]
+        assert merge_partials(outputs, sums)[0].isnan().all()
 
 
 def test_merged_bfloat16_outputs_stay_bfloat16_and_sums_float32() -> None:
@@ -264,7 +272,7 @@ def test_every_case_of_the_compiled_kernel_equals_a_plain_softmax(
     """Groups that do not fill a block of rows, and head dimensions that do not fill a block of registers."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)  # decodes in several parts
+    monkeypatch.setattr(cpu_attention, "_SPLIT_KEYS", 200)  # of two threads, decodes come in several parts
     try:
         spans = spans_of(SHAPES, shuffled=True)
         backend = compiled(head_dim, group)

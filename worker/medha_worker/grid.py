@@ -311,20 +311,24 @@ def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStor
 
 @contextmanager
 def _sharing_the_core() -> Iterator[None]:
-    """Threads that are started here run on a core that is free or when it is their turn: they interrupt nobody.
+    """Threads that are started here never interrupt one that computes: they run on a free core, or when their turn comes.
 
-    Gloo's thread does not sleep while another one holds the lock of a connection, as the computing one does when it sends. Were
-    that one interrupted just then, on a core that both share, gloo's would spin until its turn is over: milliseconds.
+    Gloo's thread spins while another one holds the lock of a connection, as the computing thread does when it sends. Were the
+    computing thread interrupted just then, on a core that both share, gloo's would spin until its turn is over: milliseconds.
     """
-    usual, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
-    with suppress(PermissionError):  # a sandbox may forbid it; then they only wait longer
-        if usual == os.SCHED_OTHER:
-            os.sched_setscheduler(0, os.SCHED_BATCH, parameters)
+    is_changed = False
+    with suppress(
+        OSError
+    ):  # sandboxes refuse it in several ways; without it, the computing thread only loses time
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+            is_changed = True
     try:
         yield
     finally:
-        if os.sched_getscheduler(0) != usual:
-            os.sched_setscheduler(0, usual, parameters)
+        if is_changed:
+            with suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -74,6 +74,7 @@ class _CpuStep:
         self._split: list[tuple[int, slice]] = []  # of a split decode: its row, and the rows of its parts
         self._parts: list[tuple[int, ...]] = []
         threads = torch.get_num_threads()
+        # A single thread would gain nothing from parts, and merge them in every layer.
         most_parts = 2 * threads if threads > 1 else 1
         for span, slots in zip(spans, self._slots, strict=True):
             if span.row_count == 1:

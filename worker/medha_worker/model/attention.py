@@ -65,7 +65,8 @@ def merge_partials(
         log_sum_exps: Natural logarithms, float32 [...]; -inf for an empty set.
 
     Returns:
-        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty.
+        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty. Of one set
+        alone, the given tensors themselves.
     """
     # One after the other, in few operations: a decode over lanes waits for each of them in every layer.
     merged, union = outputs[0].float(), log_sum_exps[0]
