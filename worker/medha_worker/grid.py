@@ -224,6 +224,7 @@ class Grid:
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
         """Between lanes, at this stage and tensor index: begin to send each lane its tensor, and to fill those that come."""
+        os.sched_yield()  # what gloo's thread has put off is done before we take the lock that it may want
         ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
         return [
             *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
