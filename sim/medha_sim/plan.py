@@ -275,10 +275,10 @@ class _Pace:
         """
         points = tokens * np.linspace(0.0, 1.0, _GRID_POINTS) ** 2
         seconds_per_token = np.array(
-            [self._seconds_per_token(int(point), target_seconds) for point in points]
+            [self._seconds_per_token(int(point), target_seconds, tokens) for point in points]
         )
         stage = float(np.trapezoid(seconds_per_token, points))
-        drain = (self._topology.stream - 1) * self._step(tokens, self._chunk(tokens, target_seconds))
+        drain = (self._topology.stream - 1) * self._step(tokens, self._chunk(tokens, target_seconds, tokens))
         hops = self._predictor.latency_seconds([Work(0, 1)]) - self._topology.stream * self._step(0, 1)
         return stage + drain + max(0.0, hops)
 
@@ -314,15 +314,15 @@ class _Pace:
                 high = middle
         return low
 
-    def _seconds_per_token(self, context: int, target_seconds: float) -> float:
-        chunk = self._chunk(context, target_seconds)
+    def _seconds_per_token(self, context: int, target_seconds: float, most: int) -> float:
+        chunk = self._chunk(context, target_seconds, most)
         return self._step(context, chunk) / chunk
 
-    def _chunk(self, context: int, target_seconds: float) -> int:
-        """The largest chunk whose step stays within the target, end to end over the stages; at least 32."""
+    def _chunk(self, context: int, target_seconds: float, most: int) -> int:
+        """The largest chunk up to `most` whose step stays within the target, end to end over the stages; at least 32 if may be."""
         budget = target_seconds / self._topology.stream
         fitting = bisect_right(_CHUNKS, budget, key=lambda chunk: self._step(context, chunk))
-        return _CHUNKS[max(fitting - 1, 0)]
+        return min(_CHUNKS[max(fitting - 1, 0)], most)
 
     def _step(self, context: int, chunk: int) -> float:
         """One stage's time of a chunk; from `TOKENS_PER_LANE` on, the lanes that hold the KV work together."""

@@ -74,6 +74,17 @@ def test_ttft_is_that_of_the_predictor_that_schedules(grid: Topology, tpot_secon
     assert rate(LLAMA3_8B, H100, grid, wish).ttft_seconds == pytest.approx(exact, rel=0.03)
 
 
+def test_a_prompt_shorter_than_a_chunk_takes_a_whole_step() -> None:
+    """No less than reading the weights once, and no more for a token fewer."""
+    grid = Topology(2, 1, 1)
+    ttfts = [
+        rate(LLAMA3_8B, H100, grid, replace(WISH, context_tokens=tokens)).ttft_seconds
+        for tokens in (1, 31, 100, 1_000)
+    ]
+    assert min(ttfts) > LLAMA3_8B.weights_bytes / grid.ranks / H100.memory_bytes_per_second
+    assert ttfts == sorted(ttfts)
+
+
 def test_tpot_is_that_of_the_predictor_that_schedules() -> None:
     grid = Topology(8, 4, 1)
     predictor = Predictor(profile_for(LLAMA3_8B, H100, grid), grid)
