@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import time
@@ -30,12 +31,11 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
-    "tests/core": ("benchmarks/fit.py", "core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
+    "tests/core": ("core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router"),
     "tests/serving": (
-        "benchmarks/needle.py", "benchmarks/recovery.py", "cli", "core", "examples", "router", "worker",
-        *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
+        "cli", "core", "examples", "router", "worker", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
     "tests/worker": ("core", "worker"),
 }  # fmt: skip
@@ -109,9 +109,33 @@ def _commit(test: str) -> str:
 
 
 def read_by(test: str) -> list[str]:
-    """Pathspecs of the files that a row may read."""
-    folder = test if "::" not in test else str(Path(test.partition("::")[0]).parent)
-    return [*SHARED, folder, *READ.get(folder, ANYTHING)]
+    """Pathspecs of the files that a row may read.
+
+    Of its folder a row reads no tests but its own, and those from which they import; of the benchmarks those that it names.
+    """
+    name = test.partition("::")[0]
+    folder = name if name == test else str(Path(name).parent)
+    files = set((ROOT / folder).glob("test_*.py"))
+    # Of a folder, its properties run.
+    own = {ROOT / name} if name != test else {path for path in files if "hypothesis" in path.read_text()}
+    others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(files - _named(own))]
+    texts = [path.read_text() for path in own]
+    benchmarks = [
+        f"benchmarks/{path.name}"
+        for path in sorted((ROOT / "benchmarks").glob("*.py"))
+        if any(f'"{path.name}"' in text or f'benchmark("{path.stem}")' in text for text in texts)
+    ]
+    return [*SHARED, folder, *others, *benchmarks, *READ.get(folder, ANYTHING)]
+
+
+def _named(tests: set[Path]) -> set[Path]:
+    """Files of tests, those beside them from which they import, and theirs."""
+    found = {
+        test.with_name(f"{name}.py")
+        for test in tests
+        for name in re.findall(r"^from \.(test_\w+) import", test.read_text(), re.MULTILINE)
+    }
+    return tests if found <= tests else _named(tests | found)
 
 
 def _git(*argv: str) -> str:

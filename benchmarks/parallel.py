@@ -658,6 +658,8 @@ def main() -> int:
         if "replicated" in only:
             contexts = [4096] if quick else [16384, 131072]
             result["replicated"] = replicated(checkpoint, cores, arguments.rounds, contexts=contexts, steps=4)
+    from revision import revision  # beside this file, and not on the path of a test that loads it
+
     conditions = {
         "rounds": arguments.rounds,
         "cores": cores,
@@ -676,13 +678,6 @@ def main() -> int:
             json.dumps(result | {"claims": claims(result)}, indent=1) + "\n", encoding="utf-8"
         )
     return 0
-
-
-def revision() -> str:
-    """The commit that is measured; `-dirty` behind it where files differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 def claims(result: dict[str, Any]) -> list[dict[str, Any]]:

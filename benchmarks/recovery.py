@@ -10,12 +10,15 @@ streams are open, a process is killed (SIGKILL), stopped (SIGSTOP, and never con
 has to end with exactly the text that it has without a failure; where a router dies, its clients ask again, and nobody else does.
 
 Reported is the time from the failure to the next token of each stream that it interrupts: of a network, from the moment
-at which it is back. A stream that had ended by then was not interrupted, and is not counted. Beside it stands a full
-reload, where all ranks are killed at once, and the time from a router's failure until nothing is held for its clients.
+at which it is back (and, beside that, from the moment at which it went). A stream that had ended by then was not
+interrupted, and is not counted. Beside it stands a full reload, where all ranks are killed at once, and the time from a
+router's failure until neither a request nor a block of KV is held for its clients.
 
 Claimed is that every stream is complete and has the same text, that what a router held is free within 10 s, that every
 process has ended and no shared memory is left; and of 8 ranks, that ranks, their leader (rank 0) and the controller take
-at most 20 s to the next token (p99), however they fail. The exit status is 1 unless every claim holds.
+at most 20 s to the next token (p99), however they fail. So that a failure that did nothing is not taken for one that was
+outlived, it is claimed, too, that each way to fail kept streams waiting, and that each failure of a rank or a controller
+began a new epoch, but for networks that were back before anybody could know. The exit status is 1 unless every claim holds.
 """
 
 from __future__ import annotations
@@ -34,7 +37,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import inf
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -55,6 +57,7 @@ from medha_worker.supervision.supervisor import supervise
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0
 FREE_SECONDS = 10.0  # from a router's failure until nothing is held for it, at most
+NOTICED_SECONDS = 6.0  # that a network has to be away for an epoch to end for certain
 NEXT_TOKEN_SECONDS = 20.0  # p99, at most, of GRID_RANKS ranks
 GRID_RANKS = 8  # of the grid for which that is the goal
 BOUND_PARTS = ("rank", "leader", "controller")  # whose failure clients outlive: of a router they ask again
@@ -209,16 +212,27 @@ class Replica:
                     continue  # it has just ended, or is about to begin
             time.sleep(0.05)
 
-    def held(self) -> float:
-        """Requests that the controller knows; it answers itself, with or without a router. Infinite while it does not."""
+    def is_idle(self) -> bool:
+        """Whether the controller answers, knows no request, and holds no KV for any."""
+        found = self._metrics("medha_sequences_running", "medha_sequences_waiting", "medha_kv_used_ratio")
+        return len(found) == 3 and not any(found)
+
+    def epoch(self) -> float:
+        """The controller's, as soon as it answers."""
+        while not (found := self._metrics("medha_epoch")):
+            time.sleep(0.05)
+        return found[0]
+
+    def _metrics(self, *names: str) -> list[float]:
+        """As the controller says them itself, with or without a router; none while it does not answer."""
         ready = json.loads((self.folder / "run" / "ranks-ready.json").read_text())
         try:
             metrics = httpx.get(ready["metrics_url"]).text
         except httpx.TransportError:  # it ended, or was stopped, behind the last token
-            return inf
-        return sum(
-            map(float, re.findall(r"^medha_sequences_(?:running|waiting) (\S+)$", metrics, re.MULTILINE))
-        )
+            return []
+        return [
+            float(value) for value in re.findall(rf"^(?:{'|'.join(names)}) (\S+)$", metrics, re.MULTILINE)
+        ]
 
     def stop(self) -> list[str]:
         """End it as Ctrl-C does; processes that are left over."""
@@ -328,12 +342,19 @@ class Outcome:
     complete: int
     same: int
     seconds: list[float]  # of each stream that was interrupted, until its next token
+    epochs: int  # that began since the failure
     errors: list[str] = field(default_factory=list)
+
+    @property
+    def went_unnoticed(self) -> bool:
+        """No epoch began, although a rank or a controller was gone for long enough."""
+        known = self.failure.kind != "cut" or self.failure.seconds >= NOTICED_SECONDS
+        return known and self.failure.part != "router" and self.epochs == 0
 
 
 def fail(replica: Replica, network: Network, failure: Failure, expected: Sequence[str]) -> Outcome:
     """Let a failure happen under load, and wait until every stream is complete."""
-    streams = load()
+    streams, epoch = load(), replica.epoch()
     if "router" in failure.parts:  # so that it has processes of its own, which share memory with it
         httpx.post(
             replica.url + "/v1/completions", json={"model": "m", "prompt": "word " * 100_000}, timeout=60
@@ -359,13 +380,22 @@ def fail(replica: Replica, network: Network, failure: Failure, expected: Sequenc
     if not all(stream.times for stream in streams):
         sys.exit(f"{failure}: {[stream.error for stream in streams]}\n{replica.log.read_text()[-8000:]}")
     interruptions = [stream.interruption(failed_at, back_at) for stream in streams]
+    rest(replica)
     return Outcome(
         failure,
         complete=sum(not stream.error for stream in streams),
         same=sum(stream.text == text for stream, text in zip(streams, expected, strict=True)),
         seconds=[seconds for seconds in interruptions if seconds is not None],
+        epochs=round(replica.epoch() - epoch),
         errors=[stream.error for stream in streams if stream.error],
     )
+
+
+def rest(replica: Replica) -> None:
+    """Until the replica serves again, and nothing is open."""
+    replica.wait_ready()
+    while not replica.is_idle():
+        time.sleep(0.1)
 
 
 def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
@@ -381,7 +411,7 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     else:
         os.kill(router.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     failed_at = time.monotonic()
-    while replica.held() > 0:
+    while not replica.is_idle():
         time.sleep(0.05)
     seconds = time.monotonic() - failed_at
     if any(len(stream.times) == LONG_TOKENS for stream in streams):
@@ -419,10 +449,13 @@ def measured(outcomes: Sequence[Outcome]) -> list[Row]:
     for (part, kind), found in sorted(groups.items()):
         row: Row = {"part": part, "kind": kind, "failures": len(found)}
         seconds = [second for one in found for second in one.seconds]
-        row["interrupted_streams"] = len(seconds)
+        row["interrupted_streams"] = sum(second > 0 for second in seconds)
         if seconds:
             figures = (*np.percentile(seconds, (50, 99)), max(seconds))
             row |= {name: round(float(value), 2) for name, value in zip(SECONDS, figures, strict=True)}
+        if kind == "cut" and seconds:
+            since = [one.failure.seconds + second for one in found for second in one.seconds]
+            row["p99_seconds_since_it_went"] = round(float(np.percentile(since, 99)), 2)
         rows.append(row)
     return rows
 
@@ -452,6 +485,9 @@ def claims(
         complete, same = sum(one.complete for one in every), sum(one.same for one in every)
         claim("streams complete", 100 * complete / streams, "%", 100, "more")
         claim("streams with the same text", 100 * same / streams, "%", 100, "more")
+        unfelt = sum(row["interrupted_streams"] == 0 for row in measured(every))
+        claim("ways to fail that kept no stream waiting", unfelt, "", 0)
+        claim("failures that began no epoch", sum(one.went_unnoticed for one in every), "", 0)
     reload = [second for one in reloads for second in one.seconds]
     peer = f"full reload: {max(reload):.1f} s" if reload else ""
     for part in BOUND_PARTS if ranks == GRID_RANKS else ():
@@ -529,13 +565,11 @@ def main() -> int:
             _keep_apart(failure, deaths)
             outcomes.append(fail(replica, network, failure, expected))
             _print(f"[{number}/{len(failures)}]", outcomes[-1])
-            _rest(replica)
         if not arguments.quick and not only:
             whole = Failure("kill", tuple(replica.ranks), 100)
             _keep_apart(whole, deaths)
             reloads.append(fail(replica, network, whole, expected))
             _print("", reloads[-1])
-            _rest(replica)
         freed = {}
         for kind in ("kill", "stop", "cut"):
             if not only or any(name in f"free after {kind}" for name in only):
@@ -555,7 +589,10 @@ def main() -> int:
         verdict = "" if holds(one) else f"  (missed: {one['goal']:g})"
         print(f"{one['name']:<75}{one['value']:>8} {one['unit']}{verdict}")
     if arguments.json:
+        from revision import revision  # beside this file, and not on the path of a test that loads it
+
         result = {"claims": claimed, "rows": rows, "load_average": round(os.getloadavg()[0], 1)}
+        result |= {"command": " ".join(sys.argv).replace(" --inside", ""), "revision": revision()}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if all(map(holds, claimed)) else 1
 
@@ -569,13 +606,6 @@ def _keep_apart(failure: Failure, deaths: dict[str, list[float]]) -> None:
         if len(before) > 1:
             time.sleep(max(before[-2] + DEATHS_SECONDS + 10.0 - time.monotonic(), 0.0))
         before.append(time.monotonic())
-
-
-def _rest(replica: Replica) -> None:
-    """Until the replica serves again, and nothing is open."""
-    replica.wait_ready()
-    while replica.held() > 0:
-        time.sleep(0.1)
 
 
 def _print(number: str, outcome: Outcome) -> None:

@@ -312,7 +312,10 @@ def main() -> None:
     for one in claimed:
         print(f"{one['name']:<75}{one['value']:>9} {one['unit']} (goal {one['goal']})")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claimed, "rows": rows}, indent=2) + "\n")
+        from revision import revision
+
+        result = {"claims": claimed, "rows": rows, "revision": revision()}
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

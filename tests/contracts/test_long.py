@@ -81,8 +81,36 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
 
 
 @pytest.mark.parametrize(
+    ("test", "reads", "leaves"),
+    [
+        (
+            "tests/serving/test_links.py::test",
+            ["test_links.py", "test_failures.py", "conftest.py"],
+            ["test_grid.py", "test_recovery.py"],
+        ),
+        ("tests/serving/test_recovery.py::test", ["test_recovery.py", "recovery.py"], ["test_links.py"]),
+        ("tests/serving/test_needle.py::test", ["test_needle.py"], ["recovery.py", "test_recovery.py"]),
+        ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_grid.py"]),
+        ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_loaded.py"]),
+        ("tests/core", ["test_engine_machine.py", "replayed.py"], ["test_going_ahead.py"]),
+    ],
+)
+def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(
+    test: str, reads: list[str], leaves: list[str]
+) -> None:
+    names = {Path(path).name for path in files_read_by(test)}
+    assert set(reads) <= names
+    assert not set(leaves) & names
+
+
+@pytest.mark.parametrize(
     ("edited", "holds"),
-    [("README.md", True), ("tests/worker/test_rank.py", False), ("core/medha/wire.py", False)],
+    [
+        ("README.md", True),
+        ("tests/worker/test_rank.py", False),
+        ("tests/worker/test_plain.py", True),
+        ("core/medha/wire.py", False),
+    ],
 )
 def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
     edited: str, holds: bool, tmp_path: Path
@@ -93,11 +121,17 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
         return done.stdout.strip()
 
     argv = ("tests/worker", "-q")
-    paths = ("README.md", "tests/worker/test_rank.py", "core/medha/wire.py", "benchmarks/long.py")
+    paths = {
+        "README.md": "one\n",
+        "tests/worker/test_rank.py": "import hypothesis\n",
+        "tests/worker/test_plain.py": "import pytest\n",
+        "core/medha/wire.py": "one\n",
+        "benchmarks/long.py": "",
+    }
     git("init", "-q")
-    for path in paths:
+    for path, text in paths.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text("one\n")
+        (tmp_path / path).write_text(text)
     (tmp_path / "benchmarks" / "long.py").write_text((ROOT / "benchmarks" / "long.py").read_text())
     git("add", "-A")
     git("commit", "-qm", "one")
@@ -106,7 +140,8 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
     assert held(row, argv)
     assert not held(row, (*argv, "--hypothesis-seed=1"))
     assert not held(row | {"commit": "0123456789ab"}, argv)
-    (tmp_path / edited).write_text("two\n")
+    with (tmp_path / edited).open("a") as file:
+        file.write("two\n")
     assert held(row, argv) is holds
     git("commit", "-qam", "two")
     assert held(row, argv) is holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from medha_links.sockets import Connections, Doorkeeper, Opened, bind, connect, 
 
 SERVER, CLIENT, STRANGER = (KeyPair.new() for _ in range(3))
 SECONDS = 5.0
+ROOT = Path(__file__).parents[2]
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Peer = Opened[zmq.Socket[bytes]]
@@ -264,3 +266,18 @@ def test_links_that_are_closed_as_their_server_goes_leave_the_others_of_the_proc
     stays.close()
     staying.term()
     mine.term()
+
+
+def test_no_module_makes_a_socket_of_zeromq_but_the_one_that_gives_it_keys() -> None:
+    kinds = r"zmq\.(?:DEALER|PAIR|PUB|PULL|PUSH|REP|REQ|ROUTER|STREAM|SUB|XPUB|XSUB)\b"
+    folders = ("cli", "core", "operator", "router", "sim", "worker")
+    making = {
+        str(path.relative_to(ROOT)): re.findall(kinds, text)
+        for folder in folders
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(kinds, text := path.read_text())
+    }
+    assert set(making) == {"core/medha_links/sockets.py"}
+    assert set(making["core/medha_links/sockets.py"]) == {"zmq.ROUTER", "zmq.DEALER", "zmq.PAIR"}, (
+        "bound and connected with CURVE; the pair tells of connections, within a process"
+    )

@@ -20,7 +20,7 @@ RECOVERY = Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 FAILURES = (
     ["--only", "stop router", "--only", "stop controller"],
     ["--only", "kill rank 0", "--only", "stop rank"],
-    ["--only", "cut", "--cut-seconds", "5"],
+    ["--only", "cut", "--cut-seconds", "6"],
 )
 
 
@@ -51,6 +51,7 @@ def outcomes(recovery: ModuleType, *, slowest_part: str = "", same: int = 4) -> 
             complete=4,
             same=same,
             seconds=[21.0 if (part, kind) == (slowest_part, "stop") else 5.0] * 3,
+            epochs=1,
         )
         for kind in ("kill", "stop")
         for part in ("router", "controller", "rank 0", "rank 7")
@@ -128,13 +129,40 @@ def test_only_clients_of_a_router_that_failed_ask_again(recovery: ModuleType, as
 
 def test_a_kind_of_failure_that_interrupted_nothing_is_told(recovery: ModuleType) -> None:
     found = [
-        recovery.Outcome(recovery.Failure("kill", ("rank 7",), 1), 4, 4, [5.0, 6.0]),
-        recovery.Outcome(recovery.Failure("cut", ("rank 7",), 1), 4, 4, []),
+        recovery.Outcome(recovery.Failure("kill", ("rank 7",), 1), 4, 4, [5.0, 6.0], 1),
+        recovery.Outcome(recovery.Failure("cut", ("rank 7",), 1), 4, 4, [], 1),
     ]
     cut, kill = map(recovery.line, recovery.measured(found))
     assert cut.startswith("cut rank")
     assert "no stream was interrupted" in cut
     assert kill.endswith("2 streams of  1 failures: p50   5.5 s, p99   6.0 s, most   6.0 s")
+    assert missed(recovery, found) == {"ways to"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "seconds", "missing"),
+    [
+        ("kill", "rank 7", 0, {"failures that"}),
+        ("stop", "controller", 0, {"failures that"}),
+        ("cut", "rank 0", 6, {"failures that"}),
+        ("cut", "rank 0", 5, set()),  # it may be back before anybody could know
+        ("kill", "router", 0, set()),  # whose end is no epoch's
+    ],
+)
+def test_a_failure_that_nobody_noticed_is_not_one_that_was_outlived(
+    recovery: ModuleType, kind: str, part: str, seconds: float, missing: set[str]
+) -> None:
+    failure = recovery.Failure(kind, (part,), 1, seconds)
+    assert missed(recovery, [recovery.Outcome(failure, 4, 4, [0.1], epochs=0)]) == missing
+    assert missed(recovery, [recovery.Outcome(failure, 4, 4, [0.1], epochs=1)]) == set()
+
+
+def test_a_cut_network_is_told_from_when_it_is_back_and_from_when_it_went(recovery: ModuleType) -> None:
+    failures = [recovery.Failure("cut", ("rank 7",), 1, seconds) for seconds in (2.0, 12.0)]
+    found = [recovery.Outcome(failure, 4, 4, [0.0, 3.0], 1) for failure in failures]
+    (row,) = recovery.measured(found)
+    assert (row["interrupted_streams"], row["most_seconds"]) == (2, 3.0)
+    assert row["p99_seconds_since_it_went"] == pytest.approx(15, abs=0.2)
 
 
 def test_a_wrong_text_and_kv_that_is_held_for_longer_than_10_s_are_missed_goals(recovery: ModuleType) -> None:
@@ -170,7 +198,7 @@ def test_a_machine_without_network_namespaces_skips_and_fails_in_ci(
 def test_streams_outlive_every_process_that_is_stopped_or_cut_off() -> None:
     """Complete and with the same text, with no process and no shared memory left: else the exit status is 1.
 
-    So it is where the controller still holds KV 10 s after its router was cut off.
+    So it is where the controller still holds KV 10 s after its router was cut off, and where a failure did nothing.
     """
     require_network_namespaces()
     runs = [
@@ -184,7 +212,9 @@ def test_streams_outlive_every_process_that_is_stopped_or_cut_off() -> None:
     ]
     outputs = [run.communicate()[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0], "\n".join(outputs)
-    assert sum("4 complete, 4 the same" in line for output in outputs for line in output.splitlines()) == 9
+    lines = [line for output in outputs for line in output.splitlines()]
+    assert sum("4 complete, 4 the same" in line for line in lines) == 9
+    assert sum(line.startswith("failures that began no epoch") for line in lines) == len(FAILURES)
     assert "cut router, until its KV is free" in outputs[2]
 
 

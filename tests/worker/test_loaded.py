@@ -23,3 +23,19 @@ def test_stages_are_even_for_a_prefill_however_large_the_output_head_is(
     shards = [_shard(config, Topology(stream=stages), rank, chunk_tokens=2048) for rank in range(stages)]
     assert [shard.last_layer - shard.first_layer for shard in shards] == expected
     assert config.vocab_size * config.hidden_size > config.linear_flops_per_token / 4, "mostly head"
+
+
+def test_the_last_stage_has_fewer_layers_where_its_output_head_weighs_in_chunks_that_are_small(
+    tmp_path: Path,
+) -> None:
+    init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    config = replace(ModelConfig.from_directory(tmp_path / "tiny"), num_layers=24, vocab_size=150_000)
+    layer_weights = (config.linear_flops_per_token / 2 - config.vocab_size * config.hidden_size) / 24
+    head_layers = (
+        config.vocab_size * config.hidden_size / layer_weights / 32
+    )  # of a chunk of 32 rows, one draws
+    shards = [_shard(config, Topology(stream=2), rank, chunk_tokens=32) for rank in range(2)]
+    first, last = (shard.last_layer - shard.first_layer for shard in shards)
+    assert first + last == 24
+    assert first > last
+    assert abs(first - last - head_layers) <= 1
