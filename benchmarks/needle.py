@@ -36,6 +36,7 @@ import plotly.graph_objects as go
 import psutil
 import yaml
 from plotly.subplots import make_subplots
+from revision import revision
 from tokenizers import Tokenizer
 
 from medha_worker.checkpoint import init_checkpoint
@@ -116,6 +117,7 @@ def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
             "prefill_cpu_seconds": round(prefill_cpu_seconds, 3),
             "seconds_per_question": round((time.monotonic() - started) / len(answers), 4),
             "load_average": round(os.getloadavg()[0], 1),
+            "revision": revision(),
         }
 
 

@@ -37,6 +37,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ran
 
 import numpy as np
 import torch
+from revision import revision
 
 from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
 from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
@@ -658,8 +659,6 @@ def main() -> int:
         if "replicated" in only:
             contexts = [4096] if quick else [16384, 131072]
             result["replicated"] = replicated(checkpoint, cores, arguments.rounds, contexts=contexts, steps=4)
-    from revision import revision  # beside this file, and not on the path of a test that loads it
-
     conditions = {
         "rounds": arguments.rounds,
         "cores": cores,

@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import torch
 import yaml
+from revision import revision
 from rich.console import Console
 
 from medha.messages import Step
@@ -312,8 +313,6 @@ def main() -> None:
     for one in claimed:
         print(f"{one['name']:<75}{one['value']:>9} {one['unit']} (goal {one['goal']})")
     if arguments.json:
-        from revision import revision
-
         result = {"claims": claimed, "rows": rows, "revision": revision()}
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
 
