@@ -7,8 +7,9 @@ The rule is the same for every row, whether a formula or a simulation stands beh
   is 10 % lower or 10 % higher, one with another;
 * *direction only*: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
   every corner of the band;
-* *refuted*: the order does not hold either, or there is none that could: "equal", "like", a plain figure. The order
-  may follow from a formula's form; then "direction only" says that the model has it, and nothing of any machine;
+* *refuted*: the order does not hold either, or there is none that could: "equal", "like", a plain figure that its
+  sentence compares with nothing. Of one that it does compare, the order stands beside it as "direction: ...". It may
+  follow from a formula's form; then "direction only" says that the model has it, and nothing of any machine;
 * *not testable*: an input that the figure depends on is not published.
 
 A row has the verdict of its weakest figure that could be tested.

@@ -34,8 +34,9 @@ One rule holds for every figure, whether a formula or a simulation stands behind
   formulas they move one with another; for simulations the ranks are 10 % slower or faster than the controller believes.
 - **direction only**: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
   every corner of the band.
-- **refuted**: the order does not hold either, or there is none that could: "equal", "like", a plain figure. The order may
-  follow from a formula's form (T16, T17, T29); then "direction only" says that the model has it, and nothing of any machine.
+- **refuted**: the order does not hold either, or there is none that could: "equal", "like", a plain figure that its sentence
+  compares with nothing. Of one that it does compare, the order stands beside it as "direction: ...". It may follow from a
+  formula's form (T16, T17, T29); then "direction only" says that the model has it, and nothing of any machine.
 - **not testable**: an input is not published, or the runs are not part of this campaign.
 
 A row has the verdict of its weakest figure that could be tested. Constants are fitted once and named with the rows

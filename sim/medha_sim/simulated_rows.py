@@ -254,7 +254,7 @@ class Rows:
                 "x",
                 SIMILAR,
                 growth("medha-lars"),
-                lambda v: v < 2.0,
+                _never,
             ),
             self.figure(
                 "P90 TTFT at the highest rate, Sarathi (chunk 512) over Medha",
