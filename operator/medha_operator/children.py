@@ -54,10 +54,11 @@ class Child:
     serving_since: float | None = None
     """Unix time, seconds; None while it does not serve, or its status may speak of pods that its spec has ended.
 
-    What `Ready` says beside it, as that a write was refused, takes nothing from the pods.
+    What is said beside it, as that a write or its very spec is refused, takes nothing from the pods that the spec asks for.
     """
     may_serve: bool = False
-    """Its spec is refused, so that its pods, which have all started once, are left alone and nothing tells of them."""
+    """Its spec is refused, and pods of an earlier one are left alone and serve; or they have all started once, and
+    nothing tells of them."""
     unplaced_since: float | None = None
     """Since when some of its pods find no node, Unix time."""
     waits_to_drain: bool = False
@@ -65,7 +66,7 @@ class Child:
     may_drain: bool = False
     """It has been told so and has not gone yet."""
     trouble: tuple[str, str] = ("Starting", "")
-    """Reason and message of its condition `Ready`."""
+    """Reason and message of its condition `Ready`; of `Stalled`, where that is all there is."""
     is_stalled: bool = False
     """What keeps it from being ready does not mend itself."""
 
@@ -105,18 +106,23 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
     labels = metadata.get("labels", {})
     controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
     conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
-    ready, serving, placed = (conditions.get(one) for one in ("Ready", "Serving", "Scheduled"))
+    ready, serving, placed, stalled = (
+        conditions.get(one) for one in ("Ready", "Serving", "Scheduled", "Stalled")
+    )
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
     is_going = drains and gang is None  # its pods are told to end, or have never all started
     is_told = not is_going and _speaks_of_present_pods(document, status.get("observedGeneration", 0))
-    is_unready = is_told and _is(ready, "False")
+    trouble = next((one for one in (_if(ready, "False"), _if(stalled, "True")) if is_told and one), None)
     # By the condition's own generation: a look that fails before it has judged the pods leaves it as it was.
     serves = (
         serving is not None
         and _is(serving, "True")
         and _speaks_of_present_pods(document, serving.get("observedGeneration", 0))
     )
+    # Pods of an earlier spec serve on while the present one is refused: the rollout is not to go on past such a replica.
+    is_asked_for = not _is(conditions.get("Accepted"), "False") or _has_pods_asked_for(document)
+    is_untold = serving is None and gang is not None and _has_pods_asked_for(document)
     return Child(
         index=index,
         document=document,
@@ -131,13 +137,13 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         and controller.get("kind") == "MedhaDeployment"
         and controller.get("name") == metadata["name"].rpartition("-")[0],
         is_deleting="deletionTimestamp" in metadata,
-        serving_since=_since(serving) if serves and not is_going else None,
-        may_serve=serving is None and gang is not None and _has_pods_asked_for(document),
+        serving_since=_since(serving) if serves and is_asked_for and not is_going else None,
+        may_serve=(serves and not is_asked_for) or is_untold,
         unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
         waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
-        trouble=(ready["reason"], ready.get("message", "")) if is_unready and ready else ("Starting", ""),
-        is_stalled=is_told and _is(conditions.get("Stalled"), "True"),
+        trouble=(trouble["reason"], trouble.get("message", "")) if trouble else ("Starting", ""),
+        is_stalled=is_told and _is(stalled, "True"),
     )
 
 
@@ -189,6 +195,11 @@ def _has_pods_asked_for(document: Object) -> bool:
 
 def _lacks_room(placed: Object) -> bool:
     return placed["status"] == "False" and placed["reason"] in _NO_ROOM
+
+
+def _if(condition: Any, status: str) -> Any:
+    """The condition, if it has that status."""
+    return condition if _is(condition, status) else None
 
 
 def _is(condition: Any, status: str) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from medha.api import MedhaReplicaSpec
 from medha_operator.nodes import LET_GO, may_drain, on_cordoned_node
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
@@ -38,16 +37,17 @@ class Judgement:
     message: str = ""
 
 
-def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Judgement, ...]:
-    """Every condition of an accepted replica."""
-    expected = 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
+def judge(
+    observed: Observed, revision: str, expected: int, *, is_suspended: bool = False
+) -> tuple[Judgement, ...]:
+    """Every condition of an accepted replica, which is to have as many pods of `revision`."""
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
-    scheduled = _scheduled(observed, current, expected, spec)
+    scheduled = _scheduled(observed, current, expected, is_suspended=is_suspended)
     loaded = _weights_loaded(current, expected, scheduled)
     serving = _serving(current, expected, loaded)
     degraded = _degraded(observed, current, expected)
     old = sum(pod.revision != revision for pod in observed.pods)
-    if spec.suspend:
+    if is_suspended:
         ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
     elif degraded.holds and not serving.holds:
         ready = Judgement("Ready", False, degraded.reason, degraded.message)
@@ -59,7 +59,31 @@ def judge(observed: Observed, spec: MedhaReplicaSpec, revision: str) -> tuple[Ju
         ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
     accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
     draining = _draining(observed)
-    return (ready, accepted, scheduled, loaded, serving, degraded, draining, *_kstatus(ready, spec))
+    return (
+        ready,
+        accepted,
+        scheduled,
+        loaded,
+        serving,
+        degraded,
+        draining,
+        *_kstatus(ready, is_suspended=is_suspended),
+    )
+
+
+def judge_refused(
+    observed: Observed, revision: str, expected: int, reason: str, message: str
+) -> tuple[Judgement, ...]:
+    """Every condition of a replica whose spec is refused while `expected` pods of `revision`, an earlier one or its own, run.
+
+    What is said of pods is as it is. Nothing is said of draining: such a replica waits for no leave of its deployment.
+    """
+    judged = {one.type: one for one in judge(observed, revision, expected) if one.type != "Draining"}
+    over = {one.type: one for one in refuse(reason, message)}
+    if judged["Ready"].holds:
+        text = "every rank of the grid is ready, as the last spec that could be served has asked for"
+        over["Ready"] = replace(judged["Ready"], message=text)
+    return tuple((judged | over).values())
 
 
 def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
@@ -109,9 +133,9 @@ def _timestamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _scheduled(observed: Observed, pods: list[Pod], expected: int, spec: MedhaReplicaSpec) -> Judgement:
+def _scheduled(observed: Observed, pods: list[Pod], expected: int, *, is_suspended: bool) -> Judgement:
     placed = sum(pod.is_scheduled for pod in pods)
-    if spec.suspend:
+    if is_suspended:
         return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
     if placed >= expected:
         return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
@@ -212,9 +236,9 @@ def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None
     return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
 
 
-def _kstatus(ready: Judgement, spec: MedhaReplicaSpec) -> tuple[Judgement, ...]:
+def _kstatus(ready: Judgement, *, is_suspended: bool) -> tuple[Judgement, ...]:
     is_stalled = ready.reason in TERMINAL
-    is_at_rest = ready.holds or spec.suspend or is_stalled
+    is_at_rest = ready.holds or is_suspended or is_stalled
     return (
         Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
         Judgement("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),

@@ -38,7 +38,7 @@ from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
 from medha_operator.render import MANAGER, Manifest
-from medha_operator.revision import restart_fields
+from medha_operator.revision import begin, restart_fields
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
 
@@ -278,7 +278,7 @@ def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
 
 def _ends_pods(child: Child, manifest: Manifest) -> bool:
     """Whether applying `manifest` to the replica ends its pods."""
-    if holds(child.document, manifest):
+    if holds(child.document, manifest) or _runs(child, manifest):
         return False
     try:
         here = MedhaReplicaSpec.model_validate(child.document["spec"])
@@ -286,6 +286,17 @@ def _ends_pods(child: Child, manifest: Manifest) -> bool:
     except ValidationError:
         return True
     return restart_fields(here) != restart_fields(there)
+
+
+def _runs(child: Child, manifest: Manifest) -> bool:
+    """Whether `manifest` asks for the very pods that serve, though what the replica's own spec asks for is refused."""
+    if not child.may_serve:
+        return False
+    try:
+        there = MedhaReplicaSpec.model_validate(manifest["spec"])
+    except ValidationError:
+        return False
+    return not there.suspend and child.document["status"].get("revision") == begin(there, []).name
 
 
 # --- steps ----------------------------------------------------------------------------------------------

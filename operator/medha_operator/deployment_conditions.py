@@ -132,7 +132,10 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
         if rollout.differing or rollout.moving:
             return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to go on with fewer"
         return "InsufficientCapacity", text
-    broken = next((child for child in rollout.children if child.is_stalled), None)
+    # What serves as it was asked to is as good as it gets, whatever else is refused of it: its own status tells.
+    broken = next(
+        (child for child in rollout.children if child.is_stalled and child.serving_since is None), None
+    )
     if broken is not None:
         return broken.trouble[0], f"replica {broken.name}: {broken.trouble[1]}"
     if rollout.is_late and not rollout.is_complete and not rollout.has_change_waiting:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import judge, problems_in, refuse, stamped
+from medha_operator.conditions import judge, judge_refused, problems_in, refuse, stamped
 from medha_operator.gang import KINDS
 from medha_operator.nodes import LET_GO, has_left_node, on_cordoned_node, on_lost_nodes, open_since
 from medha_operator.observed import Observed, Pod, seconds
@@ -40,7 +40,7 @@ from medha_operator.render import (
 )
 from medha_operator.revision import Revision, begin, find
 from medha_operator.settings import OperatorSettings
-from medha_operator.status import DeploymentStatus, ReplicaStatus, RoleCount
+from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus, RoleCount
 
 REVISION_HISTORY = 5
 EVICTION_SECONDS = 15.0
@@ -139,9 +139,10 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     budget = _budget(owner, opened, observed)
     revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
-    replaced, status, later = _gang(observed, spec, revision.name, gone, opened, now)
+    restart, expected = spec.lifecycle.restart, _expected_pods(spec)
+    replaced, status, later = _gang(observed, restart, expected, revision.name, gone, opened, now)
     status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
-    again = _soonest(again, later, _unsettled_seconds(status, spec, now))
+    again = _soonest(again, later, _unsettled_seconds(status, restart, now))
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
     made = [*kept, *_objects(owner, spec, revision, observed)]
     if _is_any_missing(budget, observed):
@@ -278,9 +279,14 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 # --- pods -----------------------------------------------------------------------------------------------
 
 
+def _expected_pods(spec: MedhaReplicaSpec) -> int:
+    return 0 if spec.suspend else spec.parallelism.stream * spec.parallelism.kv
+
+
 def _gang(
     observed: Observed,
-    spec: MedhaReplicaSpec,
+    restart: RestartSpec,
+    expected: int,
     revision: str,
     gone: Set[str],
     opened: float | None,
@@ -297,9 +303,9 @@ def _gang(
     From a cordoned node, evictors may take the pods for `EVICTION_SECONDS`, and only then we do: they ask again by a
     pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
     """
-    status, restart = observed.status, spec.lifecycle.restart
+    status = observed.status
     alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
-    if spec.suspend:
+    if expected == 0:  # it is suspended
         return [], status.model_copy(update=_NO_GANG), None
     outdated = [pod for pod in alive if pod.revision != revision]
     if outdated and not _makes_only(revision, observed):
@@ -308,7 +314,6 @@ def _gang(
         told = Tell("RevisionChanging", f"{len(outdated)} pods of an older revision end")
         ending = _end(outdated, "an older revision")
         return [told, *ending], status.model_copy(update=_NO_GANG), None
-    expected = spec.parallelism.stream * spec.parallelism.kv
     cordoned = on_cordoned_node(observed)
     if cordoned is not None and opened is not None:
         left = opened + EVICTION_SECONDS - now
@@ -400,9 +405,9 @@ def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> Replica
     return status
 
 
-def _unsettled_seconds(status: ReplicaStatus, spec: MedhaReplicaSpec, now: float) -> float | None:
+def _unsettled_seconds(status: ReplicaStatus, restart: RestartSpec, now: float) -> float | None:
     """How long a gang has yet to serve until its restarts are forgotten."""
-    left = spec.lifecycle.restart.stable_seconds - _served_seconds(status, now)
+    left = restart.stable_seconds - _served_seconds(status, now)
     return left if status.restarts and 0 < left < float("inf") else None
 
 
@@ -450,48 +455,83 @@ def _described(
     observed: Observed, spec: MedhaReplicaSpec, revision: Revision, owner: Owner, now: float
 ) -> ReplicaStatus:
     shape = spec.parallelism
-    pods = shape.stream * shape.kv
-    current = [pod for pod in observed.pods if pod.revision == revision.name and not pod.is_deleting]
-    ready = sum(pod.is_ready for pod in current)
-    lead = sum(pod.is_ready for pod in current if pod.lane == 0)
-    desired = {"lead": shape.stream, "kv": pods - shape.stream}
+    judged = judge(observed, revision.name, _expected_pods(spec), is_suspended=spec.suspend)
     return observed.status.model_copy(
         update={
             "observed_generation": observed.generation,
-            "conditions": stamped(
-                judge(observed, spec, revision.name), observed.status.conditions, observed.generation, now
-            ),
+            "conditions": stamped(judged, observed.status.conditions, observed.generation, now),
             "shape": f"TP{shape.tensor} x SPP{shape.stream} x KVP{shape.kv}",
-            "accelerators": 0 if spec.resources.accelerator == "none" else pods * shape.tensor,
-            "pods": pods,
-            "ready_pods": ready,
-            "ready_text": f"{ready}/{pods}",
-            "roles": tuple(
-                RoleCount(role=role, desired=count, ready=lead if role == "lead" else ready - lead)
-                for role, count in desired.items()
-                if count
-            ),
-            "revision": revision.name,
+            "accelerators": 0
+            if spec.resources.accelerator == "none"
+            else shape.stream * shape.kv * shape.tensor,
             "endpoint": leader_address(owner),
+            **_counts(observed, revision.name, shape.stream, shape.kv),
         }
     )
+
+
+def _counts(observed: Observed, revision: str, stages: int, lanes: int) -> dict[str, Any]:
+    """What the status says of how many pods of a revision there are to be, and are ready."""
+    current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
+    ready = sum(pod.is_ready for pod in current)
+    lead = sum(pod.is_ready for pod in current if pod.lane == 0)
+    desired = {"lead": stages, "kv": stages * (lanes - 1)}
+    return {
+        "pods": stages * lanes,
+        "ready_pods": ready,
+        "ready_text": f"{ready}/{stages * lanes}",
+        "roles": tuple(
+            RoleCount(role=role, desired=count, ready=lead if role == "lead" else ready - lead)
+            for role, count in desired.items()
+            if count
+        ),
+        "revision": revision,
+    }
 
 
 def _refused(
     observed: Observed, lost: list[Action], again: float | None, reason: str, message: str, now: float
 ) -> Plan:
-    """For a spec that the schema let through and that cannot be served: what runs is left alone, but may leave nodes.
+    """For a spec that the schema let through and that cannot be served: what runs goes on as it is.
 
-    No other replica could be made of such a spec, so that none is waited for.
+    It may leave nodes, and for no leave of a deployment is waited, since no other replica could be made of such a spec. It
+    starts anew when a member is lost. The status goes on telling of it.
     """
-    owner = Owner(observed.name, observed.namespace, observed.uid)
-    budget = _budget(owner, open_since(replace(observed, deployment=None), now), observed)
-    conditions = stamped(refuse(reason, message), observed.status.conditions, observed.generation, now)
-    status = observed.status.model_copy(
-        update={"observed_generation": observed.generation, "conditions": conditions}
-    )
+    alone = replace(observed, deployment=None)
+    owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
+    budget = _budget(owner, opened, observed)
+    running, restart = _running(observed), _restart_spec(observed.spec)
+    status, replaced, judged = observed.status, list[Action](), refuse(reason, message)
+    if running is not None:
+        stages, lanes = running.fields["parallelism.stream"], len(running.templates)
+        gone = {action.name for action in lost if isinstance(action, Delete)}
+        replaced, status, later = _gang(alone, restart, stages * lanes, running.name, gone, opened, now)
+        left = _after(observed, status, (*lost, *replaced))
+        judged = judge_refused(left, running.name, stages * lanes, reason, message)
+        status = status.model_copy(update=_counts(left, running.name, stages, lanes))
+        again = _soonest(again, later)
+    conditions = stamped(judged, observed.status.conditions, observed.generation, now)
+    status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
+    again = _soonest(again, _unsettled_seconds(status, restart, now))
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
-    return Plan((*lost, *(budget if runs else ()), *_status(observed, status)), again)
+    is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
+    told = () if is_told else (Tell(reason, message, is_warning=True),)
+    return Plan((*lost, *(budget if runs else ()), *_status(observed, status), *told, *replaced), again)
+
+
+def _running(observed: Observed) -> Revision | None:
+    """The revision that pods run, or, where they do not tell, that was made last; None where there never was one."""
+    found = {pod.revision for pod in observed.pods if not pod.is_deleting}
+    name = found.pop() if len(found) == 1 else observed.status.revision
+    return next((one for one in observed.revisions if one.name == name), None)
+
+
+def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:
+    """Why the spec is refused, in the words that were told."""
+    for one in conditions:
+        if one.type == "Accepted" and one.status == "False":
+            return one.reason, one.message
+    return None
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

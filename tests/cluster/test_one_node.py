@@ -10,6 +10,7 @@ import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -294,6 +295,39 @@ def test_a_replica_that_is_deleted_leaves_nothing(cluster: Cluster, at_first: se
     cluster.kubectl("delete", "medhareplica", "tiny", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
     assert complaints(operator_log(cluster)) == []
+
+
+TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "no-image": ("ImagePullFailed", {"image": "docker.io/library/medha-worker:none"}),
+    "no-room": ("InsufficientCapacity", {"resources": {"accelerator": "none", "requests": {"cpu": "1000"}}}),
+    "no-volume": ("VolumeUnavailable", {"source": {"pvc": {"claimName": "missing"}}}),
+    "no-folder": ("StartingContainers", {"source": {"hostPath": {"path": "/missing"}}}),
+    "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": "/opt"}}}),
+    "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
+}
+"""Name of a replica, the reason that it is not ready, and what is wrong with it."""
+
+
+def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first: set[str]) -> None:
+    """In the words of a real scheduler and a real kubelet."""
+    small = {
+        "parallelism": {},
+        "resources": {"accelerator": "none", "requests": {"cpu": "10m", "memory": "64Mi"}},
+    }
+    for name, (_, wrong) in TROUBLES.items():
+        document = medha.tiny(name, **small)
+        spec = document["spec"]
+        spec["model"] |= {"name": name} | ({"source": wrong["source"]} if "source" in wrong else {})
+        spec |= {key: value for key, value in wrong.items() if key != "source"}
+        medha.apply(cluster, document)
+    expected = {name: ("False", reason) for name, (reason, _) in TROUBLES.items()}
+    eventually(
+        lambda: {name: condition(replica(cluster, name)) for name in TROUBLES},
+        lambda seen: seen == expected,
+        READY_SECONDS,
+    )
+    cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")
+    eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 
 
 def test_a_replica_that_is_deleted_while_no_operator_runs_leaves_nothing(

@@ -6,26 +6,18 @@ import json
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from cluster.api import Api, Document, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
-from medha.api import MedhaReplicaSpec
+from medha_cli.main import main
 from medha_operator.kinds import DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
 from medha_operator.overlay import holds
-from medha_operator.render import (
-    Owner,
-    config_map,
-    disruption_budget,
-    lane,
-    network_policy,
-    pod_templates,
-    service,
-)
-from medha_operator.revision import begin
 from medha_operator.settings import OperatorSettings
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
@@ -93,26 +85,20 @@ def pod_uids(api: Api, name: str, namespace: str) -> set[str]:
     return {pod["metadata"]["uid"] for pod in pods if "deletionTimestamp" not in pod["metadata"]}
 
 
-def test_a_replica_becomes_exactly_what_is_rendered(running: Operator, api: Api, home: str) -> None:
+def test_a_replica_becomes_exactly_what_medha_render_prints(
+    running: Operator, api: Api, home: str, tmp_path: Path
+) -> None:
     api.apply(replica("r", home))
-    found = ready(api, "r", home)
-    owner = Owner("r", home, found["metadata"]["uid"])
-    spec = MedhaReplicaSpec.model_validate(found["spec"])
-    name = begin(spec, []).name
-    templates = pod_templates(owner, spec, name, OperatorSettings())
-    rendered = [
-        service(owner),
-        disruption_budget(owner),
-        network_policy(owner),
-        config_map(owner, spec, name),
-        *(lane(owner, index, 2, 2, template) for index, template in enumerate(templates)),
-    ]
+    uid = ready(api, "r", home)["metadata"]["uid"]
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(replica("r", home)))
+    printed = CliRunner().invoke(main, ["render", str(file), "--uid", uid, "--format", "json"])
+    assert printed.exit_code == 0, printed.output
     owned = api.owned("r", home)
-    for manifest in rendered:
+    for manifest in json.loads(printed.output)["items"]:
         there = owned.pop((manifest["kind"], manifest["metadata"]["name"]))
         assert holds(there | {"kind": manifest["kind"], "apiVersion": manifest["apiVersion"]}, manifest)
-    rest = sorted(kind for kind, _ in owned)
-    assert rest == ["ControllerRevision", "Pod", "Pod", "Pod", "Pod", "Secret"]
+    assert sorted(kind for kind, _ in owned) == ["Pod", "Pod", "Pod", "Pod", "Secret"]
 
 
 def test_kopf_writes_nothing_and_the_operator_only_the_status(running: Operator, api: Api, home: str) -> None:

@@ -121,6 +121,15 @@ def test_a_new_revision_reaches_all_replicas_while_two_serve(api: Api) -> None:
     assert not before & {pod["metadata"]["uid"] for pod in api.list(POD, "default")}
 
 
+def test_kopf_writes_nothing_to_a_deployment_and_the_operator_only_its_status(api: Api) -> None:
+    apply(api)
+    metadata = complete(api)["metadata"]
+    fields = {(entry["manager"], entry.get("subresource", "")) for entry in metadata["managedFields"]}
+    assert fields == {("user", ""), ("medha-operator", "status")}
+    assert "finalizers" not in metadata
+    assert "annotations" not in metadata
+
+
 def test_draining_a_node_ends_and_two_serve_meanwhile(plane: ControlPlane, api: Api) -> None:
     apply(api)
     complete(api)

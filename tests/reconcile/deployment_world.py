@@ -56,7 +56,9 @@ class DeploymentWorld:
         self.hindered: set[str] = set()
         """Names of replicas one of whose objects may not be written: they say so, and their pods go on."""
         self.refused: set[str] = set()
-        """Names of replicas whose specs are refused: their pods are left alone, and nothing is said of them."""
+        """Names of replicas whose specs are refused: their pods are left alone, and told of as they are."""
+        self.untold: set[str] = set()
+        """Names of replicas whose specs are refused in the words of an earlier release, which said nothing of their pods."""
         self.told: list[Tell] = []
         self.writes = 0
         self._serial = 0
@@ -134,7 +136,7 @@ class DeploymentWorld:
             for name, document in self.replicas.items()
             if "deletionTimestamp" not in document["metadata"]
         }
-        for names in (self.cordoned, self.hindered, self.refused):
+        for names in (self.cordoned, self.hindered, self.refused, self.untold):
             names &= self.replicas.keys()
         placed = sum(bool(one["status"].get("placed")) for one in self.replicas.values())
         for name, document in sorted(self.replicas.items()):
@@ -142,7 +144,7 @@ class DeploymentWorld:
 
     def _turn(self, name: str, document: dict[str, Any], *, has_room: bool) -> int:
         status, metadata = document["status"], document["metadata"]
-        if name in self.refused:
+        if name in self.refused | self.untold:
             self._tell(name, document)
             return 0
         pods = _pods_of(json.dumps(document["spec"]))
@@ -189,10 +191,12 @@ class DeploymentWorld:
             "Draining": (name in self.cordoned, "NodeCordoned"),
         }
         no = {"Ready": (False, "Refused"), "Accepted": (False, "Refused"), "Stalled": (True, "Refused")}
-        if name in self.refused:
+        if name in self.untold:
             judged = no
-        elif name in self.hindered:
+        elif name in self.hindered or (name in self.refused and not status.get("started")):
             judged |= no
+        elif name in self.refused:
+            judged |= {kind: said for kind, said in no.items() if kind != "Ready"}
         before = {entry["type"]: entry for entry in status.get("conditions", ())}
         status["conditions"] = [
             {

@@ -18,14 +18,15 @@ from reconcile.world import World
 # --- refusals -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["hindered", "refused"])
+@pytest.mark.parametrize("what", ["hindered", "refused", "untold"])
 def test_replicas_that_serve_though_something_is_refused_are_changed_behind_others(what: str) -> None:
     world = DeploymentWorld(3)
     world.settle()
     names: set[str] = getattr(world, what)
     names |= {"d-0", "d-1", "d-2"}
     world.operate()
-    assert {one["status"]["conditions"][0]["reason"] for one in world.replicas.values()} == {"Refused"}
+    told = {one["status"]["conditions"][0]["reason"] for one in world.replicas.values()}
+    assert told == {"Serving" if what == "refused" else "Refused"}
     world.change(template=template(image="b"))
     for _ in range(20):
         world.do(bounded(world).actions)
@@ -37,7 +38,7 @@ def test_replicas_that_serve_though_something_is_refused_are_changed_behind_othe
     assert world.images() == ["b", "b", "b"]
 
 
-def test_a_replica_whose_gang_is_not_to_be_had_any_more_may_serve_until_it_is_changed(
+def test_a_replica_whose_gang_is_not_to_be_had_any_more_is_counted_on_until_it_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the replica's own planner writes of such a one, as the deployment reads it."""
@@ -55,11 +56,71 @@ def test_a_replica_whose_gang_is_not_to_be_had_any_more_may_serve_until_it_is_ch
     monkeypatch.setattr("reconcile.world.SETTINGS", OperatorSettings())
     replica.settle()
     assert seen().trouble[0] == "GangUnavailable"
-    assert (seen().serving_since, seen().may_serve) == (None, True)
+    assert (seen().serving_since is not None, seen().may_serve) == (True, False)
     replica.spec = replica.spec | {"image": "b"}
     replica.generation += 1
+    assert (seen().serving_since, seen().may_serve) == (
+        None,
+        False,
+    )  # it may well be accepted, and its pods end
     replica.settle()
+    assert (seen().serving_since, seen().may_serve) == (None, True)
+    replica.spec = replica.spec | {"parallelism": {"tensor": 0}}
+    replica.generation += 1
+    replica.settle()
+    assert seen().trouble[0] == "Invalid"
+    assert (seen().serving_since, seen().may_serve) == (None, True)
+    replica.pods.clear()
+    replica.do(replica.plan().actions)
     assert (seen().serving_since, seen().may_serve) == (None, False)
+
+
+def test_a_rollout_stops_at_a_replica_whose_new_spec_is_refused_though_its_earlier_pods_serve() -> None:
+    world = DeploymentWorld(3, rollout={"maxSurge": 0, "maxUnavailable": 1})
+    world.settle()
+    world.change(template=template(image="b"))
+    world.do(world.plan().actions)
+    world.refused = {"d-2"}
+    for _ in range(20):
+        world.operate()
+        world.do(bounded(world).actions)
+        world.now += 5
+    assert world.images() == ["", "", "b"]
+    assert world.serving() == {"d-0", "d-1", "d-2"}
+    assert world.status.available_replicas == 2
+    assert world.condition("Ready") == ("False", "Refused")
+    assert world.condition("Stalled") == ("True", "Refused")
+    world.refused.clear()
+    assert watched(world)[0] == 2
+    assert world.images() == ["b", "b", "b"]
+
+
+def test_a_replica_whose_spec_is_refused_gets_the_spec_of_its_pods_back_at_once() -> None:
+    """None of its pods ends by it: no stand-in is waited for, for which there may be no room."""
+    world = DeploymentWorld(3, room=3, rollout={"maxSurge": 0, "maxUnavailable": 1})
+    world.settle()
+    world.change(template=template(image="b"))
+    world.do(world.plan().actions)
+    world.refused = {"d-2"}
+    world.operate()
+    world.change(template=template(), rollout={"maxSurge": 1, "maxUnavailable": 0})
+    assert applied(world.plan()) == ["d-2"]
+    world.do(world.plan().actions)
+    world.refused.clear()
+    assert watched(world) == (3, 3, [])
+
+
+def test_a_deployment_whose_replicas_serve_what_it_asks_for_is_complete_though_their_specs_are_refused() -> (
+    None
+):
+    """As where a gang scheduler is not to be had any more: nothing is left to do but what each replica says."""
+    world = DeploymentWorld(2)
+    world.settle()
+    world.refused = {"d-0", "d-1"}
+    world.operate()
+    world.settle()
+    assert world.condition("Ready") == ("True", "Complete")
+    assert world.condition("Available")[0] == "True"
 
 
 def test_replicas_that_were_refused_something_for_a_while_need_not_be_ready_for_long_anew() -> None:
@@ -114,6 +175,7 @@ STEPS = st.one_of(
     st.tuples(st.just("cordon"), st.integers(0, 5)),
     st.tuples(st.just("hinder"), st.integers(0, 5)),
     st.tuples(st.just("refuse"), st.integers(0, 5)),
+    st.tuples(st.just("leave untold"), st.integers(0, 5)),
     st.tuples(st.just("lose history"), st.just(0)),
     st.tuples(st.just("room"), st.integers(2, 8)),
     st.tuples(st.just("die after"), st.integers(0, 6)),
@@ -139,8 +201,9 @@ def disturb(world: DeploymentWorld, kind: str, index: int) -> None:
     elif kind == "cordon" and names:
         world.cordoned.add(names[index % len(names)])
         world.operate()
-    elif kind in ("hinder", "refuse") and names:
-        (world.hindered if kind == "hinder" else world.refused).add(names[index % len(names)])
+    elif kind in ("hinder", "refuse", "leave untold") and names:
+        chosen = {"hinder": world.hindered, "refuse": world.refused, "leave untold": world.untold}[kind]
+        chosen.add(names[index % len(names)])
         world.operate()
     elif kind == "lose history":
         world.templates.clear()
@@ -169,6 +232,7 @@ def test_whatever_happens_it_ends_at_the_spec_and_keeps_its_bounds(steps: list[t
     world.change(paused=False)
     world.hindered.clear()
     world.refused.clear()
+    world.untold.clear()
     world.room = 100
     for _ in range(120):
         planned = bounded(world)

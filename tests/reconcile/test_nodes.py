@@ -243,14 +243,20 @@ def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused
     world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
     world.nodes = {"cordoned": Node(cordoned=True), "lost": Node(unreachable_since=world.now)}
     planned = world.plan()
-    assert planned.again_seconds == 60
+    assert planned.again_seconds == EVICTION_SECONDS
     world.do(planned.actions)
     assert allowed_away(world) == "100%"
     assert deleted_pods(world.plan()) == set()
-    world.now += 60
+    world.now += EVICTION_SECONDS
     planned = world.plan()
-    assert deleted_pods(planned) == {"r-l1-0"}
-    assert all(action.is_forced for action in planned.actions if isinstance(action, Delete))
+    assert deleted_pods(planned) == set(world.pods), "evictors have had their turn"
+    world.do(planned.actions)
+    assert world.status.restarts == 0
+    world.now += 60 - EVICTION_SECONDS
+    planned = world.plan()
+    assert {action.name for action in planned.actions if isinstance(action, Delete) and action.is_forced} == {
+        "r-l1-0"
+    }
     world.do(planned.actions)
     world.nodes = {}
     assert world.settle() == 0

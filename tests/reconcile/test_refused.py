@@ -1,0 +1,211 @@
+"""A spec that cannot be served though the API server has taken it: what runs is left alone, and told of as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from medha_operator.kinds import Key
+from medha_operator.observed import Node
+from medha_operator.plan import Delete, SetStatus, Tell
+from medha_operator.settings import OperatorSettings
+from reconcile.fake_cluster import GRID as SPEC
+from reconcile.fake_cluster import Stage
+from reconcile.test_argo_cd import health
+from reconcile.test_kstatus import kstatus
+from reconcile.test_reconcile import on_stage, pod, serving
+from reconcile.world import GRID, World, condition, uids
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"parallelism": {"tensor": 0}}, "Invalid"),
+    ({"parallelism": {"tensor": 2, "stream": 2, "kv": 2}, "colour": "red"}, "Invalid"),
+    ({"placement": {"gang": "core"}}, "GangUnavailable"),
+]
+
+
+@pytest.fixture
+def world() -> World:
+    world = World(**GRID)
+    assert world.settle() == 0
+    return world
+
+
+def refuse(world: World, change: dict[str, Any]) -> None:
+    world.spec = world.spec | change
+    world.generation += 1
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_replica_that_serves_is_ready_and_its_new_spec_is_not_accepted(
+    world: World, change: dict[str, Any], reason: str
+) -> None:
+    before, since, objects = uids(world), condition_since(world, "Serving"), dict(world.objects)
+    world.now += 100
+    refuse(world, change)
+    actions = world.plan().actions
+    assert [type(action) for action in actions] == [SetStatus, Tell]
+    assert world.settle() == 0
+    assert (uids(world), world.objects) == (before, objects)
+    assert condition(world, "Ready") == condition(world, "Serving") == ("True", "Serving")
+    assert condition_since(world, "Serving") == since
+    assert condition(world, "Accepted") == ("False", reason)
+    assert condition(world, "Stalled") == ("True", reason)
+    assert condition(world, "Reconciling")[0] == "False"
+    assert world.status.ready_text == "4/4"
+    assert [(told.reason, told.is_warning) for told in world.told] == [(reason, True)]
+    assert (kstatus(world), health(world)[0]) == ("Failed", "Degraded")
+    assert health(world)[1].startswith(f"{reason}: ")
+
+
+def condition_since(world: World, kind: str) -> str:
+    return next(one.last_transition_time for one in world.status.conditions if one.type == kind)
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_what_is_said_of_pods_goes_on_following_them(
+    world: World, change: dict[str, Any], reason: str
+) -> None:
+    refuse(world, change)
+    world.settle()
+    whole = dict(world.pods)
+    world.pods["r-l0-1"] = replace(whole["r-l0-1"], is_ready=False)
+    world.do(world.plan().actions)
+    assert condition(world, "Ready") == ("False", reason)
+    assert condition(world, "Serving") == ("False", "RendezvousPending")
+    assert world.status.ready_text == "3/4"
+    world.pods = dict(whole)
+    world.settle()
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert [told.reason for told in world.told] == [reason], "the same refusal is told once"
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_gang_that_has_lost_a_member_starts_anew_once_and_later_each_time(
+    world: World, change: dict[str, Any], reason: str
+) -> None:
+    refuse(world, change | {"lifecycle": {"restart": {"backoffSeconds": 7}}})
+    world.settle()
+    before = uids(world)
+    del world.pods["r-l1-0"]
+    world.do(world.plan().actions)
+    assert condition(world, "Ready") == ("False", reason)
+    assert condition(world, "Degraded") == ("True", "MemberLost")
+    assert world.status.restarts == 1
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert uids(world).isdisjoint(before)
+    assert [told.reason for told in world.told] == [reason, "GangRestarted"]
+    del world.pods["r-l0-0"]
+    planned = world.plan()
+    assert planned.again_seconds is not None
+    assert 0 < planned.again_seconds <= 7
+    assert not [action for action in planned.actions if isinstance(action, Delete)]
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_change_that_was_under_way_is_finished(world: World, change: dict[str, Any], reason: str) -> None:
+    """The API server has what the last accepted spec asks for, though not every pod is of it."""
+    old = world.pods["r-l1-0"]
+    world.pods["r-l1-0"] = replace(old, revision="another")
+    refuse(world, change)
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert world.pods["r-l1-0"].uid != old.uid
+
+
+def test_a_suspended_replica_stays_so(world: World) -> None:
+    world.spec = world.spec | {"suspend": True}
+    world.generation += 1
+    assert world.settle() == 0
+    refuse(world, REFUSED[0][0])
+    assert world.settle() == 0
+    assert world.pods == {}
+    assert condition(world, "Ready") == ("False", "Invalid")
+    assert condition(world, "Degraded")[0] == "False"
+
+
+def test_a_lost_node_takes_the_readiness_with_its_pods(world: World) -> None:
+    refuse(world, REFUSED[0][0])
+    world.settle()
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], node="lost")
+    world.nodes["lost"] = Node(unreachable_since=world.now)
+    world.now += 120
+    world.do(world.plan().actions)
+    assert condition(world, "Ready") == ("False", "Invalid")
+    assert world.status.ready_text == "0/4", "the others start anew with it"
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_replica_that_never_had_pods_is_not_ready(change: dict[str, Any], reason: str) -> None:
+    world = World(**change)
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("False", reason)
+    assert {one.type for one in world.status.conditions} == {"Ready", "Accepted", "Reconciling", "Stalled"}
+
+
+@pytest.mark.parametrize(("change", "reason"), REFUSED)
+def test_a_replica_whose_pods_have_all_gone_is_not_ready_and_does_not_serve(
+    world: World, change: dict[str, Any], reason: str
+) -> None:
+    refuse(world, change)
+    world.settle()
+    world.pods.clear()
+    world.do(world.plan().actions)
+    assert condition(world, "Ready") == ("False", reason)
+    assert condition(world, "Serving")[0] == "False"
+    assert world.status.ready_text == "0/4"
+
+
+def test_pods_of_two_revisions_serve_nobody(world: World) -> None:
+    """As where the spec is refused while an earlier change is under way."""
+    refuse(world, REFUSED[0][0])
+    world.settle()
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], revision="another")
+    world.do(world.plan().actions)
+    assert condition(world, "Ready") == ("False", "Invalid")
+    assert condition(world, "Serving")[0] == "False"
+
+
+def test_a_spec_that_is_mended_leaves_nothing_of_its_refusal(world: World) -> None:
+    before, said = uids(world), world.status
+    refuse(world, REFUSED[0][0])
+    world.settle()
+    refuse(world, GRID)
+    assert world.settle() == 0
+    assert uids(world) == before
+    assert {one.type: (one.status, one.reason) for one in world.status.conditions} == {
+        one.type: (one.status, one.reason) for one in said.conditions
+    }
+
+
+def test_a_refusal_in_other_words_is_told_again(world: World) -> None:
+    refuse(world, {"parallelism": {"tensor": 0}})
+    world.settle()
+    refuse(world, {"parallelism": {"stream": 0}})
+    world.settle()
+    assert [told.reason for told in world.told] == ["Invalid", "Invalid"]
+
+
+def test_the_user_hears_of_it_by_one_event_and_no_child_is_written() -> None:
+    async def test(stage: Stage) -> None:
+        key: Key = await serving(stage)
+        stage.cluster.calls.clear()
+        changed = stage.cluster.objects[key]
+        changed["spec"] = SPEC | {"parallelism": {"tensor": 0}}
+        changed["metadata"]["generation"] += 1
+        stage.see(changed)
+        assert await stage.work() == []
+        stage.queue.add(key)
+        assert await stage.work() == []
+        assert stage.condition(key)[:2] == ("True", "Serving")
+        assert stage.condition(key, "Accepted")[:2] == ("False", "Invalid")
+        assert "parallelism.tensor" in stage.condition(key, "Accepted")[2]
+        assert stage.cluster.told == ["Invalid"]
+        assert set(stage.cluster.calls) == {("status", "MedhaReplica"), ("tell", "Event")}
+        stage.see(pod(stage, "b", is_started=False))
+        await stage.work()
+        assert stage.condition(key)[:2] == ("False", "Invalid")
+
+    on_stage(test, settings=OperatorSettings())
