@@ -8,8 +8,8 @@ are not run again as long as nothing has changed since that they read. With unco
 from __future__ import annotations
 
 import argparse
+import ast
 import json
-import re
 import subprocess
 import sys
 import time
@@ -119,7 +119,7 @@ def read_by(test: str) -> list[str]:
     # Of a folder, its properties run.
     own = {ROOT / name} if name != test else {path for path in files if "hypothesis" in path.read_text()}
     others = [f":(exclude){path.relative_to(ROOT)}" for path in sorted(files - _named(own))]
-    texts = [path.read_text() for path in own]
+    texts = [path.read_text() for path in _named(own)]
     benchmarks = [
         f"benchmarks/{path.name}"
         for path in sorted((ROOT / "benchmarks").glob("*.py"))
@@ -129,13 +129,15 @@ def read_by(test: str) -> list[str]:
 
 
 def _named(tests: set[Path]) -> set[Path]:
-    """Files of tests, those beside them from which they import, and theirs."""
-    found = {
-        test.with_name(f"{name}.py")
-        for test in tests
-        for name in re.findall(r"^from \.(test_\w+) import", test.read_text(), re.MULTILINE)
-    }
-    return tests if found <= tests else _named(tests | found)
+    """Files of tests, those from which they import, and theirs."""
+    found = set(tests)
+    for test in tests:
+        for node in ast.walk(ast.parse(test.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = [*(node.module or "").split("."), *(one.name for one in node.names)]
+                beside = (test.with_name(f"{name}.py") for name in names if name.startswith("test_"))
+                found |= {path for path in beside if path.exists()}
+    return tests if found == tests else _named(found)
 
 
 def _git(*argv: str) -> str:

@@ -394,7 +394,10 @@ def fail(replica: Replica, network: Network, failure: Failure, expected: Sequenc
 def rest(replica: Replica) -> None:
     """Until the replica serves again, and nothing is open."""
     replica.wait_ready()
+    end = time.monotonic() + STREAM_SECONDS
     while not replica.is_idle():
+        if time.monotonic() > end:
+            sys.exit(f"requests or KV are still held:\n{replica.log.read_text()[-4000:]}")
         time.sleep(0.1)
 
 
@@ -411,7 +414,7 @@ def freed_after_router(replica: Replica, network: Network, kind: str) -> float:
     else:
         os.kill(router.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     failed_at = time.monotonic()
-    while not replica.is_idle():
+    while not replica.is_idle() and time.monotonic() < failed_at + STREAM_SECONDS:
         time.sleep(0.05)
     seconds = time.monotonic() - failed_at
     if any(len(stream.times) == LONG_TOKENS for stream in streams):
@@ -448,13 +451,13 @@ def measured(outcomes: Sequence[Outcome]) -> list[Row]:
     rows = []
     for (part, kind), found in sorted(groups.items()):
         row: Row = {"part": part, "kind": kind, "failures": len(found)}
-        seconds = [second for one in found for second in one.seconds]
-        row["interrupted_streams"] = sum(second > 0 for second in seconds)
+        seconds = [second for one in found for second in one.seconds if second > 0]
+        row["interrupted_streams"] = len(seconds)
         if seconds:
             figures = (*np.percentile(seconds, (50, 99)), max(seconds))
             row |= {name: round(float(value), 2) for name, value in zip(SECONDS, figures, strict=True)}
         if kind == "cut" and seconds:
-            since = [one.failure.seconds + second for one in found for second in one.seconds]
+            since = [one.failure.seconds + second for one in found for second in one.seconds if second > 0]
             row["p99_seconds_since_it_went"] = round(float(np.percentile(since, 99)), 2)
         rows.append(row)
     return rows

@@ -78,7 +78,8 @@ def judge_refused(
 
     What is said of pods is as it is. Nothing is said of draining: such a replica waits for no leave of its deployment.
     """
-    judged = {one.type: one for one in judge(observed, revision, expected) if one.type != "Draining"}
+    every = judge(observed, revision, expected, is_suspended=expected == 0)
+    judged = {one.type: one for one in every if one.type != "Draining"}
     over = {one.type: one for one in refuse(reason, message)}
     if judged["Ready"].holds:
         text = "every rank of the grid is ready, as the last spec that could be served has asked for"

@@ -38,7 +38,7 @@ from medha_operator.render import (
     pod_templates,
     service,
 )
-from medha_operator.revision import Revision, begin, find
+from medha_operator.revision import Revision, begin, find, stages_of
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus, RoleCount
 
@@ -503,12 +503,13 @@ def _refused(
     running, restart = _running(observed), _restart_spec(observed.spec)
     status, replaced, judged = observed.status, list[Action](), refuse(reason, message)
     if running is not None:
-        stages, lanes = running.fields["parallelism.stream"], len(running.templates)
+        revision, expected = running
         gone = {action.name for action in lost if isinstance(action, Delete)}
-        replaced, status, later = _gang(alone, restart, stages * lanes, running.name, gone, opened, now)
+        replaced, status, later = _gang(alone, restart, expected, revision.name, gone, opened, now)
         left = _after(observed, status, (*lost, *replaced))
-        judged = judge_refused(left, running.name, stages * lanes, reason, message)
-        status = status.model_copy(update=_counts(left, running.name, stages, lanes))
+        judged = judge_refused(left, revision.name, expected, reason, message)
+        counts = _counts(left, revision.name, stages_of(revision), len(revision.templates))
+        status = status.model_copy(update=counts)
         again = _soonest(again, later)
     conditions = stamped(judged, observed.status.conditions, observed.generation, now)
     status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
@@ -516,14 +517,25 @@ def _refused(
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     told = () if is_told else (Tell(reason, message, is_warning=True),)
-    return Plan((*lost, *(budget if runs else ()), *_status(observed, status), *told, *replaced), again)
+    # The event comes last, or each new try of what the API server refuses would tell it again.
+    return Plan((*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *told), again)
 
 
-def _running(observed: Observed) -> Revision | None:
-    """The revision that pods run, or, where they do not tell, that was made last; None where there never was one."""
-    found = {pod.revision for pod in observed.pods if not pod.is_deleting}
-    name = found.pop() if len(found) == 1 else observed.status.revision
-    return next((one for one in observed.revisions if one.name == name), None)
+def _running(observed: Observed) -> tuple[Revision, int] | None:
+    """The revision that the StatefulSets make, and of how many pods; None where they make no whole one.
+
+    Not that of the pods: an accepted change may be under way, and goes on.
+    """
+    sets = [
+        found["spec"]
+        for (kind, _), found in observed.objects.items()
+        if kind == "StatefulSet" and "deletionTimestamp" not in found["metadata"]
+    ]
+    names = {one["template"]["metadata"]["labels"].get("medha.dev/revision") for one in sets}
+    made = next((one for one in observed.revisions if names == {one.name}), None)
+    if made is None or len(sets) != len(made.templates):
+        return None
+    return made, sum(one["replicas"] for one in sets)
 
 
 def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:

@@ -55,6 +55,11 @@ def begin(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision:
     return Revision(digest(fields), 1 + max((one.number for one in kept), default=0), fields)
 
 
+def stages_of(revision: Revision) -> int:
+    """Pods of each of its lanes."""
+    return int((_defaults() | revision.fields)["parallelism.stream"])
+
+
 def digest(value: Any) -> str:
     """Ten hexadecimal digits of anything that JSON can say."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]

@@ -104,15 +104,43 @@ def test_a_gang_that_has_lost_a_member_starts_anew_once_and_later_each_time(
     assert not [action for action in planned.actions if isinstance(action, Delete)]
 
 
-@pytest.mark.parametrize(("change", "reason"), REFUSED)
-def test_a_change_that_was_under_way_is_finished(world: World, change: dict[str, Any], reason: str) -> None:
-    """The API server has what the last accepted spec asks for, though not every pod is of it."""
-    old = world.pods["r-l1-0"]
-    world.pods["r-l1-0"] = replace(old, revision="another")
-    refuse(world, change)
+@pytest.mark.parametrize("accepted", [{"image": "b"}, {"parallelism": {"tensor": 2, "stream": 3, "kv": 3}}])
+@pytest.mark.parametrize("looks", range(1, 5))
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_change_that_was_under_way_is_finished(
+    world: World, accepted: dict[str, Any], looks: int, loses: bool
+) -> None:
+    """However far it has come: the StatefulSets make what the last accepted spec asks for."""
+    before = uids(world)
+    refuse(world, accepted)
+    for _ in range(looks):
+        world.do(world.plan().actions)
+    refuse(world, REFUSED[0][0])
+    world.do(world.plan().actions)
+    if loses and world.pods:
+        del world.pods[min(world.pods)]
+    world.controllers()
+    world.kubelets()
     assert world.settle() == 0
     assert condition(world, "Ready") == ("True", "Serving")
-    assert world.pods["r-l1-0"].uid != old.uid
+    assert uids(world).isdisjoint(before)
+    assert len(world.pods) == (9 if "parallelism" in accepted else 4)
+
+
+def test_the_event_comes_behind_what_the_api_server_may_refuse(world: World) -> None:
+    """Each new try begins at the first action: what stands before the refused one is done again each time."""
+    refuse(world, REFUSED[0][0])
+    world.pods["r-l1-0"] = replace(world.pods["r-l1-0"], is_failed=True)
+    actions = world.plan().actions
+    assert [type(action) for action in actions if isinstance(action, Delete)]
+    assert actions[-1] == Tell("Invalid", actions[-1].message, is_warning=True)  # type: ignore[union-attr]
+
+
+def test_revisions_that_somebody_has_spoilt_say_nothing_of_pods(world: World) -> None:
+    refuse(world, REFUSED[0][0])
+    world.revisions = {name: replace(one, templates=()) for name, one in world.revisions.items()}
+    assert world.settle() == 0
+    assert condition(world, "Ready") == ("False", "Invalid")
 
 
 def test_a_suspended_replica_stays_so(world: World) -> None:
@@ -124,6 +152,7 @@ def test_a_suspended_replica_stays_so(world: World) -> None:
     assert world.pods == {}
     assert condition(world, "Ready") == ("False", "Invalid")
     assert condition(world, "Degraded")[0] == "False"
+    assert condition(world, "Scheduled") == ("False", "Suspended")
 
 
 def test_a_lost_node_takes_the_readiness_with_its_pods(world: World) -> None:

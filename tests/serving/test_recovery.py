@@ -20,7 +20,7 @@ RECOVERY = Path(__file__).parents[2] / "benchmarks" / "recovery.py"
 FAILURES = (
     ["--only", "stop router", "--only", "stop controller"],
     ["--only", "kill rank 0", "--only", "stop rank"],
-    ["--only", "cut", "--cut-seconds", "6"],
+    ["--only", "cut", "--cut-seconds", "8"],
 )
 
 
