@@ -34,10 +34,25 @@ class RequestInvalid(MedhaError):
         self.code = code
 
 
+DROP_REASONS = {
+    "header": "no frame, or one that is no JSON object",
+    "version": "of a version that is not read here",
+    "type": "of an unknown type",
+    "frames": "with a frame too many or too few",
+    "fields": "with a field that is missing, of the wrong type or out of range",
+    "size": "with a frame that is too large",
+    "payload": "with a raw frame that ends within a token id",
+    "unexpected": "of a type that does not belong on this link",
+    "peer": "from a peer that may not say it",
+    "state": "of the right form, but contradicting what is known",
+}
+"""Why a message is dropped, as metrics count it."""
+
+
 class WireInvalid(MedhaError):
     """A peer sent what cannot be read, or is out of place. The message is dropped and counted; the peer mends it.
 
-    `reason` is the word that it is counted by (`medha.wire.REASONS`).
+    `reason` is the word that it is counted by (`DROP_REASONS`).
     """
 
     def __init__(self, message: str, *, reason: str = "state") -> None:

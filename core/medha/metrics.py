@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from medha.wire import REASONS
+from medha.errors import DROP_REASONS
 
 Kind = Literal["counter", "gauge", "histogram"]
 Unit = Literal[
@@ -80,7 +80,7 @@ _STEP_SECONDS = (
 _SLACK_SECONDS = (-600.0, -60.0, -10.0, -2.0, -0.5, 0.0, 0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0, 600.0)
 _POWERS_OF_TWO = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
-_REASONS = ", ".join(f"`{reason}` ({meaning})" for reason, meaning in REASONS.items())
+_REASONS = ", ".join(f"`{reason}` ({meaning})" for reason, meaning in DROP_REASONS.items())
 _BY_CLASS = ("model", "service_class")
 _BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
 

@@ -33,20 +33,6 @@ MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version m
 MAX_INTEGER = 2**63 - 1
 """No integer of a message is further from 0: of JSON's, which may be of any length, some cannot even become floats."""
 
-REASONS = {
-    "header": "no frame, or one that is no JSON object",
-    "version": "of a version that is not read here",
-    "type": "of an unknown type",
-    "frames": "with a frame too many or too few",
-    "fields": "with a field that is missing, of the wrong type or out of range",
-    "size": "with a frame that is too large",
-    "payload": "with a raw frame that ends within a token id",
-    "unexpected": "of a type that does not belong on this link",
-    "peer": "from a peer that may not say it",
-    "state": "of the right form, but contradicting what is known",
-}
-"""Why a message is dropped, as metrics count it."""
-
 TokenIds = npt.NDArray[np.int32]
 
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 
-from medha.errors import WireInvalid
-from medha.wire import REASONS
+from medha.errors import DROP_REASONS, WireInvalid
 
 Count = Callable[[str, str], None]
 """Counts one message dropped from a link (the first argument) for a reason (the second)."""
@@ -40,7 +39,7 @@ class Drops:
             )
 
     def totals(self) -> tuple[tuple[str, str, int], ...]:
-        """(link, reason, messages) since this process began, as it tells others: at most one for each of `REASONS` a link."""
+        """(link, reason, messages) since this process began, as it tells others: at most one for each of `DROP_REASONS` a link."""
         with self._lock:
             return tuple((link, reason, messages) for (link, reason), messages in self.counts.items())
 
@@ -70,7 +69,11 @@ class RankDrops:
             known = Counter()
         self._known[rank] = incarnation, known
         told = Counter(
-            {(link, reason): n for link, reason, n in totals if link in self._links and reason in REASONS}
+            {
+                (link, reason): n
+                for link, reason, n in totals
+                if link in self._links and reason in DROP_REASONS
+            }
         )
         growth = told - known  # a total that is lower is older: it was on its way when a connection broke
         known.update(growth)

@@ -8,7 +8,7 @@ from typing import Any
 
 from medha.api import MedhaReplicaSpec, ReplicaTemplate
 from medha_operator.observed import Object, seconds
-from medha_operator.revision import begin, digest
+from medha_operator.revision import digest, name_of
 from medha_operator.status import DeploymentStatus
 
 DEPLOYMENT_LABEL = "medha.dev/deployment"
@@ -190,7 +190,7 @@ def _has_pods_asked_for(document: Object) -> bool:
         spec = MedhaReplicaSpec.model_validate(document["spec"])
     except ValueError:
         return False
-    return not spec.suspend and document.get("status", {}).get("revision") == begin(spec, []).name
+    return not spec.suspend and document.get("status", {}).get("revision") == name_of(spec)
 
 
 def _lacks_room(placed: Object) -> bool:

@@ -37,17 +37,15 @@ class Judgement:
     message: str = ""
 
 
-def judge(
-    observed: Observed, revision: str, expected: int, *, is_suspended: bool = False
-) -> tuple[Judgement, ...]:
-    """Every condition of an accepted replica, which is to have as many pods of `revision`."""
+def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, ...]:
+    """Every condition of an accepted replica, which is to have as many pods of `revision`; none while it is suspended."""
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
-    scheduled = _scheduled(observed, current, expected, is_suspended=is_suspended)
+    scheduled = _scheduled(observed, current, expected)
     loaded = _weights_loaded(current, expected, scheduled)
     serving = _serving(current, expected, loaded)
     degraded = _degraded(observed, current, expected)
     old = sum(pod.revision != revision for pod in observed.pods)
-    if is_suspended:
+    if not expected:
         ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
     elif degraded.holds and not serving.holds:
         ready = Judgement("Ready", False, degraded.reason, degraded.message)
@@ -67,7 +65,7 @@ def judge(
         serving,
         degraded,
         draining,
-        *_kstatus(ready, is_suspended=is_suspended),
+        *_kstatus(ready, is_suspended=not expected),
     )
 
 
@@ -78,7 +76,7 @@ def judge_refused(
 
     What is said of pods is as it is. Nothing is said of draining: such a replica waits for no leave of its deployment.
     """
-    every = judge(observed, revision, expected, is_suspended=expected == 0)
+    every = judge(observed, revision, expected)
     judged = {one.type: one for one in every if one.type != "Draining"}
     over = {one.type: one for one in refuse(reason, message)}
     if judged["Ready"].holds:
@@ -134,9 +132,9 @@ def _timestamp(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _scheduled(observed: Observed, pods: list[Pod], expected: int, *, is_suspended: bool) -> Judgement:
+def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
     placed = sum(pod.is_scheduled for pod in pods)
-    if is_suspended:
+    if not expected:
         return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
     if placed >= expected:
         return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")

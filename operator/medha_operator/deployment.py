@@ -38,7 +38,7 @@ from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
 from medha_operator.render import MANAGER, Manifest
-from medha_operator.revision import begin, restart_fields
+from medha_operator.revision import name_of, restart_fields
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
 
@@ -296,7 +296,7 @@ def _runs(child: Child, manifest: Manifest) -> bool:
         there = MedhaReplicaSpec.model_validate(manifest["spec"])
     except ValidationError:
         return False
-    return not there.suspend and child.document["status"].get("revision") == begin(there, []).name
+    return not there.suspend and child.document["status"].get("revision") == name_of(there)
 
 
 # --- steps ----------------------------------------------------------------------------------------------

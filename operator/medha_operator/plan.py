@@ -455,7 +455,7 @@ def _described(
     observed: Observed, spec: MedhaReplicaSpec, revision: Revision, owner: Owner, now: float
 ) -> ReplicaStatus:
     shape = spec.parallelism
-    judged = judge(observed, revision.name, _expected_pods(spec), is_suspended=spec.suspend)
+    judged = judge(observed, revision.name, _expected_pods(spec))
     return observed.status.model_copy(
         update={
             "observed_generation": observed.generation,

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from medha.errors import WireInvalid
+from medha.errors import DROP_REASONS, WireInvalid
 from medha.messages import RankHello
-from medha.wire import REASONS, encode
+from medha.wire import encode
 from medha_links.drops import MOST_MESSAGES, Drops, RankDrops
 
 LINKS = ("control", "tokens")
@@ -24,7 +24,7 @@ def test_a_process_tells_totals_by_link_and_reason() -> None:
 
 
 def test_totals_weigh_little_however_much_was_dropped() -> None:
-    told = tuple((link, reason, MOST_MESSAGES) for link in LINKS for reason in REASONS)
+    told = tuple((link, reason, MOST_MESSAGES) for link in LINKS for reason in DROP_REASONS)
     assert len(encode(RankHello(0, "a", dropped=told))[0]) < 1024
 
 
