@@ -35,6 +35,7 @@ from medha_sim.campaign_adopt import Differs, check_again, sample
 from medha_sim.campaign_pool import Stopwatch, run_all
 from medha_sim.campaign_run import DEPLOYMENTS, Outcome, Run
 from medha_sim.compiled import compiled
+from medha_sim.lone_prompt import TOPOLOGIES
 from medha_sim.reproduction import page, report
 from medha_sim.sources import digest, loaded_files
 
@@ -75,7 +76,7 @@ def main() -> int:
         "--except",
         action="append",
         default=[],
-        choices=list(DEPLOYMENTS),
+        choices=[*DEPLOYMENTS, *TOPOLOGIES],
         dest="left_out",
         help="a deployment of which --adopt takes nothing over; may be repeated",
     )
@@ -143,6 +144,7 @@ def _simulate(
     """Run what is missing; False: it was interrupted."""
     done: dict[str, Outcome] = campaign["runs"]
     left = {run.key: run for run in planned if run.key not in done}
+    missing = len(left)
     console = Console()
     console.print(
         f"{len(planned)} runs, {len(planned) - len(left)} done before; results in {campaign['file']}"
@@ -191,6 +193,11 @@ def _simulate(
             )
         except KeyboardInterrupt:
             return False
+        finally:
+            if missing > len(left):
+                minutes = round((time.monotonic() - started) / 60, 1)
+                took = {"runs": missing - len(left), "minutes": minutes, "processes": arguments.jobs}
+                campaign.setdefault("took", []).append(took)
     return True
 
 

@@ -14,11 +14,12 @@ import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from revision import revision
 
 from medha.guarded import Guarded, GuardedSettings, Plan
 from medha.policy import Columns
@@ -264,12 +265,26 @@ def main() -> None:
         )
 
     print(f"\n{'queued':>8} {'p50 us':>8} {'p99 us':>8}   order, with an arrival and an end between any two")
+    orders = []
     for queued in (1, 100, 1000, 10_000):
         median, tail = decision_times(queued, 50 if arguments.quick else 500)
         print(f"{queued:>8} {median * 1e6:>8.0f} {tail * 1e6:>8.0f}")
+        orders.append({"queued": queued, "p50": median, "p99": tail})
     claim("order of guarded with 10,000 queued, p50", median * 1e6, "us", 150, "less", "")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+        figures = {
+            "claims": claims,
+            "revision": revision(),
+            "seeds": len(seeds),
+            "hours": hours,
+            "rows": {name: [asdict(result) for result in group] for name, group in results.items()},
+            "of_optimum": {
+                name: {policy: {"mean": mean, "worst": worst} for policy, (mean, worst) in of_policy.items()}
+                for name, of_policy in ratios.items()
+            },
+            "order_seconds": orders,
+        }
+        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -228,24 +228,34 @@ class Predictor:
 
     def explain(self, works: Iterable[Work], *, whole: bool = False) -> StepTerms:
         """The terms of `stage_seconds`, or where `whole`, of `latency_seconds`."""
-        tally = self._tallied(works)
-        if tally._works == 0:
+        return self.explain_coupled([works], 0, whole=whole)
+
+    def explain_coupled(
+        self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int, *, whole: bool = False
+    ) -> StepTerms:
+        """The terms of `coupled_seconds`, each of the lane that the others wait for; `whole`: of all stages and hops."""
+        lanes = [self._tallied(works) for works in works_by_lane]
+        if not any(lane._works for lane in lanes):
             return StepTerms()
+        tokens = max(lane.tokens for lane in lanes)
+        attention = max(lane._attention for lane in lanes)
+        exchange = self.profile.exchange.seconds_one(exchanged_queries)
         profile, factor, stages = self.profile, self.correction, self.topology.stream
-        head = self._head_seconds(tally.sequences)
-        in_layers = self._layer_seconds(tally.tokens) + tally._attention + self._attention_launch
+        head = self._head_seconds(max(lane.sequences for lane in lanes))
+        in_layers = self._layer_seconds(tokens) + attention + exchange + self._attention_launch
         last_is_slowest = self._last_layers * in_layers + head >= self._most_layers * in_layers
         layers = self._last_layers if last_is_slowest else self._most_layers
         if whole:
             layers = profile.layers
-        collectives = profile.all_reduce.seconds_one(tally.tokens)
+        collectives = profile.all_reduce.seconds_one(tokens)
         return StepTerms(
             launch=((stages if whole else 1) * self._launch + layers * self._attention_launch) * factor,
-            linear=layers * (self._layer_seconds(tally.tokens) - collectives) * factor,
-            attention=layers * tally._attention * factor,
+            linear=layers * (self._layer_seconds(tokens) - collectives) * factor,
+            attention=layers * attention * factor,
             collectives=layers * collectives * factor,
             head=(head if whole or last_is_slowest else 0.0) * factor,
-            hops=(stages - 1) * profile.hop.seconds_one(tally.tokens) * factor if whole else 0.0,
+            hops=(stages - 1) * profile.hop.seconds_one(tokens) * factor if whole else 0.0,
+            exchange=layers * exchange * factor,
         )
 
     # --- prefills -----------------------------------------------------------------------------------

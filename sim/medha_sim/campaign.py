@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from medha_sim.campaign_run import Run
+from medha_sim.lone_prompt import LIMIT_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,8 @@ class Scale:
     speeds: tuple[float, ...]  # of a stronger LoongServe
     band: tuple[float, ...]  # capacities, of what the controllers believe, beside the nominal one
     deep: tuple[str, ...]  # deployments of T9
+    chunks: tuple[int, ...]  # of T12
+    lane_points: tuple[tuple[int, int], ...]  # of T18: tokens of a prompt, and of its chunks
 
 
 FULL = Scale(
@@ -50,6 +53,8 @@ FULL = Scale(
     speeds=(2.0, 4.0, 8.0, 16.0),
     band=(0.9, 1.1),
     deep=("70B-2D", "70B-3D"),
+    chunks=(64, 128, 256, 512, 1024, 2048, 4096),
+    lane_points=tuple((tokens, chunk) for tokens in (4_000_000, 2_000_000) for chunk in (128, 256, 64, 32)),
 )
 QUICK = Scale(
     name="quick",
@@ -67,6 +72,8 @@ QUICK = Scale(
     speeds=(),
     band=(),
     deep=("70B-2D", "70B-3D"),
+    chunks=(512, 1024, 2048, 4096),
+    lane_points=((4_000_000, 128),),
 )
 SCALES = {scale.name: scale for scale in (FULL, QUICK)}
 
@@ -167,6 +174,7 @@ def _paper_runs(scale: Scale) -> Iterator[Run]:
             if seed == 0 or run.deployment == "8B":  # the deep ones cost most: their band is of one seed
                 yield from (replace(run, capacity=capacity) for capacity in scale.band)
         if seed == 0:
+            yield from _lone_runs(scale)
             for rate in scale.rates:  # the curve to which LoongServe was calibrated
                 yield from (replace(short, system=name, rate=rate) for name in ("medha-lars", "loongserve"))
             stronger = [
@@ -175,3 +183,22 @@ def _paper_runs(scale: Scale) -> Iterator[Run]:
                 if run.system.startswith("loongserve") and (run.long_share or run.rate in (CONVOY_RATE, high))
             ]
             yield from (replace(run, loongserve_speed=speed) for speed in scale.speeds for run in stronger)
+
+
+def lone_run(deployment: str, system: str, tokens: int, capacity: float = 1.0) -> Run:
+    """A lone prompt: nothing is drawn, so that there is one seed."""
+    return Run(system, 0.0, 0, LIMIT_SECONDS, capacity=capacity, deployment=deployment, prompt_tokens=tokens)
+
+
+def _lone_runs(scale: Scale) -> Iterator[Run]:
+    """T11, T12, T18 and T19: what `medha_sim.lone_rows` looks up, no more."""
+    for capacity in (1.0, *scale.band):
+        for chunk in (32, 4096):
+            yield lone_run("8B-TP8", f"static-{chunk}", 1_000_000, capacity)
+        for chunk in scale.chunks:
+            yield lone_run("8B-TP8", f"adaptive-{chunk}", 1_000_000, capacity)
+        for tokens, chunk in scale.lane_points:
+            for deployment in ("8B-TP4-SPP4", "8B-TP4-SPP4-KVP4"):
+                yield lone_run(deployment, f"static-{chunk}", tokens, capacity)
+        for deployment in ("8B-TP8-SPP4", "8B-TP8-SPP4-KVP4"):
+            yield lone_run(deployment, "static-512", 2_000_000, capacity)

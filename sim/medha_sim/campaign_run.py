@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from medha.hardware import H100, LLAMA3_70B
 from medha.topology import Topology
 from medha_sim.baselines.systems import simulation
 from medha_sim.driver import Progress
+from medha_sim.lone_prompt import TOPOLOGIES, adaptive, static
 from medha_sim.metrics import group
 from medha_sim.records import RunLog
 from medha_sim.scenario import Deployment
@@ -51,12 +52,17 @@ class Run:
     capacity: float = 1.0
     deployment: str = "8B"
     loongserve_speed: float = 1.0
+    prompt_tokens: int = 0
+    """Of a lone prompt (`medha_sim.lone_prompt`) instead of a mix: `static-N` cuts it into chunks of N tokens, `adaptive-N` has
+    the P95 of that as its target."""
 
     @property
     def key(self) -> str:
         """Its name in a file of outcomes."""
         at = f"rate {self.rate:g}" if self.load is None else f"load {self.load:g}"
         parts = [self.deployment, self.system, at, f"long {self.long_share:g}", f"seed {self.seed}"]
+        if self.prompt_tokens:
+            parts[2:] = ["alone", f"{self.prompt_tokens} tokens"]
         if self.capacity != 1:
             parts.append(f"capacity {self.capacity:g}")
         if self.loongserve_speed != 1:
@@ -67,6 +73,9 @@ class Run:
 def simulate(run: Run, progress: Progress | None = None) -> Outcome | None:
     """Figures of one run: by kind of request, and of all; None where `progress` stopped it on the way."""
     started = time.process_time()
+    if run.prompt_tokens:
+        alone = _alone(run, progress)
+        return alone and alone | {"core_seconds": round(time.process_time() - started, 2)}
     deployment = _deployment(run.deployment)
     targets = _targets(run.deployment)
     workload = _spec(run).make(targets, run.window_seconds, run.seed)
@@ -84,6 +93,17 @@ def simulate(run: Run, progress: Progress | None = None) -> Outcome | None:
     if run.load is not None and run.system.startswith("medha-"):
         found["work"] = _work(log, targets)
     return found | {"core_seconds": round(time.process_time() - started, 2)}
+
+
+def _alone(run: Run, progress: Progress | None) -> Outcome | None:
+    """Of a lone prompt: of chunks of one size, and where they are adaptive, of both."""
+    cut, _, size = run.system.partition("-")
+    topology = TOPOLOGIES[run.deployment]
+    found = {"static": static(topology, run.prompt_tokens, int(size), run.capacity, progress)}
+    if cut == "adaptive" and found["static"] is not None:
+        target_seconds = found["static"].p95_gap_seconds
+        found[cut] = adaptive(topology, run.prompt_tokens, target_seconds, run.capacity, progress)
+    return {name: asdict(one) for name, one in found.items() if one} if all(found.values()) else None
 
 
 def figures(log: RunLog) -> Outcome:

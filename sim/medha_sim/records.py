@@ -88,6 +88,8 @@ class RunLog:
     series: Series = field(default_factory=Series)
     steps: StepColumns = field(default_factory=StepColumns)
     chunks: ChunkColumns = field(default_factory=ChunkColumns)
+    gaps: dict[str, array[float]] = field(default_factory=dict)
+    """Seconds between tokens, of the requests that it is given an array for."""
     window_seconds: float = 0.0  # simulated; arrivals behind it are not in the log
     interrupted: bool = False
 
@@ -107,6 +109,8 @@ class RunLog:
                 record.worst_gap_seconds = gap
             if gap > record.tpot_target_seconds:
                 record.late_gaps += 1
+            if self.gaps and id_ in self.gaps:
+                self.gaps[id_].append(gap)
         record.tokens += tokens
         record.last_token_at = now
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from medha_sim import closed_form, lone_prefill
+from medha_sim import closed_form, lone_rows
 from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS
 from medha_sim.campaign import SCALES, Scale
 from medha_sim.campaign_run import Outcome
@@ -20,7 +20,7 @@ from medha_sim.simulated_rows import Rows, calibration, strength
 _HEAD = """# What of the papers holds here
 
 Written by `{command}` from `{file}`; do not edit. Mode **{mode}**, code of commit `{commit}` (digest of the simulated
-sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours.{adopted}{warning}
+sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours{took}.{adopted}{warning}
 
 Paper A is "Medha: Efficient LLM Inference on Multi-Million Context Lengths Without Approximation", paper B "No Request
 Left Behind", paper C Meta's "Context Parallelism for Scalable Million-Token Inference".
@@ -66,7 +66,7 @@ def report(
     """Everything that the page shows, as plain data; `planned` are the keys of all runs of the scale."""
     rows = [
         *closed_form.rows(),
-        *(row() for row in lone_prefill.ROWS),
+        *lone_rows.rows(Rows(outcomes, scale)),
         *Rows(outcomes, scale).all(),
     ]
     compared = comparisons(outcomes, scale)
@@ -111,6 +111,7 @@ def page(campaign: dict[str, Any]) -> str:
             planned=shown["planned"],
             errors=errors,
             core_hours=shown["core_hours"],
+            took="".join(map(_took, campaign.get("took", []))),
             adopted="".join(map(_adoption, campaign.get("adopted", []))),
             warning=warning,
         ),
@@ -124,6 +125,11 @@ def page(campaign: dict[str, Any]) -> str:
     if shown["errors"]:
         parts.append("## Runs that failed\n\n" + "\n".join(f"- {key}" for key in shown["errors"]) + "\n")
     return "\n".join(parts)
+
+
+def _took(call: dict[str, Any]) -> str:
+    """How long one call of the command took, with all that is around the runs."""
+    return f"; {call['runs']} of them took {call['minutes']:g} minutes with {call['processes']} processes"
 
 
 def _adoption(adoption: dict[str, Any]) -> str:

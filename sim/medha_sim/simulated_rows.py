@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from medha_sim.campaign import Scale
+from medha_sim.campaign import Scale, lone_run
 from medha_sim.campaign_run import Outcome, Run
 from medha_sim.claims import Figure, Row, above, below, exactly, untestable
 
@@ -51,6 +51,15 @@ class Point:
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return None if value is None else float(value)
+
+    def alone(self, deployment: str, system: str, tokens: int, *path: str | int) -> Any:
+        """A figure of a run of a lone prompt, which has no seed; `path` leads into its outcome."""
+        value: Any = self.outcomes.get(lone_run(deployment, system, tokens, self.capacity).key)
+        if value is None or "error" in value:
+            return None
+        for name in path:
+            value = value[name]
+        return value
 
     def ttft(self, system: str, rate: float, quantile: str, **run: Any) -> float | None:
         return self.mixed(system, rate, "all", "ttft_seconds", quantile, **run)
@@ -254,7 +263,7 @@ class Rows:
                 "x",
                 SIMILAR,
                 growth("medha-lars"),
-                _never,
+                never,
             ),
             self.figure(
                 "P90 TTFT at the highest rate, Sarathi (chunk 512) over Medha",
@@ -351,7 +360,7 @@ class Rows:
                 "x",
                 SIMILAR,
                 lambda p: over(p.ttft("single-edf", p.high, "p50"), p.ttft("single-fcfs", p.high, "p50")),
-                _never,
+                never,
             ),
         )
 
@@ -409,7 +418,7 @@ class Rows:
                     "x",
                     SIMILAR,
                     ratio("ttft_seconds", rate, "p50"),
-                    _never,
+                    never,
                 )
                 for rate in (0.25, 0.75)
             ),
@@ -447,7 +456,7 @@ def _positive(value: float) -> bool:
     return value > 0.0
 
 
-def _never(value: float) -> bool:  # noqa: ARG001 - "equal" has no order that could still hold
+def never(value: float) -> bool:  # noqa: ARG001 - "equal" has no order that could still hold
     return False
 
 

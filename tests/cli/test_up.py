@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from medha_cli.main import main
 
@@ -49,6 +52,11 @@ class Up:
             self.output += line
         self.parts = psutil.Process(self.process.pid).children(recursive=True)
 
+    def url(self) -> str:
+        found = re.search(r"http://127\.0\.0\.1:\d+", self.output[self.output.index("is ready") :])
+        assert found
+        return found[0]
+
     def end(self) -> int:
         assert self.process.stdout is not None
         self.output += self.process.stdout.read()
@@ -81,16 +89,45 @@ def up(manifest: Path, tmp_path: Path) -> Iterator[Up]:
 
 
 def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up, tmp_path: Path) -> None:
-    found = re.search(r"http://127\.0\.0\.1:\d+", up.output[up.output.index("is ready") :])
-    assert found
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-    answer = httpx.post(found[0] + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(up.url() + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
     assert answer["usage"]["completion_tokens"] <= 3
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
     assert up.left() == []
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "events.jsonl") == []
     assert '"type":"Submit"' in (tmp_path / "events.jsonl").read_text()
+
+
+def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: Up, tmp_path: Path) -> None:
+    url = up.url() + "/v1/completions"
+
+    def complete(prompt: str) -> None:
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 12}
+        httpx.post(url, json=body, timeout=60).raise_for_status()
+
+    prompts = ["a b c " * 40, "a b c " * 40, "a b c " * 200, "x", "y" * 900]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(complete, prompts))
+    leaving = {"model": "tiny", "prompt": "z", "max_tokens": 1500, "stream": True}
+    with httpx.stream("POST", url, json=leaving, timeout=60) as stream:
+        next(stream.iter_lines())  # and its client goes away
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0
+    record, page = tmp_path / "events.jsonl", tmp_path / "replay.html"
+    replayed = CliRunner().invoke(main, ["replay", str(record), "-p", "fcfs", "-o", str(page)])
+    assert replayed.exit_code == 0, replayed.output
+    assert "the same commands" in replayed.output
+    told = {
+        run["system"]: run["result"]["all"]
+        for run in json.loads(page.with_suffix(".json").read_text())["runs"]
+    }
+    assert [one["arrived"] for one in told.values()] == 3 * [len(prompts) + 1]
+    assert told["recorded"]["finished"] == len(prompts) + 1
+    another = tmp_path / "another.jsonl"
+    another.write_text(record.read_text().replace('"max_tokens":12', '"max_tokens":5'))
+    assert another.read_text() != record.read_text()
+    assert CliRunner().invoke(main, ["replay", str(another)]).exit_code == 1
 
 
 def test_a_rank_that_is_killed_is_started_again_and_all_ends_well(up: Up) -> None:

@@ -204,6 +204,9 @@ def test_coupled_lanes_wait_for_the_slowest_linear_part_and_the_slowest_attentio
     # linear: 10 tokens against 1; attention: 55 pairs against 1000 + 6; exchanged: 10 queries
     assert predictor.coupled_seconds([owner, helper], 10) == pytest.approx(2 * (10 + 1006 + 4 + 5))
     assert predictor.coupled_seconds([owner, helper], 0) == pytest.approx(2 * (10 + 1006))
+    terms = predictor.explain_coupled([owner, helper], 10)
+    assert (terms.linear, terms.attention, terms.exchange) == pytest.approx((20, 2012, 18))
+    assert predictor.explain_coupled([owner, helper], 0).exchange == 0
 
 
 @EACH
@@ -213,7 +216,9 @@ def test_a_coupled_step_is_never_faster_than_its_slowest_lane(
 ) -> None:
     predictor = UNCORRECTED[name]
     slowest = max(predictor.stage_seconds(works) for works in lanes)
-    assert predictor.coupled_seconds(lanes, queries) >= slowest * (1 - 1e-9)
+    coupled = predictor.coupled_seconds(lanes, queries)
+    assert coupled >= slowest * (1 - 1e-9)
+    assert predictor.explain_coupled(lanes, queries).total == pytest.approx(coupled)
 
 
 def test_a_profile_of_another_tensor_parallelism_is_refused() -> None:

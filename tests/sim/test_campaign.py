@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_a_quick_campaign_resumes_and_writes_its_page_again(  # type: ignore[no-
     assert "2 runs, 2 done before" in capsys.readouterr().out
     page = (tmp_path / "page.md").read_text()
     assert "2 of 2 runs" in page
+    assert re.search(r"; 2 of them took [\d.]+ minutes with 1 processes\.", page)
     assert "**This is a quick run**" in page
     (tmp_path / "page.md").unlink()
     assert call("--page-only") == 0

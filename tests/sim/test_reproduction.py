@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 
-from medha_sim import lone_prefill
+from medha_sim import lone_rows
 from medha_sim.campaign import FULL, QUICK, Scale, runs
 from medha_sim.campaign_pool import Stopwatch, run_all
 from medha_sim.campaign_run import Outcome, Run, simulate
-from medha_sim.claims import NOMINAL, Capacity
 from medha_sim.comparison import comparisons, goals, offered_loads
 from medha_sim.reproduction import page, report
 from medha_sim.simulated_rows import Point, Rows, calibration, strength
@@ -39,7 +38,16 @@ def outcome(ttft: float = 1.0, tpot: float = 0.05, finished: int = 10, attained:
 
 def outcomes(scale: Scale, **by_system: Outcome) -> dict[str, Outcome]:
     """Every run of a scale, with the outcome given for its system (underscores for hyphens), or the usual one."""
-    return {run.key: by_system.get(run.system.replace("-", "_"), outcome()) for run in runs(scale)}
+    return {
+        run.key: by_system.get(run.system.replace("-", "_"), alone() if run.prompt_tokens else outcome())
+        for run in runs(scale)
+    }
+
+
+def alone(**figures: Any) -> Outcome:
+    """An outcome of a lone prompt, in which adaptive chunks do as well as those of one size."""
+    usual = {"prefill_seconds": 9.0, "p95_gap_seconds": 0.06, "lanes": [1, 4], "busy_seconds": [0.1, 0.1]}
+    return {"static": usual | figures, "adaptive": usual | figures, "core_seconds": 1.0}
 
 
 # --- which runs ------------------------------------------------------------------------------------------
@@ -76,6 +84,7 @@ class Looked(dict[str, Outcome]):
 def test_the_claims_are_run_in_full_and_nothing_is_run_for_them_that_no_figure_needs() -> None:
     found = Looked(outcomes(FULL))
     rows = Rows(found, FULL).all()
+    lone_rows.rows(Rows(found, FULL))
     strength(found, FULL)
     calibration(found, FULL)
     planned = {run.key for run in runs(FULL) if run.load is None}
@@ -333,35 +342,43 @@ def test_the_load_that_came_is_measured_in_work_against_the_capacity() -> None:
     assert point.rate == pytest.approx(0.485)
 
 
-# --- a lone prompt, chunk by chunk ---------------------------------------------------------------------------
+# --- a lone prompt -----------------------------------------------------------------------------------------
 
 
-def test_a_lone_prefill_of_one_chunk_passes_every_stage_once() -> None:
-    lone = lone_prefill.Lone(lone_prefill.Topology(8, 4, 1))
-    prefill = lone.static(512, 512)
-    assert prefill.seconds == pytest.approx(float(prefill.steps[0]))
+def verdicts(found: dict[str, Outcome]) -> dict[str, list[str]]:
+    """Of each row of a lone prompt, figure by figure."""
+    return {row.id: [figure.verdict for figure in row.figures] for row in lone_rows.rows(Rows(found, FULL))}
 
 
-def test_lanes_join_as_the_kv_grows() -> None:
-    lone = lone_prefill.Lone(lone_prefill.Topology(8, 4, 4))
-    contexts = lone_prefill.np.array([0, 524_287, 524_288, 1_048_576, 10_000_000])
-    assert lone.lanes(contexts).tolist() == [1, 1, 2, 3, 4]
-
-
-def test_adaptive_chunks_keep_the_target_where_the_smallest_chunk_can() -> None:
-    lone = lone_prefill.Lone(lone_prefill.Topology(8, 1, 1))
-    adaptive = lone.adaptive(1_000_000, 0.1)
-    assert adaptive.steps.max() <= 0.1
-    assert adaptive.steps.min() > 0.05
-
-
-def test_half_the_hardware_takes_about_twice_as_long() -> None:
-    topology = lone_prefill.Topology(8, 1, 1)
-    full, half = (
-        lone_prefill.Lone(topology, capacity).static(1_000_000, 2048).seconds
-        for capacity in (NOMINAL, Capacity(0.5, 0.5, 0.5))
-    )
-    assert half / full == pytest.approx(2.0, rel=0.1)
+def test_rows_of_a_lone_prompt_follow_from_its_runs() -> None:
+    found = outcomes(FULL)
+    assert verdicts(found) == {
+        "T11": ["refuted"],  # chunks of 32 take no longer here
+        "T12": ["reproduced"],
+        "T18": ["direction only", "reproduced", "refuted"],  # four lanes are no better here
+        "T19": ["reproduced", "reproduced", "reproduced", "refuted"],
+    }
+    for key in found:
+        if key.startswith("8B-TP8, static-32,"):
+            found[key] = alone(prefill_seconds=9.0 * 1.75)
+        elif key.startswith("8B-TP4-SPP4-KVP4,"):
+            found[key] = alone(prefill_seconds=4.0, p95_gap_seconds=0.03)
+        elif key.startswith("8B-TP8-SPP4, "):
+            found[key] = alone(busy_seconds=[0.1, 0.3])
+        elif ", adaptive-64, " in key:
+            found[key] = alone() | {"adaptive": alone(p95_gap_seconds=0.07)["static"]}
+    assert verdicts(found) == {
+        "T11": ["reproduced"],
+        "T12": ["direction only"],
+        "T18": ["direction only", "reproduced", "reproduced"],
+        "T19": ["reproduced"] * 4,
+    }
+    assert verdicts({}) == {
+        "T11": ["not testable"],
+        "T12": ["not testable"],
+        "T18": ["not testable"] * 3,
+        "T19": ["not testable"] * 4,
+    }
 
 
 # --- the page ------------------------------------------------------------------------------------------------
