@@ -54,7 +54,7 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument(
-        "--minutes", type=float, default=85.0, help="start no run behind this many minutes (default 85)"
+        "--minutes", type=float, default=88.0, help="start no run behind this many minutes (default 88)"
     )
     parser.add_argument("--interpreted", action="store_true", help="do not compile the simulator first")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -144,7 +144,7 @@ def _simulate(
     """Run what is missing; False: it was interrupted."""
     done: dict[str, Outcome] = campaign["runs"]
     left = {run.key: run for run in planned if run.key not in done}
-    missing = len(left)
+    ran = 0
     console = Console()
     console.print(
         f"{len(planned)} runs, {len(planned) - len(left)} done before; results in {campaign['file']}"
@@ -166,6 +166,8 @@ def _simulate(
             )
 
         def keep(run: Run, outcome: Outcome) -> None:
+            nonlocal ran
+            ran += "error" not in outcome
             done[run.key] = outcome
             left.pop(run.key, None)
             stopwatch.learn(run.key, outcome)
@@ -194,9 +196,9 @@ def _simulate(
         except KeyboardInterrupt:
             return False
         finally:
-            if missing > len(left):
+            if ran:
                 minutes = round((time.monotonic() - started) / 60, 1)
-                took = {"runs": missing - len(left), "minutes": minutes, "processes": arguments.jobs}
+                took = {"runs": ran, "minutes": minutes, "processes": arguments.jobs}
                 campaign.setdefault("took", []).append(took)
     return True
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from medha.api import MedhaReplicaSpec, ReplicaTemplate
 from medha_operator.observed import Object, seconds
-from medha_operator.revision import digest, name_of
+from medha_operator.revision import Revision, digest, find
 from medha_operator.status import DeploymentStatus
 
 DEPLOYMENT_LABEL = "medha.dev/deployment"
@@ -46,6 +46,8 @@ class Child:
     created: float
     revision: str
     """Name of the kept template that its spec was written from."""
+    running: Revision | None = None
+    """What its status says that its pods are of, where that is kept."""
     is_ours: bool = True
     """The deployment is its controller, or made it and was deleted without it. Else somebody else's has the name."""
     is_left_over: bool = False
@@ -100,8 +102,8 @@ def child_index(deployment: str, replica: str) -> int | None:
     return int(number) if stem == deployment and is_number else None
 
 
-def child_of(document: Object, index: int, deployment_uid: str) -> Child:
-    """The facts of a MedhaReplica's document."""
+def child_of(document: Object, index: int, deployment_uid: str, revisions: Iterable[Revision] = ()) -> Child:
+    """The facts of a MedhaReplica's document, and of the revisions that are kept of it."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = metadata.get("labels", {})
     controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
@@ -109,20 +111,21 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
     ready, serving, placed, stalled = (
         conditions.get(one) for one in ("Ready", "Serving", "Scheduled", "Stalled")
     )
+    running = next((one for one in revisions if one.name == status.get("revision")), None)
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
     is_going = drains and gang is None  # its pods are told to end, or have never all started
-    is_told = not is_going and _speaks_of_present_pods(document, status.get("observedGeneration", 0))
+    is_told = not is_going and _speaks_of_present_pods(document, running, status.get("observedGeneration", 0))
     trouble = next((one for one in (_if(ready, "False"), _if(stalled, "True")) if is_told and one), None)
     # By the condition's own generation: a look that fails before it has judged the pods leaves it as it was.
     serves = (
         serving is not None
         and _is(serving, "True")
-        and _speaks_of_present_pods(document, serving.get("observedGeneration", 0))
+        and _speaks_of_present_pods(document, running, serving.get("observedGeneration", 0))
     )
     # Pods of an earlier spec serve on while the present one is refused: the rollout is not to go on past such a replica.
-    is_asked_for = not _is(conditions.get("Accepted"), "False") or _has_pods_asked_for(document)
-    is_untold = serving is None and gang is not None and _has_pods_asked_for(document)
+    is_asked_for = not _is(conditions.get("Accepted"), "False") or has_pods_for(document["spec"], running)
+    is_untold = serving is None and gang is not None and has_pods_for(document["spec"], running)
     return Child(
         index=index,
         document=document,
@@ -131,6 +134,7 @@ def child_of(document: Object, index: int, deployment_uid: str) -> Child:
         resource_version=metadata["resourceVersion"],
         created=seconds(metadata["creationTimestamp"]),
         revision=labels.get(TEMPLATE_LABEL, ""),
+        running=running,
         is_ours=controller["uid"] == deployment_uid if controller else DEPLOYMENT_LABEL in labels,
         is_left_over=controller is not None
         and controller["uid"] != deployment_uid
@@ -175,22 +179,22 @@ def _canonical(template: Mapping[str, Any]) -> Any:
         return template
 
 
-def _speaks_of_present_pods(document: Object, observed_generation: int) -> bool:
+def has_pods_for(spec: Mapping[str, Any], running: Revision | None) -> bool:
+    """Whether pods of `running` are those that `spec` asks for, by whatever release the one was kept and the other written."""
+    try:
+        asked = MedhaReplicaSpec.model_validate(spec)
+    except ValueError:
+        return False
+    return running is not None and not asked.suspend and find(asked, [running]) is not None
+
+
+def _speaks_of_present_pods(document: Object, running: Revision | None, observed_generation: int) -> bool:
     """Whether what was said of this generation may be believed, though the replica's own turn may be still to come.
 
     A change that restarts makes every earlier word void. After one that does not, the pods are what they were.
     """
     is_newest = observed_generation >= document["metadata"].get("generation", 0)
-    return is_newest or _has_pods_asked_for(document)
-
-
-def _has_pods_asked_for(document: Object) -> bool:
-    """Whether the pods that the status speaks of are those that the spec asks for."""
-    try:
-        spec = MedhaReplicaSpec.model_validate(document["spec"])
-    except ValueError:
-        return False
-    return not spec.suspend and document.get("status", {}).get("revision") == name_of(spec)
+    return is_newest or has_pods_for(document["spec"], running)
 
 
 def _lacks_room(placed: Object) -> bool:

@@ -28,8 +28,6 @@ Document = dict[str, Any]
 
 _READ_SECONDS = 30.0
 _PAGE = 500
-_CONNECTIONS = 64
-"""More than are ever used, watches included: none waits for another."""
 _SILENCE_SECONDS = 90.0
 """A watch with no word, not even a bookmark, for as long is begun anew; a server sends one every minute."""
 
@@ -83,7 +81,8 @@ class Cluster:
         else:
             await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=_CONNECTIONS, ssl=_tls(configuration)),
+            # Without a limit: as many calls are under way as replicas are looked at, and none waits for a watch.
+            connector=aiohttp.TCPConnector(limit=0, ssl=_tls(configuration)),
             proxy=proxy_to(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
         )
         return cls(session, configuration, may_write, count, write_seconds)

@@ -30,6 +30,7 @@ from medha_operator.children import (
     begin_template,
     child_name,
     find_template,
+    has_pods_for,
     next_number,
 )
 from medha_operator.conditions import problems_in, refuse, stamped
@@ -38,7 +39,7 @@ from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
 from medha_operator.render import MANAGER, Manifest
-from medha_operator.revision import name_of, restart_fields
+from medha_operator.revision import restart_fields
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
 
@@ -290,13 +291,7 @@ def _ends_pods(child: Child, manifest: Manifest) -> bool:
 
 def _runs(child: Child, manifest: Manifest) -> bool:
     """Whether `manifest` asks for the very pods that serve, though what the replica's own spec asks for is refused."""
-    if not child.may_serve:
-        return False
-    try:
-        there = MedhaReplicaSpec.model_validate(manifest["spec"])
-    except ValidationError:
-        return False
-    return not there.suspend and child.document["status"].get("revision") == name_of(there)
+    return child.may_serve and has_pods_for(manifest["spec"], child.running)
 
 
 # --- steps ----------------------------------------------------------------------------------------------

@@ -132,11 +132,20 @@ class Index:
             status=read_status(resource, DeploymentStatus),
             is_deleting="deletionTimestamp" in metadata,
             children=tuple(
-                child_of(document, index, uid)
+                child_of(document, index, uid, self._revisions_of(document))
                 for document in replicas
                 if (index := child_index(metadata["name"], document["metadata"]["name"])) is not None
             ),
             templates=tuple(_templates(kept, metadata["name"])),
+        )
+
+    def _revisions_of(self, replica: Document) -> Iterator[Revision]:
+        """Those that are kept of it."""
+        metadata = replica["metadata"]
+        key = Key(REPLICA.name, metadata["namespace"], metadata["name"])
+        kept = self.stores["ControllerRevision"].of(key)
+        return _revisions(
+            (entry for entry in kept if entry.owner in (metadata["uid"], None)), metadata["name"]
         )
 
     def leftovers(self, key: Key, uid: str) -> list[str]:

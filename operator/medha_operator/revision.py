@@ -51,22 +51,8 @@ def find(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision | None:
 
 def begin(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision:
     """A revision for `spec` that is none of `kept`; its templates are still to be rendered."""
-    kept = list(kept)
-    name, number = name_of(spec), 1 + max((one.number for one in kept), default=0)
     fields = restart_fields(spec)
-    if any(one.name == name for one in kept):  # an earlier release had other defaults
-        name = digest([name, number])
-    return Revision(name, number, fields)
-
-
-def name_of(spec: MedhaReplicaSpec) -> str:
-    """What a revision for `spec` is called unless one of other fields has the name.
-
-    It is made of the fields that are not at their defaults: a field that a release adds changes no name.
-    """
-    defaults = _defaults()
-    chosen = restart_fields(spec).items()
-    return digest({path: value for path, value in chosen if path not in defaults or value != defaults[path]})
+    return Revision(digest(fields), 1 + max((one.number for one in kept), default=0), fields)
 
 
 def stages_of(revision: Revision) -> int:

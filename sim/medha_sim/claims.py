@@ -4,7 +4,7 @@ The rule is the same for every row, whether a formula or a simulation stands beh
 
 * *reproduced*: the paper's figure (or a part of the range that it states) lies inside our band, which is what
   our figure becomes when each capacity of the inputs (FLOP/s, memory bandwidth, link bandwidth, memory size)
-  is 10 % lower or 10 % higher, one with another;
+  is 10 % lower or 10 % higher, for a formula one with another, for a simulation all alike;
 * *direction only*: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
   every corner of the band;
 * *refuted*: the order does not hold either, or there is none that could: "equal", "like", a plain figure that its

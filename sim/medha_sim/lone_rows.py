@@ -14,8 +14,9 @@ from medha_sim.claims import Figure, Row, above, below
 from medha_sim.lone_prompt import Alone
 from medha_sim.simulated_rows import Measure, Point, Rows, never, over
 
-_NO_LONGER = 1.01
-"""Of a P95 that was another's target: the packer's predictions end within a step of it, not at its last digit."""
+_NO_LONGER = 1.001
+"""Of a P95 that was another's target: steps are as long as predicted, and what passes between them is learnt, not known."""
+_CANCELS = "ranks that are slower all alike cancel in it, so that its band says little"
 
 
 def rows(simulated: Rows) -> list[Row]:
@@ -38,7 +39,9 @@ def t11(simulated: Rows) -> Row:
         "A §3.2",
         "8B on 8 H100, 1M tokens: a prefill in chunks of 32 takes 1.75 times as long as in chunks of 4,096",
         "TP8",
-        simulated.figure("prefill time, chunk 32 over 4,096", "x", 1.75, ratio, _more_than(1.0)),
+        simulated.figure(
+            "prefill time, chunk 32 over 4,096", "x", 1.75, ratio, _more_than(1.0), note=_CANCELS
+        ),
     )
 
 
@@ -46,11 +49,17 @@ def t12(simulated: Rows) -> Row:
     """Adaptive chunks dominate every static size (B Fig. 4; A Fig. 6)."""
     sizes = simulated.scale.chunks
 
-    def dominated(point: Point) -> float | None:
-        found = [point.alone("8B-TP8", f"adaptive-{size}", 1_000_000) for size in sizes]
-        if not all(found):
-            return None
-        return float(sum(_dominates(Alone(**one["adaptive"]), Alone(**one["static"])) for one in found))
+    def dominated(no_longer: float) -> Measure:
+        def count(point: Point) -> float | None:
+            found = [point.alone("8B-TP8", f"adaptive-{size}", 1_000_000) for size in sizes]
+            if not all(found):
+                return None
+            pairs = ((Alone(**one["adaptive"]), Alone(**one["static"])) for one in found)
+            return float(sum(_dominates(adaptive, static, no_longer) for adaptive, static in pairs))
+
+        return count
+
+    strictly = dominated(1.0)(Point(simulated.outcomes, simulated.scale, 0, 1.0))
 
     return _row(
         "T12",
@@ -61,18 +70,18 @@ def t12(simulated: Rows) -> Row:
             "static sizes that adaptive chunks beat on both axes",
             f"of {len(sizes)}",
             float(len(sizes)),
-            dominated,
+            dominated(_NO_LONGER),
             _more_than(len(sizes) / 2),
             note=f"the shape of a plot: sizes {sizes[0]:,} to {sizes[-1]:,}, each against adaptive chunks with its own P95 as "
-            "the target, which may be 1 % above it",
+            f"the target; theirs may be 0.1 % above it, and to the last digit {strictly or 0:g} are beaten",
         ),
     )
 
 
-def _dominates(adaptive: Alone, static: Alone) -> bool:
+def _dominates(adaptive: Alone, static: Alone, no_longer: float) -> bool:
     return (
         adaptive.prefill_seconds <= static.prefill_seconds
-        and adaptive.p95_gap_seconds <= _NO_LONGER * static.p95_gap_seconds
+        and adaptive.p95_gap_seconds <= no_longer * static.p95_gap_seconds
     )
 
 
@@ -116,7 +125,7 @@ def t18(simulated: Rows) -> Row:
         simulated.figure(
             "points at 2M and 4M where KVP4 betters both axes",
             f"of {len(points)}",
-            (len(points) - 1.0, float(len(points))),
+            (max(len(points) - 1.0, 1.0), float(len(points))),
             better,
             _more_than(len(points) / 2),
             note='"in most cases"; at 2M and the smallest chunk the paper sees no gain either',
@@ -157,9 +166,11 @@ def t19(simulated: Rows) -> Row:
             (0.9, 1.1),
             growth("8B-TP8-SPP4-KVP4"),
             never,
-            note='"near-consistent"',
+            note=f'"near-consistent"; {_CANCELS}',
         ),
-        simulated.figure("the same without KVP", "x", above(2.0), growth("8B-TP8-SPP4"), never),
+        simulated.figure(
+            "the same without KVP", "x", above(2.0), growth("8B-TP8-SPP4"), never, note=_CANCELS
+        ),
         tokens_per_lane=f"{TOKENS_PER_LANE:,} (inferred from the figure)",
     )
 

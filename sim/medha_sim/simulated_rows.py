@@ -127,8 +127,12 @@ class Rows:
                 every += values
         if 1.0 not in means:
             return untestable(name, unit, paper, "these runs are not part of this campaign, or failed")
+        missing = [f"{capacity:g}" for capacity in self.scale.band if capacity not in means]
         if len(means) == 1:
             note = f"{note}; no band was run" if note else "no band was run"
+        elif missing:
+            lacks = f"no run of the band at {' and '.join(missing)}"
+            note = f"{note}; {lacks}" if note else lacks
         return Figure(
             name,
             unit,

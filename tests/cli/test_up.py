@@ -127,7 +127,9 @@ def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: 
     another = tmp_path / "another.jsonl"
     another.write_text(record.read_text().replace('"max_tokens":12', '"max_tokens":5'))
     assert another.read_text() != record.read_text()
-    assert CliRunner().invoke(main, ["replay", str(another)]).exit_code == 1
+    differs = CliRunner().invoke(main, ["replay", str(another)])
+    assert isinstance(differs.exception, SystemExit)
+    assert "which is not what was commanded live" in differs.output
 
 
 def test_a_rank_that_is_killed_is_started_again_and_all_ends_well(up: Up) -> None:

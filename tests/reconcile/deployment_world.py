@@ -20,7 +20,7 @@ from medha_operator.children import (
 )
 from medha_operator.deployment import plan_deployment
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
-from medha_operator.revision import begin
+from medha_operator.revision import Revision, begin
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
 
@@ -34,8 +34,8 @@ def template(**spec: Any) -> dict[str, Any]:
 
 
 @cache
-def _pods_of(spec: str) -> str:
-    return begin(MedhaReplicaSpec.model_validate_json(spec), []).name
+def _pods_of(spec: str) -> Revision:
+    return begin(MedhaReplicaSpec.model_validate_json(spec), [])
 
 
 class DeploymentWorld:
@@ -49,6 +49,8 @@ class DeploymentWorld:
         self.room = room
         self.replicas: dict[str, dict[str, Any]] = {}
         self.templates: dict[str, KeptTemplate] = {}
+        self.kept_of_replicas: dict[str, Revision] = {}
+        """Revisions, by name."""
         self.cordoned: set[str] = set()
         """Names of replicas that stand on a cordoned node."""
         self.broken: set[str] = set()
@@ -79,7 +81,7 @@ class DeploymentWorld:
             spec=self.spec,
             status=self.status,
             children=tuple(
-                child_of(document, index, "u")
+                child_of(document, index, "u", self.kept_of_replicas.values())
                 for name, document in self.replicas.items()
                 if (index := child_index("d", name)) is not None
             ),
@@ -147,7 +149,8 @@ class DeploymentWorld:
         if name in self.refused | self.untold:
             self._tell(name, document)
             return 0
-        pods = _pods_of(json.dumps(document["spec"]))
+        kept = _pods_of(json.dumps(document["spec"]))
+        self.kept_of_replicas[kept.name], pods = kept, kept.name
         had = bool(status.get("placed"))
         leaves = name in self.cordoned and (
             status.get("newestMember") is None
@@ -249,7 +252,7 @@ class DeploymentWorld:
     def is_ending(self, name: str) -> bool:
         """Whether it has been changed so that its pods end at its next turn."""
         one = self.replicas[name]
-        is_changed = _pods_of(json.dumps(one["spec"])) != one["status"].get("revision")
+        is_changed = _pods_of(json.dumps(one["spec"])).name != one["status"].get("revision")
         return (
             is_changed
             or "deletionTimestamp" in one["metadata"]
@@ -262,7 +265,9 @@ class DeploymentWorld:
         if name not in self.serving() or self.is_ending(name):
             return False
         leaves = name in self.cordoned and MAY_DRAIN in manifest["metadata"].get("annotations", {})
-        return leaves or _pods_of(json.dumps(manifest["spec"])) != self.replicas[name]["status"]["revision"]
+        return (
+            leaves or _pods_of(json.dumps(manifest["spec"])).name != self.replicas[name]["status"]["revision"]
+        )
 
     def images(self) -> list[str]:
         """Image of each replica, by index."""

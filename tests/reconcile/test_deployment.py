@@ -414,6 +414,35 @@ def test_a_replica_whose_pods_are_told_to_end_is_not_ready_though_they_were_when
     assert child_of(document, 1, "u").serving_since is None
 
 
+@pytest.mark.parametrize(
+    ("fields_of_then", "spec", "serves"),
+    [
+        ({}, {}, True),
+        ({}, {"image": "b"}, False),
+        ({"kvCache.tokensPerLane": None}, {}, True),  # which this release has added
+        (
+            {"kvCache.tokensPerLane": 4096},
+            {"kvCache": {"tokensPerLane": 4096}},
+            True,
+        ),  # the default of then, as stored
+        ({"kvCache.tokensPerLane": 4096}, {}, False),  # and that of now
+    ],
+)
+def test_a_change_that_its_replica_has_yet_to_see_leaves_it_serving_if_it_asks_for_the_same_pods(
+    fields_of_then: dict[str, Any], spec: dict[str, Any], serves: bool, world: DeploymentWorld
+) -> None:
+    """Whatever release has kept the revision of the pods, with defaults of its own."""
+    document = copy.deepcopy(world.replicas["d-1"])
+    then = world.kept_of_replicas[document["status"]["revision"]]
+    fields = {path: value for path, value in (then.fields | fields_of_then).items() if value is not None}
+    kept = [replace(then, name="ofthen", fields=fields), replace(then, name="another")]
+    document["metadata"]["generation"] += 1
+    document["spec"] |= {"scheduling": {"policy": "edf"}} | spec  # what restarts nothing
+    document["status"]["revision"] = "ofthen"
+    assert (child_of(document, 1, "u", kept).serving_since is not None) == serves
+    assert child_of(document, 1, "u", kept[1:]).serving_since is None
+
+
 def test_without_room_it_leaves_only_if_one_may_be_missing() -> None:
     for unavailable, stays in ((0, True), (1, False)):
         rollout = {"maxSurge": 1, "maxUnavailable": unavailable}

@@ -47,7 +47,8 @@ def test_a_replica_whose_gang_is_not_to_be_had_any_more_is_counted_on_until_it_i
         named = {"name": "d-0", "uid": "v", "resourceVersion": "1", "generation": replica.generation}
         metadata = named | {"creationTimestamp": "2030-01-01T00:00:00Z"}
         status = replica.status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return child_of({"metadata": metadata, "spec": replica.spec, "status": status}, 0, "u")
+        document = {"metadata": metadata, "spec": replica.spec, "status": status}
+        return child_of(document, 0, "u", replica.revisions.values())
 
     monkeypatch.setattr("reconcile.world.SETTINGS", OperatorSettings(gang_apis=("core",)))
     replica = World(placement={"gang": "core"})

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from medha.api import MedhaReplicaSpec
-from medha_operator import revision
-from medha_operator.revision import begin, find, name_of, restart_fields
+from medha_operator.revision import begin, find, restart_fields
 
 
 def spec(**fields: Any) -> MedhaReplicaSpec:
@@ -72,25 +71,6 @@ def test_a_field_that_a_newer_operator_adds_keeps_the_revision_while_it_has_its_
 def test_a_field_that_an_older_operator_kept_and_this_one_does_not_know_is_ignored() -> None:
     kept = begin(spec(), [])
     assert find(spec(), [replace(kept, fields=kept.fields | {"kvCache.gone": 3})]) is not None
-
-
-def test_a_field_that_a_release_adds_changes_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = (name_of(spec()), name_of(spec(image="a")))
-    paths = (*revision._restart_paths(), "suspend")
-    monkeypatch.setattr(revision, "_restart_paths", lambda: paths)
-    monkeypatch.setattr(revision, "_defaults", revision._defaults.__wrapped__)
-    assert "suspend" in restart_fields(spec())
-    assert (name_of(spec()), name_of(spec(image="a"))) == before
-    assert name_of(spec(suspend=True)) != before[0]
-
-
-def test_after_a_change_of_a_default_the_same_words_begin_a_revision_of_another_name() -> None:
-    kept = begin(spec(), [])
-    older = replace(kept, fields=kept.fields | {"kvCache.tokensPerLane": 17})
-    fresh = begin(spec(), [older])
-    assert find(spec(), [older]) is None
-    assert fresh.name != older.name
-    assert find(spec(), [older, fresh]) == fresh
 
 
 def test_every_marked_field_is_counted() -> None:

@@ -1,0 +1,43 @@
+"""What kopf keeps of the resources that it hears of: nothing.
+
+It would copy each document, to find out what has changed since a handler has last seen it, and note that on the resource.
+No handler here asks for a change, and the copies took a tenth of the operator's CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kopf
+
+
+class NoDifferences(kopf.DiffBaseStorage):
+    """Of what was handled last."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Writes nothing."""
+
+
+class NoProgress(kopf.ProgressStorage):
+    """Of handlers that have to be tried again."""
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Writes nothing."""
+
+    def purge(self, **_: Any) -> None:
+        """Writes nothing."""
+
+    def touch(self, **_: Any) -> None:
+        """Writes nothing."""
+
+    def clear(self, *, essence: Any) -> Any:
+        return essence
