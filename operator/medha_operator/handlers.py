@@ -19,7 +19,7 @@ from medha_operator.kinds import DEPLOYMENT, REPLICA
 from medha_operator.no_memory import NoDifferences, NoProgress
 from medha_operator.program import Program, identity, read_settings
 
-_OBJECTS_BETWEEN_SEARCHES = 200_000
+_OBJECTS_BETWEEN_SEARCHES = 20_000
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # which tells every event
     # A search for cycles comes once in so many new objects, not in 700: it looks at all documents that are known, and
-    # each that is read is hundreds of objects, so that it took a sixth of the CPU.
+    # each that is read is hundreds of objects, so that it took up to a tenth of the CPU.
     gc.freeze()
     gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES, 10, 10)
     settings.persistence.diffbase_storage = NoDifferences()

@@ -27,7 +27,7 @@ class OperatorSettings(BaseModel):
     image_pull_policy: str = "IfNotPresent"
     namespaces: tuple[str, ...] = ()
     """Namespaces that are watched; none means all."""
-    concurrent_replicas: int = Field(default=32, ge=1)
+    concurrent_replicas: int = Field(default=16, ge=1)
     """Replicas reconciled at a time, which bounds the calls to the API server."""
     resync_seconds: float = Field(default=300.0, gt=0)
     """How often every replica is looked at without an event."""
