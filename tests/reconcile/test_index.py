@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from reconcile.fake_cluster import FakeCluster, Stage, resource
+from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 SILENT_SINCE = "2029-12-31T20:00:00Z"
 
@@ -65,5 +65,29 @@ def test_a_silent_node_is_judged_by_all_nodes_of_the_cluster() -> None:
             observed = stage.index.observe(key)
             assert observed is not None
             assert observed.any_heard_since == expected
+
+    asyncio.run(test())
+
+
+def test_a_deployment_sees_of_each_replica_the_revision_that_it_runs() -> None:
+    async def test() -> None:
+        stage = Stage(FakeCluster())
+        key = stage.see(resource("MedhaDeployment", {"replicas": 2, "template": {"spec": GRID}}, name="d"))
+        for _ in range(5):
+            await stage.work()
+            for kind, _, name in list(stage.cluster.objects):
+                if kind == "MedhaReplica":
+                    stage.index.offer(stage.cluster.objects[kind, "default", name])
+        observed = stage.index.observe_deployment(key)
+        assert observed is not None
+        running = [child.running for child in observed.children]
+        assert [one and one.name for one in running] == [
+            child.document["status"]["revision"] for child in observed.children
+        ]
+        assert len({one.name for one in running if one}) == 1
+        stage.lose("ControllerRevision")
+        observed = stage.index.observe_deployment(key)
+        assert observed is not None
+        assert [child.running for child in observed.children] == [None, None]
 
     asyncio.run(test())
