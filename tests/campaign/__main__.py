@@ -47,7 +47,7 @@ def all_plans(on: Stage, seed: int, scenarios: list[str], results: Results) -> l
     first_steps: list[Document] = []
     for name in scenarios:
         scenario = SCENARIOS[name]
-        outcome, record = on.reference(name)
+        outcome, record, _ = on.reference(name)
         sys.stdout.write(f"{name}: {outcome.writes} writes, {outcome.pods} pods, {outcome.seconds:g} s\n")
         sys.stdout.flush()
         if outcome.wrong:

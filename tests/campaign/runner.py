@@ -22,6 +22,7 @@ from campaign.faults import (
     UnsureReads,
 )
 from campaign.forked import ForkedOperator, prepare
+from campaign.history import History, watched
 from campaign.oracle import wrong
 from campaign.proxy import Fault, FaultyProxy, Record
 from campaign.scenarios import SCENARIOS, Scenario
@@ -77,9 +78,9 @@ class Stage:
         self._proxy = proxy
         self._module = module
         self._count = 0
-        self.references: dict[str, tuple[Outcome, Record]] = {}
+        self.references: dict[str, tuple[Outcome, Record, History]] = {}
 
-    def reference(self, scenario: str) -> tuple[Outcome, Record]:
+    def reference(self, scenario: str) -> tuple[Outcome, Record, History]:
         """The run of a scenario to which nothing is done; made once. With its outcome wrong, it is a measure of nothing."""
         if scenario not in self.references:
             self.references[scenario] = self._run(Plan(scenario, "none"))
@@ -87,32 +88,34 @@ class Stage:
 
     def run(self, plan: Plan) -> Outcome:
         """Run `plan` and judge it."""
-        reference, usual = self.reference(plan.scenario)
-        outcome, record = self._run(plan)
+        reference, usual, usual_history = self.reference(plan.scenario)
+        outcome, record, history = self._run(plan)
         if plan.fault != "pods" and outcome.pods > reference.pods:
-            outcome.wrong.append(f"{outcome.pods} pods were made instead of {reference.pods}")
+            more = history.beyond(usual_history)
+            outcome.wrong.append(f"{outcome.pods} pods were made instead of {reference.pods}: {more}")
         if plan.fault.startswith("kill"):
             outcome.wrong += done_too_often(record, usual)
         elif plan.fault in ("stale", "reads"):
             outcome.wrong += done_too_often(record, usual, _STARTS_PODS)
         return outcome
 
-    def _run(self, plan: Plan) -> tuple[Outcome, Record]:
+    def _run(self, plan: Plan) -> tuple[Outcome, Record, History]:
         self._count += 1
         namespace = self._api.namespace(f"run-{self._count}")
         scenario, began = SCENARIOS[plan.scenario], time.monotonic()
         outcome = Outcome(plan.name)
-        with self._operator(namespace) as operator, _pods_of(self._api, namespace) as pods:
+        with self._operator(namespace) as operator, watched(self._api, namespace) as history:
             fault = _fault(plan, operator)
             record = self._proxy.begin(fault)
             operator.start()
             outcome.wrong = self._play(plan, scenario, fault, namespace, operator, record)
-            outcome.starts, outcome.pods = operator.starts, len(pods)
+            outcome.starts = operator.starts
+        outcome.pods = len(history.made)
         outcome.is_skipped = plan.fault != "none" and fault.times == 0
         outcome.writes = len(record.writes)
         outcome.seconds = round(time.monotonic() - began, 2)
         self._clean(namespace)
-        return outcome, record
+        return outcome, record, history
 
     def _play(
         self,
@@ -283,25 +286,6 @@ def _spoilt(chance: random.Random) -> dict[str, Any]:
             {"revision": "0123456789", "readyPods": 99},
         )
     )
-
-
-@contextmanager
-def _pods_of(api: Api, namespace: str) -> Iterator[set[str]]:
-    """UIDs of all pods that were ever seen in a namespace."""
-    seen: set[str] = set()
-    ended = threading.Event()
-
-    def look() -> None:
-        while not ended.wait(0.1):
-            seen.update(pod["metadata"]["uid"] for pod in api.list(POD, namespace))
-
-    thread = threading.Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -81,6 +81,27 @@ class Api:
     def list(self, kind: Kind, namespace: str | None = "default", selector: str = "") -> list[Document]:
         items = self.call("GET", kind.path(namespace), labelSelector=selector)["items"] or []
         return [{"kind": kind.name, "apiVersion": kind.api_version} | item for item in items]
+
+    def version(self, kind: Kind, namespace: str | None = "default") -> str:
+        """From which a watch misses nothing that comes after this call."""
+        found: str = self.call("GET", kind.path(namespace), limit="1")["metadata"]["resourceVersion"]
+        return found
+
+    def events(
+        self, kind: Kind, namespace: str | None, version: str, idle_seconds: float
+    ) -> Iterator[Document]:
+        """Events behind `version`, until none has come for as long."""
+        query = {"watch": "true", "resourceVersion": version}
+        waits = httpx.Timeout(20, read=idle_seconds)
+        while True:
+            with suppress(httpx.ReadTimeout):  # a server that is slow to begin
+                with self._client.stream("GET", kind.path(namespace), params=query, timeout=waits) as answer:
+                    try:
+                        for line in answer.raise_for_status().iter_lines():
+                            yield json.loads(line)
+                    except httpx.ReadTimeout:
+                        pass
+                return
 
     def delete(self, kind: Kind, name: str, namespace: str = "default") -> None:
         self.call("DELETE", kind.path(namespace, name))
