@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -207,6 +209,12 @@ def test_coupled_lanes_wait_for_the_slowest_linear_part_and_the_slowest_attentio
     terms = predictor.explain_coupled([owner, helper], 10)
     assert (terms.linear, terms.attention, terms.exchange) == pytest.approx((20, 2012, 18))
     assert predictor.explain_coupled([owner, helper], 0).exchange == 0
+    # two stages of one layer each; between them the slowest lane's 10 tokens hop once
+    staged = Predictor(replace(profile, hop=Link(((7.0, 0.25),))), Topology(stream=2, kv=2))
+    stage, whole = (staged.explain_coupled([owner, helper], 10, whole=whole) for whole in (False, True))
+    assert (stage.linear, stage.attention, stage.exchange, stage.hops) == pytest.approx((10, 1006, 9, 0))
+    assert (whole.linear, whole.attention, whole.exchange, whole.hops) == pytest.approx((20, 2012, 18, 9.5))
+    assert whole.total == pytest.approx(20 + 2012 + 18 + 9.5)
 
 
 @EACH
