@@ -31,6 +31,7 @@ from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 
 _NO_UID = "00000000-0000-0000-0000-000000000000"
+_NAMESPACE_PATTERN = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _EPOCH = "1970-01-01T00:00:00Z"
 
 
@@ -81,7 +82,11 @@ def rendered(document: object, namespace: str, uid: str, settings: OperatorSetti
     Raises:
         ConfigInvalid: the manifest is none of ours, or names something that cannot be served.
     """
-    kind = document.get("kind") if isinstance(document, dict) else None
+    if not isinstance(document, dict):
+        raise ConfigInvalid(
+            f"expected a mapping with a kind, MedhaReplica or MedhaDeployment, found {type(document).__name__}"
+        )
+    kind = document.get("kind")
     if kind == "MedhaReplica":
         spec = parse_replica(document).spec
         yield from _of_replica(_created(document, spec, namespace, uid, LONGEST_REPLICA_NAME), settings)
@@ -101,6 +106,13 @@ def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: 
     name = metadata["name"]
     if len(name) > longest or re.fullmatch(NAME_PATTERN, name) is None:
         raise ConfigInvalid(f"{name_problem(longest)} (found {name!r})")
+    named = metadata.get("namespace", namespace)
+    if len(named) > 63 or re.fullmatch(_NAMESPACE_PATTERN, named) is None:
+        where = "metadata.namespace" if "namespace" in metadata else "--namespace"
+        raise ConfigInvalid(
+            f"{where} is {named!r}; it must hold lower-case letters, digits and `-` alone, begin and end with a letter or "
+            "digit, and be no longer than 63"
+        )
     known = {"uid": uid, "generation": 1, "resourceVersion": "1", "creationTimestamp": _EPOCH}
     return {
         "metadata": {"namespace": namespace, **metadata, **known},
@@ -158,7 +170,11 @@ def _settings(file: Path | None) -> OperatorSettings:
     except OSError as error:
         raise ConfigInvalid(f"--settings: {file} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise ConfigInvalid(f"--settings: {file}: {error}") from error
+        wrong = (
+            f"--settings: {file}: {'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"
+            for one in error.errors()
+        )
+        raise ConfigInvalid("\n".join(wrong)) from error
 
 
 class _Dumper(yaml.SafeDumper):

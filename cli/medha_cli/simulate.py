@@ -212,6 +212,11 @@ def command(
                 capacity_rate = measured_capacity(spec.deployment, spec.workload)
         except KeyboardInterrupt:
             _nothing_done(console)
+        if capacity_rate == 0:
+            raise ConfigInvalid(
+                "a load is a share of the capacity, and the deployment has none: it refuses every request of this workload. "
+                "Give its KV pool more room, or choose a --rate to see why each is refused"
+            )
     result = _with_progress(
         console, lambda observe: run_study(spec, capacity_rate, jobs=jobs or _cores(), observe=observe)
     )

@@ -42,7 +42,7 @@ ResourceQuantity = Annotated[
         pattern=_RESOURCE_PATTERN,
         max_length=24,
         # Pydantic leaves the pattern out of the schema of what a validator has before it.
-        json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": _RESOURCE_PATTERN},
+        json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": _RESOURCE_PATTERN, "minimum": 0},
     ),
 ]
 """An amount of a pod's resource as Kubernetes writes it: `500m` cores, `32Gi`, or a bare number."""

@@ -16,7 +16,10 @@ TEMPLATE_LABEL = "medha.dev/deployment-revision"
 MAY_DRAIN = "medha.dev/may-drain"
 """Annotation of a replica whose deployment lets it leave a cordoned node; its value names the gang that may go, by
 `status.newestMember`, so that the gang that comes after it is not drained by the same word."""
-_NO_ROOM = ("InsufficientCapacity", "WaitingForGang")
+NO_PODS = "CreatingPods"
+"""Reason of a replica some of whose pods are not made, and no earlier one is in their way: soon they are, or a quota
+lets nobody make them, which is a lack of room as any."""
+_NO_ROOM = ("InsufficientCapacity", "WaitingForGang", NO_PODS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,11 @@ class Child:
     """Its spec is refused, and pods of an earlier one are left alone and serve; or they have all started once, and
     nothing tells of them."""
     unplaced_since: float | None = None
-    """Since when some of its pods find no node, Unix time."""
+    """Since when some of its pods find no node, or are not made, Unix time."""
+    has_no_pods: bool = False
+    """Of these the latter: as long as nobody tells why, `surge_wait_seconds` tell a quota from a moment's wait."""
+    is_suspended: bool = False
+    """Its spec asks for no pods."""
     waits_to_drain: bool = False
     """It stands on a cordoned node and goes on serving until it is told that it may leave."""
     may_drain: bool = False
@@ -144,6 +151,8 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         serving_since=_since(serving) if serves and is_asked_for and not is_going else None,
         may_serve=(serves and not is_asked_for) or is_untold,
         unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
+        has_no_pods=placed is not None and placed["reason"] == NO_PODS,
+        is_suspended=document["spec"].get("suspend") is True,
         waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,
         trouble=(trouble["reason"], trouble.get("message", "")) if trouble else ("Starting", ""),

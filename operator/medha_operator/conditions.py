@@ -143,22 +143,26 @@ def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
     if told is not None:
         return Judgement("Scheduled", False, told[0], f"{counted}; {told[1]}")
     if len(pods) < expected:
-        text = f"{len(pods)} of {expected} pods exist; {_hindrance(observed)}"
-        return Judgement("Scheduled", False, "CreatingPods", text)
+        reason, text = _hindrance(observed)
+        return Judgement("Scheduled", False, reason, f"{len(pods)} of {expected} pods exist; {text}")
     return Judgement("Scheduled", False, "Placing", counted)
 
 
-def _hindrance(observed: Observed) -> str:
+def _hindrance(observed: Observed) -> tuple[str, str]:
     """What keeps pods from being made, as far as pods tell: an earlier one keeps its name until it has ended."""
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
         key=lambda pod: (not pod.is_held, pod.name),
     )
     if not ending:
-        return "if it stays so, see the events of the StatefulSets"
+        return (
+            "CreatingPods",
+            "if it stays so, a quota or a policy refuses them: see the events of the StatefulSets",
+        )
     if ending[0].is_held:
-        return f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
-    return f"an earlier pod {ending[0].name} has yet to end"
+        text = f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
+        return "EndingPods", text
+    return "EndingPods", f"an earlier pod {ending[0].name} has yet to end"
 
 
 def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:

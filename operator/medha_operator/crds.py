@@ -55,10 +55,9 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
         if key in node:
             result[key] = _without_nulls(node[key]) if key == "default" else node[key]
     if node.get("x-kubernetes-int-or-string"):
-        for key in ("type", "minimum", "maximum"):
-            result.pop(key, None)
-        if "anyOf" in node:
-            result["pattern"] = next(choice["pattern"] for choice in node["anyOf"] if "pattern" in choice)
+        result.pop("type", None)
+        for choice in node.get("anyOf", ()):  # a pattern binds strings alone, and bounds numbers alone
+            result |= {key: choice[key] for key in ("pattern", "minimum", "maximum") if key in choice}
         if "pattern" in result:  # a bare number is as good
             result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
         return result

@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from medha.api import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha.api import MedhaDeploymentSpec, MedhaReplicaSpec, RolloutSpec
 from medha_operator.children import (
     DEPLOYMENT_LABEL,
     MAY_DRAIN,
@@ -33,8 +33,13 @@ from medha_operator.children import (
     has_pods_for,
     next_number,
 )
-from medha_operator.conditions import problems_in, refuse, stamped
-from medha_operator.deployment_conditions import Rollout, begins_to_move, judge_rollout
+from medha_operator.conditions import problems_in, stamped
+from medha_operator.deployment_conditions import (
+    Rollout,
+    begins_to_move,
+    judge_refused_rollout,
+    judge_rollout,
+)
 from medha_operator.observed import seconds
 from medha_operator.overlay import holds, overlaid
 from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
@@ -51,14 +56,35 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
     try:
         spec = MedhaDeploymentSpec.model_validate(observed.spec)
     except ValidationError as error:
-        return Plan(_status(observed, _refused(observed, error, now)))
+        return _plan_refused(observed, problems_in(error), now, settings)
     wanted, kept = _wanted(observed, spec)
     scene = _scene(observed, wanted, now, settings)
     created = list(_create(scene))
-    steps = [*created, *_change(scene), *_remove(scene)]
+    # A refused action ends the look: the API server may take no further replica, and what is there goes on without.
+    steps = [*_change(scene), *_remove(scene), *created]
     status, again = _described(scene, now)
     confirmed = [Confirm()] if created else []
     return Plan((*confirmed, *kept, *steps, *_status(observed, status), *_history(scene)), again)
+
+
+def _plan_refused(
+    observed: ObservedDeployment, problems: str, now: float, settings: OperatorSettings
+) -> Plan:
+    """For a spec that the schema let through and the models do not: the replicas stay as they are.
+
+    A cordoned node is emptied all the same, one replica after the other: nobody says how many may be missing.
+    """
+    replicas = 1 + max((child.index for child in observed.children if child.is_ours), default=-1)
+    rollout = RolloutSpec(max_surge=0, max_unavailable=1)
+    spec = MedhaDeploymentSpec.model_construct(replicas=replicas, rollout=rollout, paused=True)
+    before = observed.status
+    update, current = (
+        KeptTemplate(name or "", 0, {}) for name in (before.update_revision, before.current_revision)
+    )
+    wanted = _Wanted(spec, *_bounds(spec), update, current, kept={})
+    scene = _scene(observed, wanted, now, settings)
+    status, again = _described(scene, now, problems)
+    return Plan((*_change(scene), *_status(observed, status)), again)
 
 
 # --- what is wanted -------------------------------------------------------------------------------------
@@ -208,7 +234,7 @@ class _Scene:
     surge: int
     """Replicas wanted beyond the spec's."""
     is_starved: bool
-    """A replica finds no room and did not for `surge_wait_seconds`."""
+    """A replica finds no room and did not for `surge_wait_seconds`, or the API server refuses what may be another one."""
     again: float | None = None
 
     @property
@@ -219,6 +245,10 @@ class _Scene:
         """What the replica is to be, with the leave that it was given already."""
         gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
         return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
+
+    def is_suspending(self, index: int, child: Child) -> bool:
+        """Whether the replica is to have no pods: it needs none in its stead, and nobody is to wait for them."""
+        return bool(self.wanted.template(index, child).template["spec"].get("suspend", False))
 
     def is_available(self, child: Child) -> bool:
         return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
@@ -231,7 +261,7 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     ours = [child for child in observed.children if child.is_ours]
     present = {child.index: child for child in ours if not child.is_deleting}
     away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
-    scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=False)
+    scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=_is_refused(observed))
     noted = _unplaced_since(observed, now)
     for index, child in present.items():
         scene.available += scene.is_available(child)
@@ -252,7 +282,9 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
                 scene.look_again(left)
     # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
     changing = [
-        index for index, child in scene.outdated.items() if scene.is_available(child) or child.may_serve
+        index
+        for index, child in scene.outdated.items()
+        if (scene.is_available(child) or child.may_serve) and not scene.is_suspending(index, child)
     ]
     moving = [index for index, child in scene.leaving.items() if child.serving_since is not None]
     serving = [index for index in (*changing, *moving) if index < scene.replicas]
@@ -266,6 +298,14 @@ def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
         if one.type == "Scheduled" and one.status == "False":
             return min(seconds(one.last_transition_time), now)
     return now
+
+
+def _is_refused(observed: ObservedDeployment) -> bool:
+    """Whether the deployment's status says that the API server refuses what it asks for."""
+    return any(
+        one.type == "Stalled" and one.status == "True" and one.reason == "Refused"
+        for one in observed.status.conditions
+    )
 
 
 def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
@@ -322,7 +362,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
             continue
         manifest = scene.manifest(index, child)
         if index in scene.outdated:
-            if _take_down(scene, child, scene.wanted.unavailable):
+            suspends = scene.is_suspending(index, child)
+            if _take_down(scene, child, scene.replicas if suspends else scene.wanted.unavailable):
                 yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
@@ -409,8 +450,8 @@ def _template_of(manifest: Manifest) -> str:
 # --- status ---------------------------------------------------------------------------------------------
 
 
-def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | None]:
-    """The status of what is there (not of what this plan does), and when to look again."""
+def _described(scene: _Scene, now: float, problems: str = "") -> tuple[DeploymentStatus, float | None]:
+    """The status of what is there (not of what this plan does), and when to look again; `problems` has the spec."""
     observed, wanted, before = scene.observed, scene.wanted, scene.observed.status
     children = scene.present.values()
     differing = {
@@ -419,7 +460,10 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
         if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
     }
     updated = sum(child.revision == wanted.update.name for child in children)
-    is_everywhere = len(scene.present) >= scene.replicas and updated == len(scene.present)
+    own = [child for index, child in scene.present.items() if index < scene.replicas]
+    is_updated = all(child.revision == wanted.update.name for child in own)
+    # Of no replica nothing is known: those that come again, a canary's and a pause's, are what the last ones were.
+    is_everywhere = 0 < len(own) == scene.replicas and is_updated
     available = sum(scene.is_available(child) for child in children)
     counts = {
         "observed_generation": observed.generation,
@@ -461,24 +505,16 @@ def _described(scene: _Scene, now: float) -> tuple[DeploymentStatus, float | Non
     last_progress = timestamp(now) if has_moved else before.last_progress_time
     assert last_progress is not None
     left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
-    conditions = stamped(
-        judge_rollout(replace(rollout, is_late=left <= 0)), before.conditions, observed.generation, now
-    )
+    if problems:
+        judged = judge_refused_rollout(rollout, problems)
+    else:
+        judged = judge_rollout(replace(rollout, is_late=left <= 0))
+    conditions = stamped(judged, before.conditions, observed.generation, now)
     if left > 0 and not rollout.is_complete:
         scene.look_again(left)
     return before.model_copy(
         update=counts | {"last_progress_time": last_progress, "conditions": conditions}
     ), scene.again
-
-
-def _refused(observed: ObservedDeployment, error: ValidationError, now: float) -> DeploymentStatus:
-    """Status of a spec that the schema let through and the models do not; the replicas stay as they are."""
-    conditions = stamped(
-        refuse("Invalid", problems_in(error)), observed.status.conditions, observed.generation, now
-    )
-    return observed.status.model_copy(
-        update={"observed_generation": observed.generation, "conditions": conditions}
-    )
 
 
 def _status(observed: ObservedDeployment, status: DeploymentStatus) -> tuple[Action, ...]:

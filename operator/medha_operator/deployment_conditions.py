@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from medha_operator.children import Child
-from medha_operator.conditions import Judgement
+from medha_operator.children import NO_PODS, Child
+from medha_operator.conditions import Judgement, refuse
 from medha_operator.status import Condition
 
-_RESTS = frozenset({"Complete", "SurgeUnschedulable", "InsufficientCapacity"})
+_RESTS = frozenset({"Complete", "Suspended", "SurgeUnschedulable", "InsufficientCapacity"})
 """Reasons of a deployment that rests, for as long as it takes, until something around it changes."""
 
 
@@ -42,18 +42,25 @@ class Rollout:
 
     @property
     def is_complete(self) -> bool:
-        """Every replica is what the spec asks for, none is too much."""
-        return (
-            not self.taken
-            and not self.differing
-            and not self.moving
-            and len(self.children) == self.replicas == self.available
-        )
+        """Every replica is what the spec asks for and available, none is too much."""
+        return self._is_as_asked and self.available == self.replicas
+
+    @property
+    def is_suspended(self) -> bool:
+        """Every replica is what the spec asks for, and those that are not available are to have no pods."""
+        suspended = sum(child.is_suspended for child in self.children)
+        return self._is_as_asked and suspended > 0 and self.available + suspended == self.replicas
+
+    @property
+    def _is_as_asked(self) -> bool:
+        is_moving = self.taken or self.differing or self.moving
+        return not is_moving and len(self.children) == self.replicas
 
     @property
     def is_at_rest(self) -> bool:
         """Nothing moves before somebody does something."""
-        return self.is_complete or self.has_change_waiting or _stalled(self) is not None
+        rests = self.is_complete or self.is_suspended or self.has_change_waiting
+        return rests or _stalled(self) is not None
 
 
 def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
@@ -66,9 +73,13 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
         counted if enough else f"{counted}; at least {rollout.least_available} should be",
     )  # fmt: skip
     unplaced = [child.name for child in rollout.children if child.unplaced_since is not None]
+    are_missing = all(child.has_no_pods for child in rollout.children if child.name in unplaced)
+    lacks, told = (
+        (NO_PODS, "pods are missing") if are_missing else ("InsufficientCapacity", "no room for all pods")
+    )
     scheduled = Judgement(
-        "Scheduled", not unplaced, "InsufficientCapacity" if unplaced else "Placed",
-        f"{', '.join(unplaced)}: no room for all pods" if unplaced else "",
+        "Scheduled", not unplaced, lacks if unplaced else "Placed",
+        f"{', '.join(unplaced)}: {told}" if unplaced else "",
     )  # fmt: skip
     stalled = _stalled(rollout)
     is_at_rest = rollout.is_at_rest
@@ -82,6 +93,17 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
         Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
         Judgement("Stalled", stalled is not None, ready.reason, ready.message if stalled else ""),
     )
+
+
+def judge_refused_rollout(rollout: Rollout, problems: str) -> tuple[Judgement, ...]:
+    """Every condition of a deployment whose spec is refused for its `problems`.
+
+    What is said of replicas is as it is. Nobody says how many of them may be missing: so none.
+    """
+    strict = replace(rollout, least_available=rollout.replicas)
+    judged = {one.type: one for one in judge_rollout(strict)}
+    over = (*refuse("Invalid", problems), Judgement("Progressing", False, "Invalid", problems))
+    return tuple((judged | {one.type: one for one in over}).values())
 
 
 def begins_to_move(rollout: Rollout, before: Iterable[Condition]) -> bool:
@@ -101,6 +123,9 @@ def _ready(rollout: Rollout) -> Judgement:
         return Judgement("Ready", False, "Paused", f"{counted}; template {rollout.template} waits")
     if rollout.is_complete:
         return Judgement("Ready", True, "Complete", counted)
+    if rollout.is_suspended:
+        text = "spec.template.spec.suspend is set; `false` brings the pods back"
+        return Judgement("Ready", False, "Suspended", f"{counted}; {text}")
     if rollout.differing:
         changed = rollout.replicas - len(rollout.differing)
         text = f"{counted}; {changed} have template {rollout.template} or need none"
@@ -138,7 +163,7 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
     )
     if broken is not None:
         return broken.trouble[0], f"replica {broken.name}: {broken.trouble[1]}"
-    if rollout.is_late and not rollout.is_complete and not rollout.has_change_waiting:
+    if rollout.is_late and not (rollout.is_complete or rollout.is_suspended or rollout.has_change_waiting):
         waiting = _not_available(rollout)
         text = f"; replica {waiting.name}: {waiting.trouble[0]}" if waiting else ""
         return "ProgressDeadlineExceeded", f"nothing has moved for progressDeadlineSeconds{text}"
@@ -149,6 +174,7 @@ def _not_available(rollout: Rollout) -> Child | None:
     """The first replica that keeps the others waiting."""
     for child in rollout.children:
         since = child.serving_since
-        if since is None or rollout.now - since < rollout.min_ready_seconds:
+        is_counted_on = since is not None and rollout.now - since >= rollout.min_ready_seconds
+        if not is_counted_on and not child.is_suspended:
             return child
     return None

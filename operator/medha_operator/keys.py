@@ -43,9 +43,16 @@ async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key)
     """Give a replica what enrols at a router of another namespace.
 
     Raises:
-        ApiError: `source` is not there yet (404), or is none that this operator may read (403).
+        ApiError: `source` is not there yet, or is none that this operator may read (`ROUTER_NOT_FOUND`).
     """
-    found = await cluster.get(SECRET, source.namespace, source.name)
+    try:
+        found = await cluster.get(SECRET, source.namespace, source.name)
+    except ApiError as error:
+        if error.status != 403:
+            raise
+        router = f"{source.namespace}/{source.name.removesuffix('-enrolment')}"
+        text = f"{router} is no router of this installation: correct spec.routerRef, or name it in operator.routers"
+        raise ApiError(403, ROUTER_NOT_FOUND, text) from error
     if found is None:
         raise ApiError(
             404, ROUTER_NOT_FOUND, f"the router's Secret {source.namespace}/{source.name} is not there yet"

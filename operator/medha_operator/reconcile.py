@@ -68,7 +68,10 @@ class Trouble:
         """Conditions to lay over `status`. What is ready as its spec asks serves on, and so stays ready."""
         is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
         if self.is_refusal and not is_ready:
-            return refuse(self.reason, self.message)
+            refused = refuse(self.reason, self.message)
+            if isinstance(status, ReplicaStatus):
+                return refused
+            return (*refused, Judgement("Progressing", False, self.reason, self.message))
         return (
             Judgement("Reconciling", True, self.reason, self.message),
             Judgement("Stalled", False, self.reason),
@@ -167,7 +170,7 @@ class Reconciler:
         leftovers = self._index.leftovers(key, resource["metadata"]["uid"])
         if leftovers:  # of an earlier one of this name; each that goes asks for another look
             _log.info("%s waits for the end of %s", key, ", ".join(leftovers))
-            return _waiting(resource, self._now()), {}
+            return _waiting(resource, leftovers, self._now()), {}
         observed = self._index.observe(key)
         assert observed is not None
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
@@ -378,13 +381,10 @@ def _overlaid(
     return status.model_copy(update={"conditions": tuple(conditions.values())})
 
 
-def _waiting(resource: Document, now: float) -> Plan:
-    """Says that what an earlier resource of this name has left is not gone yet; in words that stay the same."""
-    name, generation = resource["metadata"]["name"], resource["metadata"]["generation"]
-    message = (
-        f"objects of an earlier {resource['kind']} of this name are not deleted yet; what is left is listed by "
-        f"`kubectl get statefulsets,services,configmaps -l medha.dev/replica={name}`"
-    )
+def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
+    """Says what an earlier resource of this name has left, and is not gone yet."""
+    generation = resource["metadata"]["generation"]
+    message = f"objects of an earlier {resource['kind']} of this name are not deleted yet: {', '.join(sorted(leftovers))}"
     before = read_status(resource, ReplicaStatus)
     told = before.model_copy(update={"observed_generation": generation})
     judgements = (
@@ -398,10 +398,10 @@ def _waiting(resource: Document, now: float) -> Plan:
 
 def _trouble_of(error: Exception, failures: int) -> Trouble | None:
     """What to tell after so many looks in a row that have failed, the last one with `error`; None: nothing new yet."""
-    if isinstance(error, ApiError) and error.status in REFUSALS:
-        return Trouble("Refused", f"the API server refused: {error}", is_refusal=True)
     if isinstance(error, ApiError) and error.reason in TOLD_REASONS:
         return Trouble(error.reason, str(error), is_refusal=True)
+    if isinstance(error, ApiError) and error.status in REFUSALS:
+        return Trouble("Refused", f"the API server refused: {error}", is_refusal=True)
     if failures < TOLD_FAILURES:
         return None
     if isinstance(error, ApiError):

@@ -31,6 +31,8 @@ _CHUNKS = tuple(
     for size in range(step, 8 * step + 1, step)
     if size >= 5 * step or step == 32
 )
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _GRID_POINTS = 33  # contexts at which a prefill's rate is taken
 _LONGEST_BATCH = 1 << 16
 MOST_GPUS = 1 << 16  # of the largest grid that is looked at
@@ -226,7 +228,7 @@ def read_shape(config: Path) -> ModelShape:
     """The shape that a Hugging Face `config.json` (or the folder that holds it) describes.
 
     Raises:
-        ConfigInvalid: it cannot be read, or a field is missing.
+        ConfigInvalid: it cannot be read, a field is missing, or it is of a model that no replica serves.
     """
     path = config / "config.json" if config.is_dir() else config
     try:
@@ -236,16 +238,25 @@ def read_shape(config: Path) -> ModelShape:
             f"model {config}: {error}; name a preset, a config.json or the folder that holds one"
         ) from error
 
+    if not isinstance(values, dict):
+        raise ConfigInvalid(
+            f"{path}: is a JSON {type(values).__name__}, expected an object with the model's sizes"
+        )
+
     def field(name: str, default: int | None = None) -> int:
-        value = values.get(name, default)
-        if not isinstance(value, int) or value < 1:
+        value = default if values.get(name) is None else values[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigInvalid(f"{path}: {name} is {value!r}; it must be a positive whole number")
         return value
 
+    _refuse_unserved(path, values)
     heads = field("num_attention_heads")
     hidden = field("hidden_size")
-    dtype = str(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
-    width = 4 if "32" in dtype else 2
+    if heads % field("num_key_value_heads", heads):
+        raise ConfigInvalid(
+            f"{path}: num_key_value_heads is {values['num_key_value_heads']}; it must divide num_attention_heads ({heads})"
+        )
+    width = _DTYPE_BYTES[values.get("dtype") or values.get("torch_dtype") or "bfloat16"]
     return ModelShape(
         name=path.parent.name or "model",
         layers=field("num_hidden_layers"),
@@ -259,6 +270,21 @@ def read_shape(config: Path) -> ModelShape:
         kv_dtype_bytes=width,
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
     )
+
+
+def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
+    """What changes memory and work, and no replica serves: figures for it would be those of another model."""
+    kind = values.get("model_type")
+    if kind is not None and kind not in _MODEL_TYPES:
+        raise ConfigInvalid(f"{path}: model_type is {kind!r}; choose a model of {', '.join(_MODEL_TYPES)}")
+    dtype = values.get("dtype") or values.get("torch_dtype")
+    if dtype is not None and dtype not in _DTYPE_BYTES:
+        raise ConfigInvalid(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
+    for name in ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts"):
+        if values.get(name):
+            raise ConfigInvalid(
+                f"{path}: {name} is {values[name]!r}; choose a dense model that is not quantised"
+            )
 
 
 class _Pace:

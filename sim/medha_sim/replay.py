@@ -121,11 +121,17 @@ def read_record(path: Path) -> Record:
         spec = MedhaReplicaSpec.model_validate(header.get("spec"))
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigInvalid(f"{path}:1: spec.{where}: {first['msg']}") from error
+        where = ".".join(("spec", *map(str, first["loc"])))
+        text = f"{path}:1: {where}: {first['msg']}; a log's first line holds the spec as `medha up --record` writes it"
+        raise ConfigInvalid(text) from error
     ready = _message(path, 2, lines[1])
     if not isinstance(ready, RankReady):
         raise ConfigInvalid(f"{path}:2: is a {type(ready).__name__}; the second line is the ranks' RankReady")
+    for name in ("block_size_tokens", "kv_blocks", "max_model_len"):
+        if getattr(ready, name) < 1:
+            raise ConfigInvalid(
+                f"{path}:2: {name} is {getattr(ready, name)}; no rank serves with less than 1: record the run again"
+            )
     profile: Profile | StepProfile = ready.profile
     if "profile" in header:
         profile = Profile.from_json(json.dumps(header["profile"]), f"{path}:1: profile")
@@ -419,7 +425,7 @@ class _Reader:
                     seen.output_tokens += len(command.tokens)
                 if command.finish_reason is not None and seen.ended_at is None:
                     self._log.ended(command.id, "finished", now)
-            case Refused():
+            case Refused() if self._log.requests[command.id].ended_at is None:  # its id was submitted once
                 self._log.ended(command.id, "refused", now, f"{command.reason}: {command.detail}")
             case Failed():
                 self._log.ended(command.id, "failed", now, f"{command.reason}: {command.detail}")

@@ -323,13 +323,17 @@ def _classes(
 
 
 def _number(row: dict[str, str], name: str, path: Path, line: int) -> float:
-    text = row[name]
+    text: str | None = row[name]
+    if text is None:
+        raise ConfigInvalid(f"{path}:{line}: the row ends before {name}; complete it, or leave it out")
     try:
         value = float(text)
-    except (TypeError, ValueError):  # a short row has None
+    except ValueError:
         value = float("nan")
     if not isfinite(value):
-        raise ConfigInvalid(f"{path}:{line}: {name} is {text!r}, which is no number")
+        raise ConfigInvalid(
+            f"{path}:{line}: {name} is {text!r}, which is no number; correct the cell, or leave the row out"
+        )
     return value
 
 

@@ -71,8 +71,8 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "lifecycle.restart.backoffSeconds": ([1.0, 60], [0, 86401]),
     "lifecycle.restart.backoffLimitSeconds": ([60, 3600], [0, 29]),
     "lifecycle.readySeconds": ([60, 1200], [0]),
-    "rollout.maxSurge": ([2, "50%"], ["half", "1000%"]),
-    "rollout.maxUnavailable": ([1, "25%"], ["-1%", True]),
+    "rollout.maxSurge": ([2, "50%"], ["half", "1000%", -1, 10_001]),
+    "rollout.maxUnavailable": ([1, "25%"], ["-1%", True, -1]),
     "replicas": ([2, 3, 0], [-1, 10_001]),
     "revisionHistoryLimit": ([0, 1], [-1]),
     "serviceClasses": (

@@ -79,10 +79,14 @@ def test_settings_of_the_operator_change_images_and_gangs(tmp_path: Path) -> Non
         (manifest("MedhaReplica", "7b", model=MODEL), "metadata.name must begin with a letter"),
         (manifest("MedhaReplica", "r" * 47, model=MODEL), "no longer than 46"),
         (manifest("MedhaReplica", "r", model=MODEL, placement={"gang": "core"}), "GangUnavailable"),
+        (
+            [manifest("MedhaReplica", "r")],
+            "expected a mapping with a kind, MedhaReplica or MedhaDeployment, found list",
+        ),
     ],
 )
 def test_what_cannot_be_rendered_is_told_with_the_file_and_the_field(
-    tmp_path: Path, document: dict[str, Any], told: str
+    tmp_path: Path, document: Any, told: str
 ) -> None:
     result = run(tmp_path, document)
     assert result.exit_code == 2
@@ -96,4 +100,13 @@ def test_an_empty_file_and_wrong_settings_are_told(tmp_path: Path) -> None:
     replica = manifest("MedhaReplica", "r", model=MODEL)
     assert "cannot be read" in run(tmp_path, replica, flags=("--settings", str(settings))).output
     settings.write_text('{"worker": 1}', encoding="utf-8")
-    assert "worker" in run(tmp_path, replica, flags=("--settings", str(settings))).output
+    told = run(tmp_path, replica, flags=("--settings", str(settings))).output
+    assert f"{settings}: worker: " in told.replace("\n", "")
+    assert "pydantic" not in told
+
+
+@pytest.mark.parametrize("name", ["Bad Name", "", "a" * 64])
+def test_a_namespace_that_no_cluster_has_is_told(tmp_path: Path, name: str) -> None:
+    result = run(tmp_path, manifest("MedhaReplica", "r", model=MODEL), flags=("--namespace", name))
+    assert result.exit_code == 2
+    assert f"--namespace is {name!r}; it must hold lower-case letters" in " ".join(result.output.split())

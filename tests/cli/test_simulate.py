@@ -108,6 +108,16 @@ def test_ctrl_c_while_the_capacity_is_measured_says_that_nothing_was_done(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_deployment_without_any_capacity_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study, "measured_capacity", lambda *_: 0.0)
+    result = simulate("-o", str(tmp_path / "page.html"))
+    assert result.exit_code == 2
+    assert "the deployment has none: it refuses every request" in " ".join(result.output.split())
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- results are not lost ----------------------------------------------------------------------------
 
 

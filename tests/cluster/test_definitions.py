@@ -141,6 +141,15 @@ def test_a_rollout_that_could_never_move_is_refused(plane: ControlPlane, surge: 
     assert json.loads(create(plane, deployment(rollout={"maxSurge": surge, "maxUnavailable": "25%"})))
 
 
+@pytest.mark.parametrize("surge", [-1, 10_001])
+def test_numbers_are_bound_where_a_text_would_do_too(plane: ControlPlane, surge: int) -> None:
+    told = create(plane, deployment(rollout={"maxSurge": surge, "maxUnavailable": 1}))
+    assert "spec.rollout.maxSurge" in told
+    assert "0" in told
+    amounts = {"requests": {"cpu": -1}}
+    assert "spec.resources.requests.cpu" in create(plane, replica(resources=amounts))
+
+
 def test_a_deployment_has_a_scale_subresource(plane: ControlPlane) -> None:
     plane.kubectl("apply", "-f", "-", stdin=json.dumps(deployment(replicas=2)))
     plane.kubectl("scale", "md/r", "--replicas=5")

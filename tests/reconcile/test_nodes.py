@@ -343,6 +343,6 @@ def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, is_held: bool,
     world.owners["r-l0-1"] = "an earlier StatefulSet"
     world.do(world.plan().actions)
     told = next(entry for entry in world.status.conditions if entry.type == "Scheduled")
-    assert told.reason == "CreatingPods"
+    assert told.reason == "EndingPods"
     assert words in told.message
     assert "r-l0-1" in told.message

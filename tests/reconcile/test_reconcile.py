@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from medha_operator.cluster import ApiError
-from medha_operator.kinds import Key
+from medha_operator.kinds import Key, Kind
 from medha_operator.program import least_pause
 from medha_operator.reconcile import TOLD_FAILURES
 from medha_operator.settings import OperatorSettings
+from medha_operator.store import Document
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 DEPLOYMENT = {"replicas": 2, "template": {"spec": GRID}}
@@ -79,11 +80,13 @@ def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_the_plan
         before = stage.cluster.calls_of("status")
         await fail_again(stage, key, 3)
         assert stage.cluster.calls_of("status") == before
+        assert stage.condition(key, "Progressing")[:2] == ("False", "Refused")
         stage.cluster.refuse = lambda verb, kind: None
         stage.queue.add(key)
         await stage.work()
         assert stage.condition(key)[1] != "Refused"
         assert stage.condition(key, "Accepted")[1] != "Refused"
+        assert stage.condition(key, "Progressing")[0] == "True"
 
     def refuse(verb: str, kind: str) -> None:
         if (verb, kind) == ("apply", "MedhaReplica"):
@@ -145,6 +148,7 @@ def test_a_replica_that_waits_for_the_end_of_an_earlier_one_says_so_once() -> No
         key = stage.see(resource("MedhaReplica"))
         assert await stage.work() == []
         assert stage.condition(key)[:2] == ("False", "WaitingForCleanup")
+        assert stage.condition(key)[2].endswith(": StatefulSet/r-l0")
         assert stage.condition(key, "Reconciling")[0] == "True"
         assert (stage.cluster.calls_of("status"), stage.cluster.calls_of("apply")) == (1, 0)
 
@@ -390,6 +394,26 @@ def test_a_new_revision_that_is_refused_is_not_ready_whatever_serves() -> None:
         await stage.work()
         assert stage.condition(key)[:2] == ("False", "Refused")
         assert stage.condition(key, "Stalled")[:2] == ("True", "Refused")
+
+    on_stage(test)
+
+
+def test_a_router_whose_keys_may_not_be_read_is_none_of_this_installations() -> None:
+    """The chart lets the operator read the Secrets of the routers that it names, and no others."""
+
+    async def forbidden(kind: Kind, namespace: str, name: str) -> Document | None:
+        raise ApiError(403, "Forbidden", f"{kind.plural} {namespace}/{name} is forbidden")
+
+    async def test(stage: Stage) -> None:
+        vars(stage.cluster)["get"] = forbidden
+        key = stage.see(
+            resource("MedhaReplica", GRID | {"routerRef": {"name": "typo", "namespace": "there"}})
+        )
+        assert await stage.work() == [least_pause(ApiError(403, "", ""))]
+        status, reason, message = stage.condition(key)
+        assert (status, reason) == ("False", "RouterNotFound")
+        assert "there/typo is no router of this installation: correct spec.routerRef" in message
+        assert stage.condition(key, "Stalled")[0] == "False"
 
     on_stage(test)
 

@@ -153,6 +153,38 @@ def test_a_config_json_gives_the_same_shape_as_the_preset(tmp_path: Path) -> Non
         read_shape(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 3}, r"num_key_value_heads is 3; it must divide num_attention_heads \(4\)"),
+        ({"vocab_size": True}, "vocab_size is True; it must be a positive whole number"),
+        ({"torch_dtype": "int3"}, "dtype is 'int3'; it must be one of float32, bfloat16, float16"),
+        ({"model_type": "gpt2"}, "model_type is 'gpt2'; choose a model of llama, mistral"),
+        ({"num_local_experts": 8}, "num_local_experts is 8; choose a dense model"),
+        ({"quantization_config": {"bits": 4}}, "choose a dense model that is not quantised"),
+        ({"num_key_value_heads": None, "head_dim": None, "num_local_experts": 0}, ""),
+    ],
+)
+def test_a_model_that_no_replica_serves_has_no_plan(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "hidden_size"), 4)
+    values = sizes | {"intermediate_size": 8, "vocab_size": 8} | changes
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    if words:
+        with pytest.raises(ConfigInvalid, match=words):
+            read_shape(tmp_path)
+    else:
+        assert (read_shape(tmp_path).kv_heads, read_shape(tmp_path).head_dim) == (4, 1)
+
+
+@pytest.mark.parametrize(("text", "found"), [("[]", "list"), ('"s"', "str"), ("null", "NoneType")])
+def test_a_model_that_is_no_object_is_told(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigInvalid, match=f"is a JSON {found}, expected an object"):
+        read_shape(tmp_path)
+
+
 def test_the_command_prints_a_table_json_and_a_page(tmp_path: Path) -> None:
     runner = CliRunner()
     arguments = ["plan", "--context", "128K", "--max-gpus", "8"]

@@ -278,6 +278,7 @@ def test_a_log_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
     [
         (0, "nonsense", ":1: is no JSON"),
         (0, '{"spec": {"model": {}}}', ":1: spec.model.name: Field required"),
+        (0, "{}", ":1: spec: Input should be a valid dictionary"),
         (1, '{"v":1,"type":"Cancel","body":{"id":"a"}}', ":2: is a Cancel"),
         (3, "[]", ":4: is a JSON list"),
         (3, '{"now": 1.0}', ":4: has no `now` or no `event`"),
@@ -295,6 +296,30 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: int, text: str, words: str)
     with pytest.raises(ConfigInvalid) as caught:
         read_record(record_of(tmp_path, change)[0])
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["block_size_tokens", "kv_blocks", "max_model_len"])
+def test_ranks_that_could_serve_nothing_are_told(tmp_path: Path, name: str) -> None:
+    def change(lines: list[str]) -> None:
+        ready = json.loads(lines[1])
+        ready["body"][name] = 0
+        lines[1] = json.dumps(ready)
+
+    with pytest.raises(ConfigInvalid, match=f":2: {name} is 0; no rank serves with less than 1"):
+        read_record(record_of(tmp_path, change)[0])
+
+
+def test_a_request_that_is_refused_twice_ends_once(tmp_path: Path) -> None:
+    """Its id was submitted twice, and never had a chance."""
+
+    def change(lines: list[str]) -> None:
+        index, first = next((index, line) for index, line in enumerate(lines) if '"Submit"' in line)
+        submitted = json.loads(first)
+        submitted["event"]["body"] |= {"id": "twice", "tokens": 10**9}
+        lines[index:index] = [json.dumps(submitted)] * 2
+
+    record = read_record(record_of(tmp_path, change)[0])
+    assert read(record).log.requests["twice"].ending == "refused"
 
 
 def test_a_file_that_is_no_log_is_told(tmp_path: Path) -> None:

@@ -220,6 +220,22 @@ def test_a_column_of_a_trace_names_service_classes_and_each_has_its_own_targets(
     ]
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("3,30", r"csv:3: the row ends before out; complete it, or leave it out"),
+        ("3,30,abc", r"csv:3: out is 'abc', which is no number; correct the cell, or leave the row out"),
+        ("nan,30,5", r"csv:3: at is 'nan', which is no number"),
+    ],
+)
+def test_a_row_that_is_short_or_holds_no_number_is_told_with_its_line(
+    tmp_path: Path, row: str, words: str
+) -> None:
+    path = trace(tmp_path, f"at,in,out\n1,30,5\n{row}\n")
+    with pytest.raises(ConfigInvalid, match=words):
+        read_trace(path, TARGETS, columns=TraceColumns("at", "in", "out"))
+
+
 def test_a_trace_that_names_an_unknown_class_is_refused_with_its_line(tmp_path: Path) -> None:
     path = trace(tmp_path, "at,in,out,tier\n3,30,5,batch\n2,30,4,gold\n")
     columns = TraceColumns("at", "in", "out", "tier")
@@ -288,7 +304,10 @@ def test_a_trace_without_times_gets_poisson_arrivals(tmp_path: Path) -> None:
         ("arrived_at,num_prefill_tokens,num_decode_tokens\n", "no rows"),
         ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,ten,4\n", ":2: num_prefill_tokens is 'ten'"),
         ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,4\n1,0,4\n", ":3: num_prefill_tokens is 0"),
-        ("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10\n", ":2: num_decode_tokens is None"),
+        (
+            "arrived_at,num_prefill_tokens,num_decode_tokens\n0,10\n",
+            ":2: the row ends before num_decode_tokens",
+        ),
         ("", "it has none"),
     ],
 )
