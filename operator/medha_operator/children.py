@@ -131,7 +131,10 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         and _speaks_of_present_pods(document, running, serving.get("observedGeneration", 0))
     )
     # Pods of an earlier spec serve on while the present one is refused: the rollout is not to go on past such a replica.
-    is_asked_for = not _is(conditions.get("Accepted"), "False") or has_pods_for(document["spec"], running)
+    is_accepted = not _is(conditions.get("Accepted"), "False")
+    is_asked_for = is_accepted or has_pods_for(document["spec"], running)
+    # Nobody makes pods of what is refused before they are asked for: that is told by the refusal.
+    lacks_room = placed is not None and _lacks_room(placed) and (placed["reason"] != NO_PODS or is_accepted)
     is_untold = serving is None and gang is not None and has_pods_for(document["spec"], running)
     return Child(
         index=index,
@@ -150,7 +153,7 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         is_deleting="deletionTimestamp" in metadata,
         serving_since=_since(serving) if serves and is_asked_for and not is_going else None,
         may_serve=(serves and not is_asked_for) or is_untold,
-        unplaced_since=_since(placed) if placed and _lacks_room(placed) else None,
+        unplaced_since=_since(placed) if placed and lacks_room else None,
         has_no_pods=placed is not None and placed["reason"] == NO_PODS,
         is_suspended=document["spec"].get("suspend") is True,
         waits_to_drain=drains and gang is not None and granted != gang,

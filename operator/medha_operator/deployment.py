@@ -5,7 +5,7 @@ whole replicas, from the highest index down to `rollout.partition`: a replica th
 starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
 on, stand in for those that are away. A change that restarts no pods is applied to all at once.
 
-Two bounds hold in every plan. No further replica is made beyond N + maxSurge; and none that is available is taken down
+Two bounds hold in every plan for a valid spec. No further replica is made beyond N + maxSurge; and none that is available is taken down
 unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it. Where
 nothing tells whether a replica serves, it is not counted on, and is taken down as if it served.
 """
@@ -106,11 +106,16 @@ class _Wanted:
     def template(self, index: int, child: Child | None) -> KeptTemplate:
         """What the replica with this index is to be made of."""
         if not self.spec.paused and index >= self.spec.rollout.partition:
-            return self.update
+            stands_in = index >= self.spec.replicas
+            return self.current if stands_in and _suspends(self.update) else self.update
         if child is None:
             return self.current
         # Where somebody has deleted the history, it stays as it stands.
         return self.kept.get(child.revision) or _template_in(child)
+
+
+def _suspends(template: KeptTemplate) -> bool:
+    return template.template["spec"].get("suspend") is True
 
 
 def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
@@ -234,7 +239,11 @@ class _Scene:
     surge: int
     """Replicas wanted beyond the spec's."""
     is_starved: bool
-    """A replica finds no room and did not for `surge_wait_seconds`, or the API server refuses what may be another one."""
+    """There may be no other replica: one finds no room, or the API server refuses what may be one."""
+    has_no_room: bool = False
+    """A replica finds no room and did not for `surge_wait_seconds`."""
+    suspending: int = 0
+    """Replicas that are to have no pods, so that nobody waits for them."""
     again: float | None = None
 
     @property
@@ -248,7 +257,7 @@ class _Scene:
 
     def is_suspending(self, index: int, child: Child) -> bool:
         """Whether the replica is to have no pods: it needs none in its stead, and nobody is to wait for them."""
-        return bool(self.wanted.template(index, child).template["spec"].get("suspend", False))
+        return _suspends(self.wanted.template(index, child))
 
     def is_available(self, child: Child) -> bool:
         return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
@@ -264,6 +273,7 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
     scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=_is_refused(observed))
     noted = _unplaced_since(observed, now)
     for index, child in present.items():
+        scene.suspending += index < scene.replicas and scene.is_suspending(index, child)
         scene.available += scene.is_available(child)
         scene.unsure += child.may_serve
         if child.serving_since is not None:
@@ -277,9 +287,10 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
         if child.unplaced_since is not None:
             # It may have had no node before for another reason, as while it was suspended.
             left = max(child.unplaced_since, noted) + settings.surge_wait_seconds - now
-            scene.is_starved |= left <= 0
+            scene.has_no_room |= left <= 0
             if left > 0:
                 scene.look_again(left)
+    scene.is_starved |= scene.has_no_room
     # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
     changing = [
         index
@@ -301,9 +312,9 @@ def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
 
 
 def _is_refused(observed: ObservedDeployment) -> bool:
-    """Whether the deployment's status says that the API server refuses what it asks for."""
+    """Whether the API server has refused what the deployment itself asked for, as its status tells."""
     return any(
-        one.type == "Stalled" and one.status == "True" and one.reason == "Refused"
+        one.type == "Accepted" and one.status == "False" and one.reason == "Refused"
         for one in observed.status.conditions
     )
 
@@ -388,7 +399,7 @@ def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
 
     One that may serve goes behind others that may: else none of them could ever be mended.
     """
-    least = scene.replicas - unavailable
+    least = scene.replicas - scene.suspending - unavailable
     if scene.is_available(child):
         if scene.available - 1 < least:
             return False
@@ -472,7 +483,7 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
         "ready_replicas": sum(child.serving_since is not None for child in children),
         "available_replicas": available,
         "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
-        "current_revision": (wanted.update if is_everywhere else wanted.current).name,
+        "current_revision": (wanted.update if is_everywhere and not problems else wanted.current).name,
         "update_revision": wanted.update.name,
     }
     rollout = Rollout(
@@ -491,7 +502,7 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
         template=wanted.update.name,
         has_change_waiting=wanted.spec.paused
         and any(child.revision != wanted.update.name for child in children),
-        is_blocked=scene.is_starved and wanted.unavailable == 0,
+        is_blocked=scene.has_no_room and wanted.unavailable == 0,
         is_late=False,
         min_ready_seconds=wanted.spec.min_ready_seconds,
         now=now,

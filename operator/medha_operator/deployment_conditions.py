@@ -124,8 +124,10 @@ def _ready(rollout: Rollout) -> Judgement:
     if rollout.is_complete:
         return Judgement("Ready", True, "Complete", counted)
     if rollout.is_suspended:
-        text = "spec.template.spec.suspend is set; `false` brings the pods back"
-        return Judgement("Ready", False, "Suspended", f"{counted}; {text}")
+        names = ", ".join(child.name for child in rollout.children if child.is_suspended)
+        return Judgement(
+            "Ready", False, "Suspended", f"{counted}; spec.suspend of their template is set: {names}"
+        )
     if rollout.differing:
         changed = rollout.replicas - len(rollout.differing)
         text = f"{counted}; {changed} have template {rollout.template} or need none"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from medha_operator.cluster import ApiError
 from medha_operator.plan import Apply, SetStatus
 from medha_operator.status import Condition
 from reconcile.deployment_world import DeploymentWorld, applied, template, watched
+from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 DEADLINE_SECONDS = 1800.0
 
@@ -101,8 +104,8 @@ def test_where_a_stand_in_is_refused_a_node_is_emptied_as_where_there_is_no_room
     assert "d-0" not in applied(world.plan())
     refused = Condition.model_validate(
         {
-            "type": "Stalled",
-            "status": "True",
+            "type": "Accepted",
+            "status": "False",
             "reason": "Refused",
             "message": "exceeded quota",
             "last_transition_time": "2030-01-01T00:00:00Z",
@@ -111,6 +114,38 @@ def test_where_a_stand_in_is_refused_a_node_is_emptied_as_where_there_is_no_room
     )
     world.status = world.status.model_copy(update={"conditions": (refused,)})
     assert ("d-0" in applied(world.plan())) is leaves
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "Service"])
+def test_a_replica_whose_objects_are_refused_lacks_no_room(kind: str) -> None:
+    """Pods that nobody has asked for are not made: that says nothing of a quota, however long it lasts."""
+
+    def refuse(verb: str, of: str) -> None:
+        if (verb, of) == ("apply", kind):
+            raise ApiError(403, "Forbidden", "by policy")
+
+    async def test() -> None:
+        stage = Stage(FakeCluster(refuse))
+        spec = {"replicas": 1, "template": {"spec": GRID}}
+        key = stage.see(resource("MedhaDeployment", spec, "d"))
+        await stage.work(60)
+        assert stage.condition(key)[:2] == ("False", "Refused")
+        assert stage.condition(key, "Scheduled")[0] == "True"
+        assert stage.cluster.calls_of("status") <= 4  # two of the replica, two of the deployment
+
+    asyncio.run(test())
+
+
+def test_one_that_is_refused_beside_one_without_room_is_told_in_the_same_words_each_time() -> None:
+    world = DeploymentWorld(2, room=0)
+    world.do(world.plan().actions)
+    world.operate()
+    world.hindered = {"d-1"}
+    world.operate()
+    world.do(world.plan().actions)
+    for _ in range(3):
+        assert world.plan().actions == ()
+        world.now += 0.1
 
 
 # --- no replicas ----------------------------------------------------------------------------------------
@@ -178,6 +213,31 @@ def test_a_change_that_suspends_needs_nobody_in_the_stead_of_those_it_ends(world
     assert world.condition("Ready") == ("True", "Complete")
 
 
+@pytest.mark.parametrize("unavailable", [0, 1])
+def test_who_stands_in_goes_when_all_are_suspended(unavailable: int) -> None:
+    world = DeploymentWorld(2, rollout={"maxSurge": 1, "maxUnavailable": unavailable})
+    world.settle()
+    world.change(template=template(image="b"))
+    world.do(world.plan().actions)
+    for _ in range(4):
+        world.operate()
+    assert "d-2" in world.serving()
+    world.change(template=template(image="b", suspend=True))
+    watched(world)
+    assert sorted(world.replicas) == ["d-0", "d-1"]
+    assert world.serving() == set()
+    assert world.condition("Ready") == ("False", "Suspended")
+
+
+def test_who_stands_in_serves_though_the_others_are_to_have_no_pods(world: DeploymentWorld) -> None:
+    world.change(template=template(suspend=True), rollout={"partition": 1})
+    watched(world)
+    world.cordoned = {"d-0"}
+    assert watched(world)[:2] == (1, 3)
+    assert world.cordoned == set()
+    assert world.serving() == {"d-0"}
+
+
 def test_one_that_hangs_beside_suspended_ones_is_told(world: DeploymentWorld) -> None:
     world.broken.add("b")
     world.change(template=template(suspend=True), rollout={"partition": 1})
@@ -229,6 +289,25 @@ def test_a_refused_spec_of_a_deployment_without_replicas_makes_none() -> None:
     world.do([told])
     assert world.status.replicas == 0
     assert not any(isinstance(action, Apply) for action in world.plan().actions)
+
+
+def test_a_refused_spec_releases_no_pause(world: DeploymentWorld) -> None:
+    world.replicas["d-0"]["status"].update(started=False)
+    world._tell("d-0", world.replicas["d-0"])
+    world.change(template=template(image="b"))
+    world.do(world.plan().actions)  # who serves nobody comes first
+    world.change(paused=True)
+    world.settle()
+    assert world.images() == ["b", ""]
+    world.change(progressDeadlineSeconds=-1)
+    world.settle()
+    del world.replicas["d-1"]
+    world.settle()
+    del world.spec["progressDeadlineSeconds"]
+    world.change()
+    world.settle()
+    assert world.images() == ["b", ""]
+    assert world.condition("Ready") == ("False", "Paused")
 
 
 def test_of_a_refused_spec_revisions_are_told_as_they_were(world: DeploymentWorld) -> None:
