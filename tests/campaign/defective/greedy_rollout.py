@@ -4,6 +4,6 @@ from campaign.defective.planting import plant
 
 plant(
     "medha_operator.deployment",
-    "    least = scene.replicas - unavailable\n",
+    "    least = scene.replicas - scene.suspending - unavailable\n",
     "    least = -1\n",
 )
