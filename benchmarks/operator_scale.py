@@ -13,7 +13,8 @@ On a real API server (tests/cluster), all processes on this machine:
   would make, by the client in Go (100 replicas only): no operator could add less. Each on a fresh control plane.
 * alone: the same for one replica at a time, in turn with its StatefulSets, on a control plane with nothing else to do.
 
-The exit status is 1 if a claim does not hold.
+The exit status is 1 if a claim does not hold. (A script called `operator.py` would hide Python's module of that name from
+all that it imports.)
 """
 
 from __future__ import annotations
