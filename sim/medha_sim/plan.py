@@ -278,7 +278,7 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
     if kind is not None and kind not in _MODEL_TYPES:
         raise ConfigInvalid(f"{path}: model_type is {kind!r}; choose a model of {', '.join(_MODEL_TYPES)}")
     dtype = values.get("dtype") or values.get("torch_dtype")
-    if dtype is not None and dtype not in _DTYPE_BYTES:
+    if dtype is not None and str(dtype) not in _DTYPE_BYTES:
         raise ConfigInvalid(f"{path}: dtype is {dtype!r}; it must be one of {', '.join(_DTYPE_BYTES)}")
     for name in ("quantization_config", "num_experts", "num_local_experts", "n_routed_experts"):
         if values.get(name):
