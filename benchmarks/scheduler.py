@@ -1,13 +1,15 @@
 """What a scheduling decision costs: the whole `handle(StageFree)` of a busy replica.
 
-    python benchmarks/scheduler.py [--quick] [--json FILE] [--compiled] [--vllm-python PYTHON]
+    python benchmarks/scheduler.py [--quick] [--json FILE] [--compiled] [--also PYTHON] [--vllm-python PYTHON]
 
 A decision orders the prefills that wait, tests what can be on time, packs a step, gives out KV and makes the
 commands. Each one is timed while requests arrive and complete between them, at a standing queue of 1 to 10,000
 prefills (5 % of them 100K to 1M tokens long) and with 0 or 256 sequences that decode in the same step. With
 `--vllm-python` (an interpreter that has vLLM) its scheduler's `schedule()` is timed on the same queue. `--compiled` times
 the policies a second time with the core compiled, as in a wheel that was built so (docs/performance.md), and says how many
-seconds of a replica's life the simulator, compiled as a campaign has it, gets through in one core-second.
+seconds of a replica's life the simulator, compiled as a campaign has it, gets through in one core-second. `--also` times them
+in another interpreter that has Medha's packages: how CPython was built (`./configure --enable-optimizations` or not) matters more
+than most of what a scheduler's code could do about it.
 
 Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
 nothing about the scheduler.
@@ -18,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -189,25 +192,45 @@ def growth_claims(figures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[dict[str, Any]], float]:
-    """The same of a compiled core, and `simulated_seconds`, in an interpreter that finds it first."""
+    """The same of a compiled core, and `simulated_seconds`."""
     path = os.pathsep.join(
         [str(compiled(ROOT, ROOT / ".medha" / "compiled")), os.environ.get("PYTHONPATH", "")]
     )
-    chosen = [word for policy in policies for word in ("--policy", policy)]
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        command = [sys.executable, __file__, "--json", str(file), *chosen, *(["--quick"] if quick else [])]
-        subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": path},
-            check=True,
-            timeout=3600,
-            stdout=subprocess.DEVNULL,
-        )
-        found = json.loads(file.read_text())
+    found = elsewhere(Path(sys.executable), {"PYTHONPATH": path}, policies, quick=quick)
     rows: list[dict[str, Any]] = found["figures"]
     assert all(row["compiled"] for row in rows)
     return [row | {"scheduler": f"{row['scheduler']}, compiled"} for row in rows], found["simulated_seconds"]
+
+
+def also_figures(
+    python: Path, policies: tuple[str, ...], *, quick: bool
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The same in another interpreter, and what it is."""
+    found = elsewhere(python, {}, policies, quick=quick)
+    name = f"CPython {found['interpreter']['version']}"
+    rows = [row | {"scheduler": f"{row['scheduler']}, {name}"} for row in found["figures"]]
+    return rows, found["interpreter"]
+
+
+def elsewhere(
+    python: Path, environment: dict[str, str], policies: tuple[str, ...], *, quick: bool
+) -> dict[str, Any]:
+    """What this script writes where another interpreter runs it."""
+    chosen = [word for policy in policies for word in ("--policy", policy)]
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.json"
+        command = [str(python), __file__, "--json", str(file), *chosen, *(["--quick"] if quick else [])]
+        subprocess.run(
+            command, env=os.environ | environment, check=True, timeout=3600, stdout=subprocess.DEVNULL
+        )
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def interpreter() -> dict[str, str]:
+    """The version of this interpreter, and how it says that it was built (Debian's does not name its optimisations)."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    return {"version": version, "configured": sysconfig.get_config_var("CONFIG_ARGS") or ""}
 
 
 def vllm_rows(python: Path, launches: int) -> list[dict[str, Any]]:
@@ -228,6 +251,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--compiled", action="store_true", help="time the compiled core, too")
+    parser.add_argument(
+        "--also",
+        type=Path,
+        metavar="PYTHON",
+        help="time them in this interpreter, too: it needs Medha's packages",
+    )
     parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
     arguments = parser.parse_args()
     collect_garbage_rarely()  # as the controller's process does
@@ -258,6 +287,13 @@ def main() -> None:
         for figure in found:
             print_row(figure)
             figures.append(figure)
+    interpreters = [interpreter()]
+    if arguments.also:
+        found, other = also_figures(arguments.also, policies, quick=arguments.quick)
+        interpreters.append(other)
+        for figure in found:
+            print_row(figure)
+            figures.append(figure)
     for figure in figures:
         if figure["queued"] == QUEUES[-1]:
             name = (
@@ -279,13 +315,18 @@ def main() -> None:
                     row["p50_ms"]
                     for row in figures
                     if (row["queued"], row["decodes"]) == (QUEUES[-1], DECODES[-1])
-                    and row is not figure
-                    and not row["compiled"]
+                    and row["scheduler"] in policies
                 )
                 name = f"slowest policy's p50 over schedule() of {figure['scheduler']}, 256 decodes"
                 claims.append(claim(name, ours / figure["p50_ms"], "ratio", 1.0))
     if arguments.json:
-        shown = {"claims": claims, "figures": figures, "simulated_seconds": simulated}
+        shown = {
+            "claims": claims,
+            "figures": figures,
+            "simulated_seconds": simulated,
+            "interpreter": interpreters[0],
+            "also": interpreters[1:],
+        }
         arguments.json.write_text(json.dumps(shown, indent=2) + "\n")
 
 
@@ -293,12 +334,12 @@ def claim(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
     return {"name": name, "value": round(value, 3), "unit": unit, "goal": goal, "better": "less"}
 
 
-HEADER = f"{'scheduler':<17} {'queued':>7} {'decodes':>8} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>8}"
+HEADER = f"{'scheduler':<23} {'queued':>7} {'decodes':>8} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>8}"
 
 
 def print_row(row: dict[str, Any]) -> None:
     times = " ".join(f"{row[name]:>8.3f}" for name in ("p50_ms", "p99_ms", "max_ms"))
-    print(f"{row['scheduler']:<17} {row['queued']:>7} {row['decodes']:>8} {times}", flush=True)
+    print(f"{row['scheduler']:<23} {row['queued']:>7} {row['decodes']:>8} {times}", flush=True)
 
 
 if __name__ == "__main__":

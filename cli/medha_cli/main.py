@@ -1,6 +1,6 @@
 """The `medha` command. Each subcommand is imported when it is called, so that `medha --help` is instant.
 
-Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag or a setting is wrong.
+Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is wrong.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from medha.errors import ConfigInvalid, MedhaError
+from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
 
 _COMMANDS = {
     "model": ("medha_cli.model", "Make and inspect checkpoints."),
@@ -27,6 +27,10 @@ _COMMANDS = {
     "version": ("medha_cli.version", "Print the version."),
 }
 """Name -> module that defines `command`, and the line that `medha --help` shows without importing it."""
+
+
+_WRONG_INPUT = (ConfigInvalid, CheckpointInvalid, ModelUnsupported)
+"""What the one who gave the command can mend: exit status 2, as where a flag is wrong."""
 
 
 class LazyGroup(click.Group):
@@ -53,7 +57,7 @@ class LazyGroup(click.Group):
             console = Console(stderr=True, highlight=False, soft_wrap=True)
             console.print("[bold red]error:[/] ", end="")
             console.print(str(error), markup=False)
-            sys.exit(2 if isinstance(error, ConfigInvalid) else 1)
+            sys.exit(2 if isinstance(error, _WRONG_INPUT) else 1)
 
 
 @click.group(

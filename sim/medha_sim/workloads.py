@@ -29,6 +29,7 @@ DEFAULT_CLASS = "default"
 
 _MOST_REQUESTS = 5_000_000  # of one run: some GB of memory, and hours
 _MOST_TOKENS = 2**31 - 1  # what maxModelLen can be
+_BEYOND = "\0"  # names the cells of a row for which there is no column
 
 _WORK_SAMPLE = 20_000  # requests from which the mean work of a mix is taken
 _WORK_SEED = 20250101
@@ -266,7 +267,7 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
         with path.open(
             newline="", encoding="utf-8-sig"
         ) as file:  # spreadsheets begin it with a mark of order
-            reader = csv.DictReader(file)
+            reader = csv.DictReader(file, restkey=_BEYOND)
             found = reader.fieldnames or []
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -279,6 +280,13 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
             )
     if not rows:
         raise ConfigInvalid(f"{path}: has a header and no rows")
+    for line, row in rows:
+        beyond: Sequence[str] = row.get(_BEYOND, ())
+        if any(beyond):  # empty ones come of a comma at the end
+            raise ConfigInvalid(
+                f"{path}:{line}: the row has {len(found) + len(beyond)} cells for {len(found)} columns; quote a cell that "
+                "holds a comma, or leave the row out"
+            )
     return rows
 
 

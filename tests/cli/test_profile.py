@@ -93,5 +93,5 @@ def test_a_wrong_flag_is_named(checkpoint: Path, arguments: tuple[str, ...], mes
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     result = run(tmp_path, "-o", tmp_path / "p.json")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "config.json" in result.stderr

@@ -322,6 +322,41 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
         assert (ends[kept] <= due[looked_at][kept] + (0.1 if not table.given_up else 0) + 1e-6).all()
 
 
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes: int) -> None:
+    generator = np.random.default_rng(lanes)
+    as_it_stood = {"nobody given up": 0, "first by due": 0, "first of the given up": 0}
+    for _ in range(100):
+        count = int(generator.integers(1, 12))
+        work = generator.choice([0.0, 0.01, 0.2, 3.0], count) * generator.random(count)
+        after = np.where(generator.random(count) < 0.4, work / 2, generator.uniform(0, 10, count))
+        table = Table.of(*zip(np.zeros(count), work, after, strict=True))
+        share = float(generator.choice([0.02, SHARE]))
+        one_by_one = Guarded(GuardedSettings(share, grace_seconds=0.1, lanes=lanes))
+        arrays = Guarded(GuardedSettings(share, grace_seconds=0.1, lanes=lanes, few_rows=0))
+        now = 0.0
+        for _ in range(20):
+            plan = Plan(table.plan.due.copy(), table.plan.promise.copy(), table.plan.by_due.copy())
+            factor = float(generator.choice([1.0, 0.9, 1.7]))
+            stands, _ = one_by_one._as_it_stands(table.columns, table.plan, now, factor)
+            first = one_by_one.first(table.columns, table.plan, now, factor)
+            assert first == arrays.first(table.columns, plan, now, factor)
+            for found, expected in zip(
+                (table.plan.due, table.plan.promise, table.plan.by_due),
+                (plan.due, plan.promise, plan.by_due),
+                strict=True,
+            ):
+                assert found.tolist() == expected.tolist()
+            if stands:
+                given_up = "first by due" if first is None else "first of the given up"
+                as_it_stood[given_up if table.given_up else "nobody given up"] += 1
+            served = int(table.plan.by_due[0]) if first is None else first
+            left = table.columns.remaining_seconds
+            left[served] = max(left[served] - 0.1, 0.0)
+            now += float(generator.choice([0.05, 0.1, 0.3]))
+    assert all(times > 30 for times in as_it_stood.values()), as_it_stood
+
+
 def test_for_far_dues_two_are_given_up_at_a_time_and_the_next_decisions_go_on() -> None:
     """Twenty of 5 s are due at 50, behind thirty that take no time: more than half of them have to go."""
     table = Table.of(*((0.0, 0.01, 1.0) for _ in range(30)), *((0.0, 5.0, 50.0) for _ in range(20)))

@@ -226,6 +226,7 @@ def test_a_column_of_a_trace_names_service_classes_and_each_has_its_own_targets(
         ("3,30", r"csv:3: the row ends before out; complete it, or leave it out"),
         ("3,30,abc", r"csv:3: out is 'abc', which is no number; correct the cell, or leave the row out"),
         ("nan,30,5", r"csv:3: at is 'nan', which is no number"),
+        ("3,1,024,5", r"csv:3: the row has 4 cells for 3 columns; quote a cell that holds a comma, or leave"),
     ],
 )
 def test_a_row_that_is_short_or_holds_no_number_is_told_with_its_line(
@@ -234,6 +235,12 @@ def test_a_row_that_is_short_or_holds_no_number_is_told_with_its_line(
     path = trace(tmp_path, f"at,in,out\n1,30,5\n{row}\n")
     with pytest.raises(ConfigInvalid, match=words):
         read_trace(path, TARGETS, columns=TraceColumns("at", "in", "out"))
+
+
+def test_a_comma_at_the_end_of_a_row_is_no_cell(tmp_path: Path) -> None:
+    path = trace(tmp_path, "at,in,out\n1,30,5,\n")
+    (arrival,) = read_trace(path, TARGETS, columns=TraceColumns("at", "in", "out")).arrivals
+    assert (arrival.prompt_tokens, arrival.output_tokens) == (30, 5)
 
 
 def test_a_trace_that_names_an_unknown_class_is_refused_with_its_line(tmp_path: Path) -> None:
