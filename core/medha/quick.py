@@ -8,7 +8,7 @@ of the frozen class when its fields are set. Nothing of that is seen from outsid
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from medha.messages import Admit, Done, Emit, Extent, Sample, StageFree, Step, StepEntry
@@ -45,19 +45,19 @@ new_stage_free = _quick(StageFree)
 new_done = _quick(Done)
 
 
-@dataclass(slots=True)
 class StepEntryDraft:
-    """Becomes a `StepEntry` when its class is set to that: what `new_entry` does, without its two calls.
+    """Becomes a `StepEntry` when its class is set to that, and all of its fields are: what `new_entry` does, without a call.
 
     For the hundreds of decodes in a step.
     """
 
+    __slots__ = ("extents", "id", "lane", "samples", "shard_map_version", "strategy")
     id: str
     lane: int
     extents: tuple[Extent, ...]
     samples: bool
-    strategy: str = "local"
-    shard_map_version: int = 0
+    strategy: str
+    shard_map_version: int
 
 
 def decode_entry(id_: str, lane: int, position: int) -> StepEntry:

@@ -22,6 +22,7 @@ MODULES = (
         "lanes", "packer", "policy", "pools", "predictor", "prefill", "prefix", "request", "roster", "shards", "slo", "urgency",
     )),
     *(f"medha_sim/{name}.py" for name in ("driver", "executor", "records")),
+    *(f"medha_sim/baselines/{name}.py" for name in ("book", "costs", "distserve", "hrrn", "loongserve", "sarathi", "single_prefill")),
 )  # fmt: skip
 """What each event runs through. Messages and profiles are left out: mypyc cannot make the one's drafts of equal layout,
 nor the other's settings for pydantic."""

@@ -13,6 +13,7 @@ from chart.helm import NAMESPACE, Helm
 from chart.others import definitions
 from cluster.binaries import CannotBuild, build
 from cluster.control_plane import ControlPlane, control_plane
+from cluster.definitions import wait_until_established
 
 OURS = ("medhareplicas.medha.dev", "medhadeployments.medha.dev")
 
@@ -47,7 +48,7 @@ def accepting(bare_plane: ControlPlane) -> ControlPlane:
     """The API server, knowing Prometheus' and the Gateway API's resources, with the namespaces of the table."""
     for file in definitions():
         bare_plane.kubectl("apply", "--server-side", "-f", str(file))
-    bare_plane.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", "--all")
+    wait_until_established(bare_plane)
     for name in ("team-a", "team-b", "elsewhere", NAMESPACE):
         bare_plane.kubectl("create", "namespace", name)
     bare_plane.kubectl("create", "serviceaccount", "default", "-n", NAMESPACE)  # no controller makes it

@@ -13,6 +13,7 @@ from chart.conftest import OURS
 from chart.helm import CHART, NAMESPACE, Helm, HelmFailed
 from chart.tables import EVERYTHING, TABLE
 from cluster.control_plane import ControlPlane
+from cluster.definitions import wait_until_established
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions
 
@@ -82,7 +83,7 @@ def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     installer: Helm, accepting: ControlPlane, tmp_path: Path
 ) -> None:
     install(installer)
-    accepting.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", *OURS)
+    wait_until_established(accepting)
     accepting.kubectl("apply", "-f", "-", stdin=REPLICA)
     before, replica = uids(accepting), accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}")
     assert "Epoch" not in columns(accepting)
@@ -99,7 +100,7 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer: Helm, accepting: ControlPlane
 ) -> None:
     install(installer, **EVERYTHING)
-    accepting.kubectl("wait", "--for=condition=Established", "--timeout=30s", "crd", *OURS)
+    wait_until_established(accepting)
     accepting.kubectl("apply", "-f", "-", stdin=REPLICA)
     before, replica = uids(accepting), accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}")
     installer("uninstall", "medha", "-n", NAMESPACE)

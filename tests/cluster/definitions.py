@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Protocol
+
+from cluster.api import condition
 
 CRDS = Path(__file__).resolve().parents[2] / "crds"
 _LIMIT_SECONDS = 30.0
@@ -14,10 +17,25 @@ class HasKubectl(Protocol):
     def kubectl(self, *arguments: str) -> str: ...
 
 
+def wait_until_established(cluster: HasKubectl) -> None:
+    """Wait for all definitions that the API server has.
+
+    Not by `kubectl wait`: it fails where it looks before the first condition is written, instead of waiting for it.
+    """
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while waiting := [
+        definition["metadata"]["name"]
+        for definition in json.loads(cluster.kubectl("get", "crd", "-o", "json"))["items"]
+        if condition(definition, "Established")[0] != "True"
+    ]:
+        assert time.monotonic() < deadline, f"after {_LIMIT_SECONDS:g} s not established: {waiting}"
+        time.sleep(0.1)
+
+
 def define(cluster: HasKubectl) -> None:
     """Apply the definitions, and wait until `kubectl` finds what they define: the API server tells of it a little later."""
     cluster.kubectl("apply", "--server-side", "-f", str(CRDS))
-    cluster.kubectl("wait", "--for=condition=Established", f"--timeout={_LIMIT_SECONDS:g}s", "crd", "--all")
+    wait_until_established(cluster)
     deadline = time.monotonic() + _LIMIT_SECONDS
     wanted = {f"{path.stem}.medha.dev" for path in CRDS.iterdir()}
     while not wanted <= set(cluster.kubectl("api-resources", "--api-group=medha.dev", "-o", "name").split()):

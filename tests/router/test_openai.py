@@ -281,8 +281,10 @@ def test_a_client_that_goes_away_cancels_its_sequences(
         else:
             with pytest.raises(httpx.ReadTimeout):
                 http.post("/v1/chat/completions", json=body)
-    replica.wait(lambda: len(set(replica.cancels)) == 2)  # again for each late token
-    assert set(replica.cancels) == {submit.id for submit in replica.submits}
+    ids = {submit.id for submit in replica.submits}
+    assert len(ids) == 2
+    # Each may come again for a late token: those of an earlier test, too.
+    replica.wait(lambda: ids <= set(replica.cancels))
 
 
 @pytest.mark.parametrize(
