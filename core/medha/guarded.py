@@ -370,8 +370,12 @@ class _View:
         """The first of the places `bad` whose promise cannot be kept, even without its margin; `late` are given up."""
         if not self.any_late:
             return None
-        found = bad[late & (self.room[bad] + self.load[bad] < -_EPSILON_SECONDS)]
-        return int(found[0]) if len(found) else None
+        for looked_at in (_FIRST_BAD, len(bad)):  # it is nearly always among the first
+            places = bad[:looked_at]
+            found = places[late[:looked_at] & (self.room[places] + self.load[places] < -_EPSILON_SECONDS)]
+            if len(found):
+                return int(found[0])
+        return None
 
     def is_broken(self, place: int) -> bool:
         """Whether the given up until there would be done only behind its due, even without the kept.

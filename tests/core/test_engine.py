@@ -456,11 +456,11 @@ def test_a_stage_free_that_its_done_has_overtaken_does_not_free_stage_0_again(
     assert [type(command) for command in controller.handle(StageFree(1, 0), 0.0)] == [Step]
 
 
-def test_every_32nd_step_carries_a_hash_of_the_ledger(replica_of: Any, submit_of: Any) -> None:
+def test_every_31st_step_carries_a_hash_of_the_ledger(replica_of: Any, submit_of: Any) -> None:
     replica = replica_of()
     replica.submit(submit_of("a", 10, 70))
     replica.run().check_empty()
-    assert [step.step_id for step in replica.steps if step.state_hash is not None] == [0, 32, 64]
+    assert [step.step_id for step in replica.steps if step.state_hash is not None] == [0, 31, 62]
 
 
 # --- order --------------------------------------------------------------------------------------------
