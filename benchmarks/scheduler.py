@@ -8,8 +8,7 @@ prefills (5 % of them 100K to 1M tokens long) and with 0 or 256 sequences that d
 `--vllm-python` (an interpreter that has vLLM) its scheduler's `schedule()` is timed on the same queue. `--compiled` times
 the policies a second time with the core compiled, as in a wheel that was built so (docs/performance.md), and says how many
 seconds of a replica's life the simulator, compiled as a campaign has it, gets through in one core-second. `--also` times them
-in another interpreter that has Medha's packages: how CPython was built (`./configure --enable-optimizations` or not) matters more
-than most of what a scheduler's code could do about it.
+in another interpreter that has Medha's packages, such as a CPython that was built with other optimisations.
 
 Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
 nothing about the scheduler.

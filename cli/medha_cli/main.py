@@ -1,6 +1,7 @@
 """The `medha` command. Each subcommand is imported when it is called, so that `medha --help` is instant.
 
-Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is wrong.
+Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is wrong,
+or no grid of `medha plan` will do.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_an_upgrade_changes_the_definitions_and_keeps_every_replica(
     installer: Helm, accepting: ControlPlane, tmp_path: Path
 ) -> None:
     install(installer)
-    wait_until_established(accepting)
+    wait_until_established(accepting, *OURS)
     accepting.kubectl("apply", "-f", "-", stdin=REPLICA)
     before, replica = uids(accepting), accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}")
     assert "Epoch" not in columns(accepting)
@@ -100,7 +100,7 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer: Helm, accepting: ControlPlane
 ) -> None:
     install(installer, **EVERYTHING)
-    wait_until_established(accepting)
+    wait_until_established(accepting, *OURS)
     accepting.kubectl("apply", "-f", "-", stdin=REPLICA)
     before, replica = uids(accepting), accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}")
     installer("uninstall", "medha", "-n", NAMESPACE)

@@ -17,18 +17,21 @@ class HasKubectl(Protocol):
     def kubectl(self, *arguments: str) -> str: ...
 
 
-def wait_until_established(cluster: HasKubectl) -> None:
-    """Wait for all definitions that the API server has.
+def wait_until_established(cluster: HasKubectl, *names: str) -> None:
+    """Wait for all definitions that the API server has, and for those of these names.
 
     Not by `kubectl wait`: it fails where it looks before the first condition is written, instead of waiting for it.
     """
     deadline = time.monotonic() + _LIMIT_SECONDS
-    while waiting := [
-        definition["metadata"]["name"]
-        for definition in json.loads(cluster.kubectl("get", "crd", "-o", "json"))["items"]
-        if condition(definition, "Established")[0] != "True"
-    ]:
-        assert time.monotonic() < deadline, f"after {_LIMIT_SECONDS:g} s not established: {waiting}"
+    while True:
+        listed = json.loads(cluster.kubectl("get", "crd", "-o", "json"))["items"]
+        established = {
+            definition["metadata"]["name"]: condition(definition, "Established")[0] == "True"
+            for definition in listed
+        }
+        if all(established.values()) and set(names) <= set(established):
+            return
+        assert time.monotonic() < deadline, f"after {_LIMIT_SECONDS:g} s: {established}, of {names or 'all'}"
         time.sleep(0.1)
 
 
