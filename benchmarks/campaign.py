@@ -4,7 +4,7 @@ After each run `benchmarks/results/campaign-<mode>-<sources>.json` is written; r
 so a campaign that was stopped, by Ctrl-C too, goes on where it was. `<sources>` is a digest of the code that a simulation
 loads: results outlive every other change, comments included.
 
-    python benchmarks/campaign.py                 all of it, about 90 minutes on two cores
+    python benchmarks/campaign.py                 all of it, about 75 minutes on two cores
     python benchmarks/campaign.py --quick         every kind of run once, two minutes
     python benchmarks/campaign.py --list          what would be run, in that order, and how long it may take
     python benchmarks/campaign.py --page-only     write the page anew from the results that there are

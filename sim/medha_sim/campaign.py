@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from medha_sim.baselines.systems import SINGLE
 from medha_sim.campaign_run import Run
 from medha_sim.lone_prompt import LIMIT_SECONDS
 
@@ -30,6 +31,9 @@ class Scale:
     shares: tuple[float, ...]  # of long requests
     policies: tuple[str, ...]
     systems: tuple[str, ...]  # other systems on the grid
+    single: tuple[
+        str, ...
+    ]  # Medha's policies with one prefill a step, on the part of the grid where goals are set
     speeds: tuple[float, ...]  # of a stronger LoongServe
     band: tuple[float, ...]  # capacities, of what the controllers believe, beside the nominal one
     deep: tuple[str, ...]  # deployments of T9
@@ -58,6 +62,7 @@ FULL = Scale(
         "loongserve",
         "loongserve-reserved",
     ),
+    single=SINGLE,
     speeds=(2.0, 4.0, 8.0, 16.0),
     band=(0.9, 1.1),
     deep=("70B-2D", "70B-3D"),
@@ -77,6 +82,7 @@ QUICK = Scale(
     shares=(0.05,),
     policies=("guarded", "srpt", "lars"),
     systems=("vllm-2048", "loongserve"),
+    single=(),
     speeds=(),
     band=(),
     deep=("70B-2D", "70B-3D"),
@@ -138,6 +144,8 @@ def _grid_runs(scale: Scale) -> Iterator[Run]:
     """`guarded` against the other policies and systems, in pairs of equal seeds."""
     for share in scale.shares:
         names = [*(f"medha-{policy}" for policy in scale.policies), *scale.systems]
+        if share == GOAL_SHARE:
+            names += scale.single
         for load in scale.loads:
             for seed in range(scale.seeds):
                 for name in names:

@@ -94,7 +94,7 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
     rows = []
     for share in scale.shares:
         for load in scale.loads:
-            for policy in (*scale.policies, *scale.systems):
+            for policy in (*scale.policies, *scale.systems, *scale.single):
                 seeds = [
                     seed
                     for seed in range(max(scale.seeds, scale.goal_seeds))

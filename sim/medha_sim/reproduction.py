@@ -196,8 +196,8 @@ def _policies(shown: dict[str, Any]) -> str:
         "Share of requests whose first token came inside max(2 s, 3 x isolated prefill), percent, with 95 % intervals over "
         "seeds. Policies (guarded to fcfs) run in Medha's own controller, systems as baselines, on the same requests; load is the arrival rate over the "
         "deployment's capacity, measured with a backlog. Differences are `guarded` minus the other, seed by seed. "
-        "`single-*`, Medha's policies with one prefill a step, are not among them: T6 and T7 compare them with Medha, and "
-        "with them the report would take longer than its 90 minutes.\n"
+        "`single-*`, Medha's policies with one prefill a step, are there for 5 % long, where the goals are set: with the "
+        "other mixes the report might take longer than its 90 minutes.\n"
     )
     if shown["goals"]:
         text += (
