@@ -17,6 +17,7 @@ nothing about the scheduler.
 import argparse
 import json
 import os
+import platform
 import subprocess
 import sys
 import sysconfig
@@ -227,9 +228,9 @@ def elsewhere(
 
 
 def interpreter() -> dict[str, str]:
-    """The version of this interpreter, and how it says that it was built (Debian's does not name its optimisations)."""
-    version = ".".join(map(str, sys.version_info[:3]))
-    return {"version": version, "configured": sysconfig.get_config_var("CONFIG_ARGS") or ""}
+    """The version of this interpreter, and with what it was built."""
+    flags = sysconfig.get_config_var("OPT") or ""
+    return {"version": platform.python_version(), "compiler": platform.python_compiler(), "flags": flags}
 
 
 def vllm_rows(python: Path, launches: int) -> list[dict[str, Any]]:
