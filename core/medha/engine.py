@@ -63,9 +63,8 @@ from medha.quick import new_emit, new_step
 from medha.request import Request
 from medha.roster import Roster
 
-STATE_HASH_EVERY_STEPS = (
-    31  # prime, so that it seldom falls on a decision that looks at far dues as well (`guarded`)
-)
+STATE_HASH_EVERY_STEPS = 31
+"""Odd, so that a hash seldom falls on a decision that looks at far dues as well, which is one in eight (`guarded`)."""
 SHORT_STEP = 0.025
 """Of the strictest floor of TTFT targets: by so much a step that goes ahead at once may keep an arrival waiting."""
 

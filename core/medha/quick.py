@@ -46,7 +46,7 @@ new_done = _quick(Done)
 
 
 class StepEntryDraft:
-    """Becomes a `StepEntry` when its class is set to that, and all of its fields are: what `new_entry` does, without a call.
+    """Becomes a `StepEntry` once all of its fields, and then its class, are set: what `new_entry` does, without its two calls.
 
     For the hundreds of decodes in a step.
     """

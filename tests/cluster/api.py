@@ -144,9 +144,8 @@ def eventually(look: Callable[[], T], holds: Callable[[T], object] = bool, secon
 
 def condition(resource: Document | None, kind: str = "Ready") -> tuple[str, str]:
     """Status and reason of a condition."""
-    for entry in (resource or {}).get("status", {}).get(
-        "conditions"
-    ) or ():  # of a new definition they are null
+    conditions = (resource or {}).get("status", {}).get("conditions")
+    for entry in conditions or ():  # of a new definition they are null
         if entry["type"] == kind:
             return entry["status"], entry["reason"]
     return "Unknown", ""
