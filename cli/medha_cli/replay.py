@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import yaml
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.errors import ConfigInvalid
 from medha_cli.options import refuse_unused
@@ -35,6 +36,13 @@ DIFFERS_STATUS = 1
     help="Simulate with another value of a scheduling field, e.g. --set maxChunkTokens=512; can be repeated.",
 )
 @click.option(
+    "--seeds",
+    type=click.IntRange(1, 100),
+    default=5,
+    show_default=True,
+    help="Simulations of each scheduling. A seed decides when the machine is slow, for all of them alike.",
+)
+@click.option(
     "--out",
     "-o",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -44,12 +52,18 @@ DIFFERS_STATUS = 1
 )
 @click.pass_context
 def command(
-    context: click.Context, record: Path, policies: str | None, settings: tuple[str, ...], out: Path
+    context: click.Context,
+    record: Path,
+    policies: str | None,
+    settings: tuple[str, ...],
+    seeds: int,
+    out: Path,
 ) -> None:
     """Feed RECORD, a log of `medha up --record`, to a fresh controller, and compare what it commands.
 
     With --policies or --set, the log's requests are then simulated under that scheduling, and under the live one,
-    so that you see how far the simulator is from what happened. Exit status 1: the replay differs from the log.
+    so that you see how far the simulator is from what happened. Compare schedulings by their differences, which are
+    paired by seed. Exit status 1: the replay differs from the log.
 
     \b
     Examples:
@@ -67,7 +81,8 @@ def command(
         require_plotly()
         require_page("--out", out, inputs=[record])
     else:
-        refuse_unused(context, {"out": "nothing is compared; add --policies or --set, or leave it out"})
+        nothing = "nothing is compared; add --policies or --set, or leave it out"
+        refuse_unused(context, {"out": nothing, "seeds": nothing})
     log = read_record(record)
     found = verify(log)
     if log.cut_off:
@@ -80,16 +95,21 @@ def command(
     )
     console.print(f"{found.events} events, {found.steps} steps: {compared}")
     if compares:
-        _compare(console, log, names, changes, out)
+        _compare(console, log, names, changes, seeds, out)
 
 
 def _compare(
-    console: Console, log: Record, policies: tuple[str, ...], changes: dict[str, Setting], out: Path
+    console: Console,
+    log: Record,
+    policies: tuple[str, ...],
+    changes: dict[str, Setting],
+    seeds: int,
+    out: Path,
 ) -> None:
-    """What happened, what the simulator makes of it, and what would have been."""
+    """Print and write what happened, what the simulator makes of it, and what would have been."""
     from medha_sim.metrics import summarise
     from medha_sim.replay import changed_scheduling, read, what_if
-    from medha_sim.report import Report, figures, page
+    from medha_sim.report import Report, differences, figures, page
     from medha_sim.study import RunKey
 
     live = log.spec.scheduling
@@ -101,23 +121,32 @@ def _compare(
             schedulings[", ".join((policy, *(setting.text for setting in changes.values())))] = scheduling
     reading = read(log)
     runs = [(RunKey("recorded", None, 0, 1.0), summarise(reading.log))]
-    for name, scheduling in schedulings.items():
-        with console.status(f"simulating {name}"):
-            runs.append((RunKey(name, None, 0, 1.0), summarise(what_if(reading, scheduling))))
+    planned = [
+        (RunKey(name, None, seed, 1.0), schedulings[name]) for seed in range(seeds) for name in schedulings
+    ]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=len(planned))
+        for key, scheduling in planned:
+            bar.update(task, description=f"simulating {key}")
+            runs.append((key, summarise(what_if(reading, scheduling, seed=key.seed))))
+            bar.advance(task)
     report = Report(
         title=f"Replay of {log.path.name}",
         paragraphs=(
             f"“recorded” is what the replica of {log.spec.model.name} did; the others are simulations of the same "
             f"{len(reading.submits)} requests, whose steps take what live steps of about the same size took "
             f"(median {reading.ranks.factor:.2f} of what the profile says). Requests come when they came live, "
-            "whatever the answers.",
+            f"whatever the answers. {seeds} {'seed' if seeds == 1 else 'seeds'}: with one seed, the machine is slow at the "
+            "same times under every scheduling.",
         ),
         runs=runs,
         document={
             "record": str(log.path),
             "observed_over_predicted": reading.ranks.factor,
             "message_seconds": reading.ranks.message_seconds,
-            "runs": [{"system": key.system, "result": summary} for key, summary in runs],
+            "runs": [{"system": key.system, "seed": key.seed, "result": summary} for key, summary in runs],
+            "differences": [one.as_json() for one in differences(runs)],
         },
     )
     try:

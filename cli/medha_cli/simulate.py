@@ -407,17 +407,25 @@ def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> 
 
 
 def print_tables(console: Console, all_runs: Runs) -> None:
-    """One table for each load: what is measured by row, systems by column."""
-    from medha_sim.report import comparable, table_rows
+    """Tables for each load, with figures as rows: systems as columns, and their differences where seeds pair them."""
+    from medha_sim.report import comparable, difference_rows, table_rows
 
     runs = comparable(all_runs)
     for load in dict.fromkeys(key.load for key, _ in runs):
         title = "" if load is None else f"offered load {load:g}"
-        table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-        head, rows = table_rows([(key, summary) for key, summary in runs if key.load == load], band=False)
-        systems, *lines = zip(head, *rows, strict=True)
-        for index, name in enumerate(systems):
-            table.add_column(name if index else "", justify="right" if index else "left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        at_load = [(key, summary) for key, summary in runs if key.load == load]
+        _print_turned(console, title, *table_rows(at_load, band=False))
+        head, rows = difference_rows(at_load)
+        if rows:
+            _print_turned(console, "paired by seed, each less the first", head, rows)
+
+
+def _print_turned(console: Console, title: str, head: list[str], rows: list[list[str]]) -> None:
+    """A table with a column for each of `rows`: there are more figures than systems."""
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    names, *lines = zip(head, *rows, strict=True)
+    for index, name in enumerate(names):
+        table.add_column(name if index else "", justify="right" if index else "left")
+    for line in lines:
+        table.add_row(*line)
+    console.print(table)

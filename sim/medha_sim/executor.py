@@ -36,8 +36,11 @@ class StepTiming:
 class StepCost(Protocol):
     """The ground truth of one replica: what a step costs on its ranks."""
 
-    def __call__(self, step: Step) -> StepTiming:
-        """Called once for each step, in the order of launch, so that it may keep track of admits and releases."""
+    def __call__(self, step: Step, now: float, /) -> StepTiming:
+        """Called once for each step, in the order of launch, so that it may keep track of admits and releases.
+
+        `now` is the simulated time of the launch, seconds.
+        """
 
 
 class PredictorCost:
@@ -53,7 +56,7 @@ class PredictorCost:
         self._hops: dict[int, float] = {}  # by tokens
         self._shards: dict[str, ShardMap] = {}  # of sequences on several lanes
 
-    def __call__(self, step: Step) -> StepTiming:
+    def __call__(self, step: Step, _now: float) -> StepTiming:
         if self._truth.topology.kv > 1:
             self._place(step)
         if not step.entries:
@@ -124,8 +127,8 @@ class Perturbed:
         self._sigma = sqrt(log(1 + noise * noise))
         self._generator = generator
 
-    def __call__(self, step: Step) -> StepTiming:
-        timing = self._cost(step)
+    def __call__(self, step: Step, now: float) -> StepTiming:
+        timing = self._cost(step, now)
         factor = self._bias
         if self._sigma > 0:
             factor *= float(self._generator.lognormal(-self._sigma * self._sigma / 2, self._sigma))
@@ -164,7 +167,7 @@ class Executor:
 
     def launch(self, step: Step, now: float) -> Launched:
         """Put a step that the controller launches at `now` behind those already in the pipeline."""
-        timing = self._cost(step)
+        timing = self._cost(step, now)
         lanes = step.lanes
         at = now + self._message_seconds
         left_first = at

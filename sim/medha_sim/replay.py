@@ -7,7 +7,8 @@ were derived from, and then every event of the controller with its time and a di
   changed since, or that the controller is not deterministic, which would be a bug.
 * `read` makes of the log what a simulation writes down, so that both are judged by the same figures.
 * `what_if` simulates the same requests again, under any scheduling. Each of its steps takes what some live step of
-  about the same predicted time took: slow moments of the machine included.
+  about the same predicted time took: slow moments of the machine included. Which one is drawn, in pairs: with one
+  seed, the machine is slow at the same times under every scheduling (`SlowMoments`).
 """
 
 from __future__ import annotations
@@ -187,21 +188,45 @@ class LiveRanks:
         return float(np.median(self.observed / self.predicted)) if len(self.observed) else 1.0
 
 
+class SlowMoments:
+    """How slow a machine is at each time of a simulation: the same times are slow under every policy of one seed.
+
+    Each launch of a step draws a number of its own, keyed by (seed, lane, moment, how many launches of that lane came
+    before it in the moment). So two runs draw the same numbers wherever they launch steps at about the same time,
+    whatever they launched before. Without that, the first step that differs would shift all draws behind it, and the
+    difference of two policies would be mostly luck.
+    """
+
+    def __init__(self, seed: int, moment_seconds: float) -> None:
+        """`moment_seconds` is how long a moment lasts; about one step is best."""
+        self._seed = seed
+        self._moment_seconds = moment_seconds
+        self._last: dict[int, tuple[int, int]] = {}  # by lane: the moment of its last launch, launches in it
+
+    def draw(self, lane: int, now: float) -> float:
+        """A uniform number in [0, 1) for a step that `lane` launches at `now` (seconds); near 1 is slow."""
+        moment = int(now / self._moment_seconds)
+        last, launches = self._last.get(lane, (-1, 0))
+        launches = launches + 1 if moment == last else 1
+        self._last[lane] = (moment, launches)
+        return float(np.random.default_rng((self._seed, lane, moment, launches)).random())
+
+
 class Resampled:
     """Steps that take what some live step of about the same predicted time took.
 
     The rest, by which their predictions differ, counts with the live median of observed over predicted.
     """
 
-    def __init__(self, cost: StepCost, ranks: LiveRanks, generator: np.random.Generator) -> None:
-        """`generator`, which picks among `_NEIGHBOURS` live steps, is this object's alone."""
+    def __init__(self, cost: StepCost, ranks: LiveRanks, seed: int) -> None:
         self._cost = cost
         self._ranks = ranks
         self._factor = ranks.factor
-        self._generator = generator
+        typical_seconds = float(np.median(ranks.observed)) if len(ranks.observed) else 1.0
+        self._slow = SlowMoments(seed, typical_seconds)
 
-    def __call__(self, step: Step) -> StepTiming:
-        timing = self._cost(step)
+    def __call__(self, step: Step, now: float) -> StepTiming:
+        timing = self._cost(step, now)
         live = self._ranks
         seen = min(_NEIGHBOURS, len(live.predicted))
         if not seen or not step.entries:
@@ -209,8 +234,9 @@ class Resampled:
         predicted = max(timing.stage_seconds)
         nearest = int(np.searchsorted(live.predicted, predicted)) - seen // 2
         first = min(max(nearest, 0), len(live.predicted) - seen)
-        drawn = first + int(self._generator.integers(seen))
-        seconds = float(live.observed[drawn] + self._factor * (predicted - live.predicted[drawn]))
+        near = slice(first, first + seen)
+        seconds_like = np.sort(live.observed[near] + self._factor * (predicted - live.predicted[near]))
+        seconds = float(seconds_like[int(seen * self._slow.draw(step.lanes[0], now))])
         scale = max(seconds, _FASTEST * predicted) / predicted
         return StepTiming(tuple(stage * scale for stage in timing.stage_seconds), timing.transit_seconds)
 
@@ -255,7 +281,10 @@ def read(record: Record) -> Reading:
 def what_if(
     reading: Reading, scheduling: SchedulingSpec, *, seed: int = 0, progress: Progress | None = None
 ) -> RunLog:
-    """The log's requests under another scheduling (or the same, to see how well the simulator does)."""
+    """The log's requests under another scheduling (or the same, to see how well the simulator does).
+
+    Compare two schedulings by the differences of runs with equal seeds: those share the machine's slow moments.
+    """
     record, requests = reading.record, reading.workload()
     config = record.config(scheduling)
     truth = Predictor(record.profile, config.topology, tokens_per_lane=config.tokens_per_lane)
@@ -264,7 +293,7 @@ def what_if(
         config,
         record.profile,
         requests.ends_at(),
-        cost=Resampled(PredictorCost(truth), reading.ranks, np.random.default_rng(seed)),
+        cost=Resampled(PredictorCost(truth), reading.ranks, seed),
         message_seconds=reading.ranks.message_seconds,
     )
     sample_seconds = reading.log.window_seconds / SERIES_POINTS or 1.0
@@ -400,7 +429,7 @@ class _Reader:
         step, launched_at, row = self._launched.pop(done.step_id)
         begun_at = max(launched_at, *(self._free_at.get(lane, launched_at) for lane in step.lanes))
         self._free_at |= dict.fromkeys(step.lanes, now)
-        timing = self._cost(step)
+        timing = self._cost(step, launched_at)
         if not step.entries or done.compute_seconds <= 0:
             return
         self._log.steps.busy_seconds[row] = done.compute_seconds

@@ -6,9 +6,11 @@ The page holds plotly's script (MIT licence) and fetches nothing. Every figure o
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from plotly.offline import get_plotlyjs
 
@@ -144,29 +146,64 @@ def table_rows(runs: Runs, *, band: bool = True) -> tuple[list[str], list[list[s
     return ["system", *(column.name for column in shown)], rows
 
 
-def difference_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """Each system less the first one: mean over seeds of the differences of a seed, +- half the 95 % interval.
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One figure of a system less that of the first system, by seed: both saw the same requests."""
 
-    All systems see the same requests, so that this tells them apart where their own intervals overlap. No rows for
-    fewer than `_LEAST_SEEDS` seeds.
+    system: str
+    less: str
+    column: Column
+    by_seed: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Mean over the seeds, and half the 95 % interval of that mean."""
+        mean, half_width = interval_95(self.by_seed)
+        return {
+            "system": self.system,
+            "less": self.less,
+            "figure": self.column.name,
+            "mean": mean,
+            "half_width": half_width,
+            "seeds": len(self.by_seed),
+        }
+
+
+def differences(runs: Runs) -> list[Difference]:
+    """Shares and rates of each system less those of the first one, paired by seed.
+
+    They tell systems apart where the systems' own intervals overlap. Systems with fewer than `_LEAST_SEEDS` seeds, such
+    as what a live replica did, are left out.
     """
     central = {(key.system, key.seed): summary for key, summary in runs if key.capacity == 1}
-    systems = list(dict.fromkeys(system for system, _ in central))
-    shown = [column for column in columns(runs) if column.text in (_percent, _rate)]
-    rows = []
-    for system in systems[1:]:
-        seeds = [seed for name, seed in central if name == system and (systems[0], seed) in central]
-        cells = []
-        for column in shown:
+    seeds_of = Counter(system for system, _ in central)
+    first, *others = [system for system, seeds in seeds_of.items() if seeds >= _LEAST_SEEDS] or [""]
+    found = []
+    for system in others:
+        seeds = [seed for name, seed in central if name == system and (first, seed) in central]
+        for column in columns(runs):
+            if column.text not in (_percent, _rate):
+                continue
             pairs = [
-                (column.value(central[system, seed]), column.value(central[systems[0], seed]))
-                for seed in seeds
+                (column.value(central[system, seed]), column.value(central[first, seed])) for seed in seeds
             ]
-            known = [one - other for one, other in pairs if one is not None and other is not None]
-            cells.append(_interval(known, column.text, sign="+") if len(known) >= _LEAST_SEEDS else "-")
-        if any(cell != "-" for cell in cells):
-            rows.append([f"{system} - {systems[0]}", *cells])
-    return ["difference", *(column.name for column in shown)], rows
+            known = tuple(one - other for one, other in pairs if one is not None and other is not None)
+            if len(known) >= _LEAST_SEEDS:
+                found.append(Difference(system, first, column, known))
+    return found
+
+
+def difference_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table of `differences`: mean over seeds +- half the 95 % interval."""
+    found = differences(runs)
+    shown = list(dict.fromkeys(one.column.name for one in found))
+    cells = {
+        (f"{one.system} - {one.less}", one.column.name): _interval(one.by_seed, one.column.text, sign="+")
+        for one in found
+    }
+    names = dict.fromkeys(name for name, _ in cells)
+    return ["difference", *shown], [
+        [name, *(cells.get((name, column), "-") for column in shown)] for name in names
+    ]
 
 
 def _cell(runs: Runs, column: Column, *, band: bool) -> str:

@@ -266,6 +266,7 @@ def test_wrong_options_are_told_with_their_mend(arguments: list[str], words: str
         (["--set", "maxChunkTokens=8", "--set", "maxChunkTokens=9"], "a field has one value, leave one out"),
         (["--set", "maxChunkTokens"], "--set is 'maxChunkTokens'; write FIELD=VALUE"),
         (["-o", "page.html"], "--out page.html changes nothing here: nothing is compared"),
+        (["--seeds", "3"], "--seeds 3 changes nothing here: nothing is compared"),
         (["-p", "lars", "-o", "nowhere/page.html"], "whose folder does not exist"),
         (["-p", "lars", "-o", "log.html"], "--out: log.json is read by this command; choose another"),
     ],

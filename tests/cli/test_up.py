@@ -118,10 +118,12 @@ def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: 
     replayed = CliRunner().invoke(main, ["replay", str(record), "-p", "fcfs", "-o", str(page)])
     assert replayed.exit_code == 0, replayed.output
     assert "the same commands" in replayed.output
-    told = {
-        run["system"]: run["result"]["all"]
-        for run in json.loads(page.with_suffix(".json").read_text())["runs"]
-    }
+    found = json.loads(page.with_suffix(".json").read_text())
+    told = {run["system"]: run["result"]["all"] for run in found["runs"]}
+    assert [run["seed"] for run in found["runs"] if run["system"] == "fcfs"] == [0, 1, 2, 3, 4]
+    in_time = next(one for one in found["differences"] if one["figure"] == "short: TTFT in time")
+    assert (in_time["system"], in_time["less"], in_time["seeds"]) == ("fcfs", "guarded, as live", 5)
+    assert "fcfs - guarded, as live" in replayed.output
     assert [one["arrived"] for one in told.values()] == 3 * [len(prompts) + 1]
     assert told["recorded"]["finished"] == len(prompts) + 1
     another = tmp_path / "another.jsonl"

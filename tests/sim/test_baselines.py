@@ -31,12 +31,12 @@ from medha_sim.scenario import Deployment, card
 ROOMY = 1_000_000
 
 
-def one_second(step: Step) -> StepTiming:
+def one_second(step: Step, _now: float) -> StepTiming:
     """Every step keeps its only stage busy for a second."""
     return StepTiming((1.0,))
 
 
-def per_token(step: Step) -> StepTiming:
+def per_token(step: Step, _now: float) -> StepTiming:
     """A second a token."""
     return StepTiming((float(sum(entry.token_count for entry in step.entries)),))
 
@@ -80,7 +80,7 @@ def test_a_decode_takes_its_token_from_the_chunk() -> None:
 
 
 def test_without_stream_pipelining_a_partial_prefill_waits_for_the_last_stage() -> None:
-    def two_stages(step: Step) -> StepTiming:
+    def two_stages(step: Step, _now: float) -> StepTiming:
         return StepTiming((1.0, 1.0))
 
     one = [arrival("A", 0, 8)]
@@ -160,9 +160,9 @@ def test_one_prefill_a_step_in_the_order_of_the_policy(policy: str, first: str) 
     )
     steps: list[set[str]] = []
 
-    def noted(step: Step) -> StepTiming:
+    def noted(step: Step, _now: float) -> StepTiming:
         steps.append({entry.id for entry in step.entries})
-        return per_token(step)
+        return per_token(step, _now)
 
     arrivals = [arrival("long", 0, 10, ttft=30), arrival("short", 0.5, 2, ttft=4)]
     log = run(controller, noted, arrivals)
@@ -179,9 +179,9 @@ def test_a_chunk_fills_what_the_tpot_target_leaves_beside_the_decodes() -> None:
     )
     counts: list[int] = []
 
-    def noted(step: Step) -> StepTiming:
+    def noted(step: Step, _now: float) -> StepTiming:
         counts.append(sum(entry.token_count for entry in step.entries))
-        return per_token(step)
+        return per_token(step, _now)
 
     decoding = replace(arrival("A", 0, 2, 10), tpot_target_seconds=4.0)
     run(controller, noted, [decoding, arrival("B", 0.5, 6)])
@@ -197,7 +197,7 @@ class LinearCost(ElasticCost):
     def __init__(self) -> None:
         pass
 
-    def __call__(self, step: Step) -> StepTiming:
+    def __call__(self, step: Step, now: float) -> StepTiming:
         tokens = sum(entry.token_count for entry in step.entries)
         if step.entries[0].extents[0].start:
             return StepTiming((1.0,))
@@ -314,7 +314,7 @@ def test_beyond_its_table_the_linear_cost_goes_on_at_the_same_rate() -> None:
 # --- DistServe -----------------------------------------------------------------------------------------------
 
 
-def disaggregated(step: Step) -> StepTiming:
+def disaggregated(step: Step, _now: float) -> StepTiming:
     return StepTiming((2.0 if step.entries[0].strategy == "transfer" else 1.0,))
 
 
@@ -380,7 +380,7 @@ def test_the_transfer_takes_bytes_over_bandwidth() -> None:
     emit, transfer = distserve.handle(Done(prefill.step_id, (Sample("A", 500),)), 1.0)
     assert isinstance(emit, Emit)
     assert isinstance(transfer, Step)
-    assert cost(transfer).stage_seconds == (0.5,)
+    assert cost(transfer, 0.0).stage_seconds == (0.5,)
 
 
 # --- all of them -----------------------------------------------------------------------------------------------

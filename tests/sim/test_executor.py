@@ -30,7 +30,7 @@ class Scripted:
         self.script = script
         self.transit_seconds = transit_seconds
 
-    def __call__(self, step: Step) -> StepTiming:
+    def __call__(self, step: Step, now: float) -> StepTiming:
         return StepTiming(tuple(self.script[step.step_id]), self.transit_seconds)
 
 
@@ -112,12 +112,12 @@ def test_the_ground_truth_of_a_step_is_what_its_predictor_says_of_the_whole_batc
     topology = Topology(tensor=8, stream=2)
     predictor = Predictor(profile_for(LLAMA3_8B, H100, topology), topology)
     cost = PredictorCost(predictor)
-    timing = cost(step(0, entry("a", 5000, 1, samples=True), entry("b", 100_000, 512)))
+    timing = cost(step(0, entry("a", 5000, 1, samples=True), entry("b", 100_000, 512)), 0.0)
     works = [Work(5000, 1), Work(100_000, 512)]
     assert timing.stage_seconds == pytest.approx((predictor.stage_seconds(works),) * 2)
     whole = sum(timing.stage_seconds) + timing.transit_seconds
     assert whole == pytest.approx(predictor.latency_seconds(works), rel=0.05)
-    assert cost(step(1)).stage_seconds == (0.0, 0.0)
+    assert cost(step(1), 0.0).stage_seconds == (0.0, 0.0)
 
 
 def test_a_coupled_step_is_charged_for_the_kv_that_each_lane_holds() -> None:
@@ -135,20 +135,20 @@ def test_a_coupled_step_is_charged_for_the_kv_that_each_lane_holds() -> None:
         segments=(Segment(0, 0, 100_000), Segment(1, 100_000, 300_000)),
     )
     chunk = StepEntry("a", 0, (Extent(250_000, 512),), False, strategy="owner")
-    timing = cost(Step(step_id=0, epoch=0, entries=(chunk,), admits=(admit,), lanes=(0, 1)))
+    timing = cost(Step(step_id=0, epoch=0, entries=(chunk,), admits=(admit,), lanes=(0, 1)), 0.0)
     lanes = [[Work(100_000, 512)], [Work(150_000, 512, attention_only=True)]]
     assert timing.stage_seconds == pytest.approx((predictor.coupled_seconds(lanes, 512),))
     alone = predictor.stage_seconds([Work(250_000, 512)])
     assert timing.stage_seconds[0] < alone  # two lanes share the attention
 
-    cost(Step(step_id=1, epoch=0, entries=(), releases=("a",)))
+    cost(Step(step_id=1, epoch=0, entries=(), releases=("a",)), 0.0)
     assert not cost._shards
 
 
 def test_noise_keeps_the_mean_and_bias_moves_it() -> None:
     cost = Scripted(dict.fromkeys(range(4000), (1.0, 2.0)), 0.5)
     noisy = Perturbed(cost, bias=1.25, noise=0.2, generator=np.random.default_rng(1))
-    timings = [noisy(step(index)) for index in range(4000)]
+    timings = [noisy(step(index), 0.0) for index in range(4000)]
     first = np.array([timing.stage_seconds[0] for timing in timings])
     assert first.mean() == pytest.approx(1.25, rel=0.01)
     assert first.std() / first.mean() == pytest.approx(0.2, rel=0.05)
@@ -160,6 +160,6 @@ def test_noise_keeps_the_mean_and_bias_moves_it() -> None:
 def test_noise_repeats_with_its_seed() -> None:
     def draw(seed: int) -> list[StepTiming]:
         cost = Perturbed(Scripted({0: (1.0,)}), bias=1.0, noise=0.1, generator=np.random.default_rng(seed))
-        return [cost(step(0)) for _ in range(3)]
+        return [cost(step(0), 0.0) for _ in range(3)]
 
     assert draw(1) == draw(1) != draw(2)

@@ -62,9 +62,9 @@ def test_all_chunks_but_the_last_are_of_the_size_that_is_asked_for(monkeypatch: 
     counts: list[int] = []
 
     class Cost(lone_prompt.PredictorCost):
-        def __call__(self, step: Step) -> StepTiming:
+        def __call__(self, step: Step, now: float) -> StepTiming:
             counts.extend(entry.token_count for entry in step.entries if not entry.id.startswith("stream"))
-            return super().__call__(step)
+            return super().__call__(step, now)
 
     monkeypatch.setattr(lone_prompt, "PredictorCost", Cost)
     done(static(Topology(8, 2), 100_000, 768))

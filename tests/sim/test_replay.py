@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -109,8 +109,8 @@ class Slower:
     def __init__(self, cost: StepCost) -> None:
         self._cost = Perturbed(cost, bias=2.0, noise=0.0, generator=None)  # type: ignore[arg-type]
 
-    def __call__(self, step: Any) -> Any:
-        return self._cost(step)
+    def __call__(self, step: Step, now: float) -> StepTiming:
+        return self._cost(step, now)
 
 
 def record_of(folder: Path, change: Callable[[list[str]], None] = lambda lines: None) -> tuple[Path, RunLog]:
@@ -166,13 +166,49 @@ def test_a_step_takes_what_live_steps_of_its_size_took() -> None:
     step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
 
     def taken(seconds: float) -> float:
-        cost = Resampled(lambda _: StepTiming((seconds, seconds)), ranks, np.random.default_rng(1))
-        return cost(step).stage_seconds[0]
+        cost = Resampled(lambda *_: StepTiming((seconds, seconds)), ranks, seed=1)
+        return cost(step, 0.0).stage_seconds[0]
 
     assert taken(0.05) == pytest.approx(0.15, rel=0.02)  # slope and offset of the live steps around it
     assert taken(5.0) == pytest.approx(10.0, rel=0.25)
     assert taken(1e-9) > 0
     assert LiveRanks.of([], 0.0).factor == 1.0
+
+
+def test_the_machine_is_slow_at_the_same_times_whatever_was_launched_before() -> None:
+    """So two policies of one seed differ by what they decide, and not by their luck."""
+    live = LiveRanks.of([(0.01, 0.01)] * 20 + [(0.01, 0.2)] * 5, 0.0)  # every fifth step is slow
+    step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
+
+    def taken(seed: int, times: list[float]) -> dict[float, float]:
+        cost = Resampled(lambda *_: StepTiming((0.01,)), live, seed)
+        return {now: cost(step, now).stage_seconds[0] for now in times}
+
+    every = taken(0, [0.005 + 0.01 * index for index in range(500)])
+    some = taken(0, [0.005 + 0.01 * index for index in range(500) if index % 7])
+    assert some == {now: every[now] for now in some}
+    assert np.mean([seconds > 0.1 for seconds in every.values()]) == pytest.approx(0.2, abs=0.05)
+    assert taken(1, list(every)) != every
+    crowd = taken(0, [0.001 * index for index in range(5000)])  # ten launches in a moment draw ten times
+    assert np.mean([seconds > 0.1 for seconds in crowd.values()]) == pytest.approx(0.2, abs=0.02)
+
+
+def test_differences_of_policies_are_paired_by_seed(tmp_path: Path) -> None:
+    """On a machine with slow moments, the paired difference of two policies varies less than an unpaired one."""
+    record = read_record(record_of(tmp_path)[0])
+    reading = read(record)
+    slow = reading.ranks.observed * np.where(np.arange(len(reading.ranks.observed)) % 4 == 0, 3, 1)
+    reading.ranks = replace(reading.ranks, observed=slow)
+    seeds = range(12)
+
+    def mean_ttfts(policy: str) -> np.ndarray:
+        scheduling = changed_scheduling(record, {"policy": policy})
+        runs = [what_if(reading, scheduling, seed=seed) for seed in seeds]
+        return np.array([np.mean([one.ttft_seconds for one in run.requests.values()]) for run in runs])
+
+    fcfs, guarded = mean_ttfts("fcfs"), mean_ttfts("guarded")
+    paired, unpaired = np.std(fcfs - guarded), np.std(fcfs - np.roll(guarded, 1))
+    assert 0 < paired < 0.7 * unpaired
 
 
 def test_simulating_the_live_scheduling_gives_what_happened(recorded: tuple[Record, RunLog]) -> None:

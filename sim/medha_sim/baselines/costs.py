@@ -51,7 +51,7 @@ class ElasticCost:
         self._slope: float = (self._in_layer[-1] - half) / (_TABLE_TOKENS / 2)
         self._head = float(profile.head.seconds(np.array([1]))[0])
 
-    def __call__(self, step: Step) -> StepTiming:
+    def __call__(self, step: Step, _now: float) -> StepTiming:
         degree = len(step.lanes)
         tokens = 0
         contexts = 0
@@ -107,7 +107,7 @@ class DisaggregatedCost:
         self._pool = pool
         self._seconds_per_token = kv_bytes_per_token / link_bytes_per_second
 
-    def __call__(self, step: Step) -> StepTiming:
+    def __call__(self, step: Step, _now: float) -> StepTiming:
         if step.entries[0].strategy == "transfer":
             return StepTiming((self._seconds_per_token * sum(entry.token_count for entry in step.entries),))
         works = [Work(entry.extents[0].start, entry.token_count) for entry in step.entries]
