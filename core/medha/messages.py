@@ -77,6 +77,7 @@ class Tokens:
     total: int  # token ids that the whole prompt has
     sequences: int = 1  # requests that will name this prompt: it is kept until all of them have come
     epoch: int = 0  # from a controller to its ranks: those of another epoch are not for them
+    cache_salt: str = ""  # from a router, with the first ids: the prompt shares KV under this salt only
 
 
 @dataclass(frozen=True, slots=True)

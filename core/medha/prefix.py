@@ -5,6 +5,8 @@ equal hashes mean equal prefixes. It is a keyed universal hash: multilinear over
 blocks (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), so that the chain is one cumulative sum
 and numpy computes it whole. Two different prefixes collide with a probability of about 2^-120 for any who does not
 know the key, and the key never leaves the process: nobody can craft a prompt that is answered from another's KV.
+A prompt with a *cache salt* starts its sums at a point that the key and the salt choose. So equal prompts share a prefix
+under one salt, and under two salts they collide no more than different prompts do.
 
 **Cache.** `PrefixCache` remembers, for one lane, which block holds the KV behind which hash. It is a radix tree whose
 nodes are spans of blocks, so that its costs grow with the branches that a prompt passes and not with its length.
@@ -45,13 +47,15 @@ class PrefixHasher:
         self._token_keys = self._draw(b"tokens", block_size_tokens)  # uint64 [block size, rows]
         self._block_keys = self._draw(b"blocks", _FIRST_KEYS)  # uint64 [blocks, rows]
 
-    def start(self) -> PromptHash:
-        """A prompt of which no id has come yet."""
-        return PromptHash(self)
+    def start(self, salt: str = "") -> PromptHash:
+        """A prompt of which no id has come yet; it shares prefixes with prompts of the same `salt` only."""
+        if not salt:
+            return PromptHash(self)
+        return PromptHash(self, _sums=self._draw(b"salt", 1, salt.encode())[0])
 
-    def hashes(self, ids: TokenIds) -> str:
+    def hashes(self, ids: TokenIds, salt: str = "") -> str:
         """The hashes of a whole prompt, int32 [n]: `n // block_size_tokens` of them."""
-        prompt = self.start()
+        prompt = self.start(salt)
         prompt.update(ids)
         return prompt.hashes
 
@@ -71,9 +75,9 @@ class PrefixHasher:
             self._block_keys = self._draw(b"blocks", max(stop, 2 * len(self._block_keys)))
         return self._block_keys[start:stop]
 
-    def _draw(self, purpose: bytes, count: int) -> npt.NDArray[np.uint64]:
+    def _draw(self, purpose: bytes, count: int, salt: bytes = b"") -> npt.NDArray[np.uint64]:
         """Keys, uint64 [count, rows]; more of them begin with the same ones."""
-        stream = shake_256(purpose + self._secret).digest(8 * _ROWS * count)
+        stream = shake_256(purpose + self._secret + salt).digest(8 * _ROWS * count)
         return np.frombuffer(stream, dtype="<u8").reshape(count, _ROWS)
 
 

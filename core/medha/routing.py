@@ -65,6 +65,7 @@ class Arrive:
     service_class: str = "default"
     deadline_after_seconds: float | None = None
     tpot_target_seconds: float | None = None
+    cache_salt: str = ""  # the prompts share KV with prompts of the same salt only
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,7 @@ class SendPrompt:
     source: str
     emitted: tuple[int, ...] = ()
     sequences: int = 1  # `Submit`s that name it in the same pass
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -627,7 +629,8 @@ class RouterCore:
         else:
             # The name is as unique as the wire id: the replica may have forgotten an earlier one already.
             prompt = f"{wire_id}/prompt"
-            commands.append(SendPrompt(name, prompt, new.prompt, tuple(sequence.emitted)))
+            emitted = tuple(sequence.emitted)
+            commands.append(SendPrompt(name, prompt, new.prompt, emitted, cache_salt=request.cache_salt))
             if not sequence.emitted:
                 names[new.prompt] = (name, prompt)
         submit = Submit(

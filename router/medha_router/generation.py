@@ -148,7 +148,13 @@ class Generation:
                 sequences.append(NewSequence(name, prompt, len(ids), seed, plan.sampling, sample))
                 self._choices[name] = ChoiceOutput(index, plan, bundle)
         self._arrive = Arrive(
-            plan.model, plan.digest, tuple(sequences), terms.name, ttft_target_seconds, tpot_target_seconds
+            plan.model,
+            plan.digest,
+            tuple(sequences),
+            terms.name,
+            ttft_target_seconds,
+            tpot_target_seconds,
+            plan.cache_salt,
         )
         self._ttft_target = link.core.ttft_target_seconds(self._arrive, self._longest_prompt)
         observer.accepted(plan.model, self.prompt_tokens)

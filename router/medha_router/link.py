@@ -153,7 +153,8 @@ class ReplicaLink:
 
     def _marked(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> Arrive:
         """The same sequences with the marks of their prompts, by which the core finds a replica that has them cached."""
-        prefixes = {name: marks(self._hasher.hashes(ids)) for name, ids in prompts.items()}
+        salt = arrive.cache_salt
+        prefixes = {name: marks(self._hasher.hashes(ids, salt)) for name, ids in prompts.items()}
         sequences = tuple(replace(new, prefix=prefixes[new.prompt]) for new in arrive.sequences)
         return replace(arrive, sequences=sequences)
 
@@ -203,7 +204,7 @@ class ReplicaLink:
         total = len(ids) + len(emitted)
         for offset in range(0, len(ids), TOKENS_PER_FRAME):
             part = ids[offset : offset + TOKENS_PER_FRAME]
-            piece = Tokens(command.prompt, offset, total, command.sequences)
+            piece = Tokens(command.prompt, offset, total, command.sequences, cache_salt=command.cache_salt)
             frames = encode(piece, tokens_to_frame(part))
             self._send(self._tokens, command.replica, frames)
         if emitted:

@@ -85,6 +85,7 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     service_tier: str | None
+    cache_salt: str
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,7 @@ def _plan(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         service_tier=request.service_tier,
+        cache_salt=request.cache_salt or "",
     )
     return Prepared(plan, tuple(prompts))
 

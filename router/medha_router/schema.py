@@ -19,6 +19,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_CACHE_SALT_CHARACTERS = 256
 _INT32_MAX = 2**31 - 1
 
 
@@ -76,6 +77,7 @@ class GenerationRequest(_Request):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     service_tier: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
 
     @abstractmethod
     def asked_logprobs(self) -> int | None:

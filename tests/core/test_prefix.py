@@ -73,6 +73,23 @@ def test_prompts_beyond_the_keys_that_are_drawn_at_first_keep_their_hashes() -> 
     assert HASHER.hashes(ids).startswith(HASHER.hashes(ids[:2000]))
 
 
+@given(
+    ids=st.lists(st.integers(0, 1), min_size=4, max_size=60),
+    cut=st.integers(0, 60),
+    salts=st.tuples(st.text(max_size=3), st.text(max_size=3)),
+)
+def test_a_prompt_has_the_same_hashes_under_one_salt_and_no_common_one_under_two(
+    ids: list[int], cut: int, salts: tuple[str, str]
+) -> None:
+    one, two = (hashes_of(HASHER.hashes(ids_of(*ids), salt)) for salt in salts)
+    prompt = HASHER.start(salts[0])
+    prompt.update(ids_of(*ids[:cut]))
+    answer = prompt.fork()
+    answer.update(ids_of(*ids[cut:]))
+    assert hashes_of(prompt.hashes + answer.hashes) == one
+    assert (one == two) if salts[0] == salts[1] else not set(one) & set(two)
+
+
 def test_another_secret_gives_other_hashes() -> None:
     ids = ids_of(*range(40))
     assert not set(hashes_of(HASHER.hashes(ids))) & set(hashes_of(PrefixHasher(4, b"another").hashes(ids)))

@@ -262,6 +262,14 @@ def test_a_new_epoch_gets_open_sequences_again_with_what_they_emitted_and_the_sa
     assert core.handle(Received("r0", Emit("a~1", (6,), "stop")), 3.0) == [Deliver("a", (6,), "stop")]
 
 
+def test_a_prompts_salt_goes_with_it_to_every_replica_that_gets_it() -> None:
+    core = serving()
+    (prompt, _) = core.handle(arrive("a", cache_salt="mine"), 0.0)
+    core.handle(Received("r0", Emit("a", (4, 5))), 1.0)
+    again = announce(core, 2.0, epoch=2)[0]
+    assert [command.cache_salt for command in (prompt, again)] == ["mine", "mine"]  # type: ignore[union-attr]
+
+
 def test_a_late_token_of_a_given_up_attempt_is_dropped_and_that_attempt_cancelled() -> None:
     core = serving()
     core.handle(arrive("a"), 0.0)

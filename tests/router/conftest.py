@@ -109,6 +109,7 @@ class ScriptedReplica:
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
+    salts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition()
@@ -208,6 +209,7 @@ class ScriptedReplica:
             assert payload is not None
             ids = self.prompts.setdefault(message.prompt, [])
             assert len(ids) == message.offset
+            self.salts[message.prompt] = message.cache_salt
             ids.extend(tokens_from_frame(payload).tolist())
 
     def _take(self, control: zmq.Socket[bytes], tokens: zmq.Socket[bytes]) -> None:

@@ -68,6 +68,9 @@ CHAT_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"service_tier": "platinum"}, "service_tier"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 257}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
 ]
 
 

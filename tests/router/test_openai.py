@@ -199,6 +199,14 @@ def test_sampling_fields_reach_the_replica_and_generation_config_fills_the_rest(
     assert 0 <= replica.submits[0].seed < 2**63
 
 
+@pytest.mark.parametrize("padding", [0, 300_000], ids=["in a thread", "in a process"])
+def test_the_cache_salt_goes_with_the_prompt(router: Router, replica: ScriptedReplica, padding: int) -> None:
+    body = {"model": MODEL, "prompt": ["one", "two"], "user": "x" * padding}
+    for salt in ({"cache_salt": "mine"}, {"cache_salt": None}, {}):
+        assert router.post("/v1/completions", {**body, **salt}).status_code == 200
+    assert [replica.salts[submit.prompt] for submit in replica.submits] == ["mine", "mine", "", "", "", ""]
+
+
 def test_chat_logprobs_have_openais_shape(
     client: openai.OpenAI, replica: ScriptedReplica, bundle: Bundle
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -163,6 +164,35 @@ def test_prompts_that_begin_as_an_earlier_one_get_the_same_text_from_cached_kv(
     assert cached[2] in (lengths[0] // size * size, (lengths[0] - 1) // size * size)
     assert 0 < cached[3] < lengths[0] * 0.6
     assert all(tokens % size == 0 for tokens in cached)
+
+
+def test_prompts_share_kv_under_one_cache_salt_and_never_under_two(
+    served: Served, client: openai.OpenAI
+) -> None:
+    """Also where they run at the same time, and where the beginning of a later prompt is an earlier answer."""
+    prompt = text_of(300, seed=33)
+
+    def ask(text: str, salt: str | None) -> tuple[str, int]:
+        extra = {"ignore_eos": False} if salt is None else {"ignore_eos": False, "cache_salt": salt}
+        answer = client.completions.create(
+            model=MODEL, prompt=text, max_tokens=24, temperature=0, extra_body=extra
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.choices[0].text, answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    salts = [None, "a", "b", "é🙂"]
+    with ThreadPoolExecutor(len(salts)) as pool:
+        together = list(pool.map(lambda salt: ask(prompt, salt), salts))
+    assert [cached for _, cached in together] == [0] * len(salts)
+    again = [ask(prompt, salt) for salt in salts]
+    assert all(cached > 250 for _, cached in again)
+    assert {text for text, _ in together + again} == {reference_text(served, prompt, 24)}
+
+    longer = prompt + together[0][0]
+    assert ask(longer, "c")[1] == 0
+    assert ask(longer, "a")[1] > 250
+    served.wait_idle()
 
 
 def test_a_prefix_shared_by_many_at_once_gives_each_its_own_text(served: Served) -> None:

@@ -137,6 +137,22 @@ def test_a_request_is_handed_on_with_the_hashes_of_its_prompt_however_it_came() 
     assert store.hashed(submit("late")).block_hashes == hasher.hashes(IDS) != ""
 
 
+@pytest.mark.parametrize("request_first", [True, False])
+def test_a_prompt_is_hashed_under_the_salt_that_comes_with_its_first_ids(request_first: bool) -> None:
+    hasher = PrefixHasher(4, b"secret")
+    store = PromptStore(longest_tokens=100, vocab_size=50, hasher=hasher)
+    if request_first:
+        assert store.hold(submit("a"))
+    store.receive(Tokens("p", 0, 10, cache_salt="mine"), IDS[:3])
+    store.receive(Tokens("p", 3, 10), IDS[3:])
+    assert store.hashed(submit("a")).block_hashes == hasher.hashes(IDS, "mine") != hasher.hashes(IDS)
+    hash_ = store.hash_of("p")
+    assert hash_ is not None
+    answer = hash_.fork()  # what an answer's blocks are hashed on from
+    answer.update(IDS)
+    assert (hasher.hashes(np.concatenate([IDS, IDS]), "mine")).endswith(answer.hashes)
+
+
 def test_without_a_hasher_no_hashes_are_handed_on() -> None:
     store = PromptStore(longest_tokens=100, vocab_size=50)
     store.receive(Tokens("p", 0, 10), IDS)

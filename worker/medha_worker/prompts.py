@@ -23,7 +23,7 @@ from medha.wire import TokenIds
 @dataclass(slots=True)
 class _Prompt:
     ids: TokenIds
-    hash: PromptHash | None  # of the ids that have come; None: nothing is hashed
+    hash: PromptHash | None = None  # of the ids that have come; None: none has, or nothing is hashed
     received: int = 0
     awaited: int = 0  # requests still to come
     on_ranks: bool = False
@@ -76,6 +76,7 @@ class PromptStore:
             prompt = self._expect(name, total)
         if tokens.offset == 0:
             prompt.awaited += tokens.sequences
+            prompt.hash = None if self._hasher is None else self._hasher.start(tokens.cache_salt)
         prompt.ids[received : received + len(ids)] = ids
         prompt.received = received + len(ids)
         if prompt.hash is not None:
@@ -153,6 +154,5 @@ class PromptStore:
             del self._prompts[name]
 
     def _expect(self, name: str, tokens: int) -> _Prompt:
-        hash_ = None if self._hasher is None else self._hasher.start()
-        prompt = self._prompts[name] = _Prompt(np.zeros(tokens, dtype=np.int32), hash_)
+        prompt = self._prompts[name] = _Prompt(np.zeros(tokens, dtype=np.int32))
         return prompt
