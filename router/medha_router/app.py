@@ -18,16 +18,16 @@ from medha.messages import ServiceClassTerms
 from medha.slo import FALLBACK_TERMS
 from medha_router.answers import Answers, usage
 from medha_router.api_error import ApiError
+from medha_router.bodies import Bodies, ClientGone
+from medha_router.connections import Connections
 from medha_router.generation import Generation, Piece
 from medha_router.http import (
     DONE,
-    ClientGone,
     EventStream,
     RequestIds,
     error_response,
     event,
     json_response,
-    read_body,
     while_connected,
 )
 from medha_router.link import ReplicaLink
@@ -44,12 +44,18 @@ class Door:
     """The endpoints, over the parts that they use."""
 
     def __init__(
-        self, settings: RouterSettings, tokenizing: Tokenizing, link: ReplicaLink, observer: Observer
+        self,
+        settings: RouterSettings,
+        tokenizing: Tokenizing,
+        link: ReplicaLink,
+        observer: Observer,
+        connections: Connections,
     ) -> None:
-        self._settings = settings
+        self._bodies = Bodies(settings.body_limits, settings.bodies_room_bytes)
         self._tokenizing = tokenizing
         self._link = link
         self._observer = observer
+        self._connections = connections
         self._started = int(datetime.now(UTC).timestamp())
         self.draining = False
         self.open_requests = 0
@@ -105,6 +111,9 @@ class Door:
         except ApiError as error:
             self._observer.request_ended("", endpoint, error.code or "error")
             raise
+        except ClientGone:
+            self._observer.request_ended("", endpoint, "cancelled")
+            raise
         plan = prepared.plan
         assert plan is not None
         terms = self._service_class(plan)
@@ -133,8 +142,13 @@ class Door:
         return generation, answers, headers
 
     async def _prepare(self, request: Request, endpoint: Endpoint) -> Prepared:
-        body = await read_body(request, self._settings.max_body_bytes)
-        work = self._tokenizing.prepare(endpoint, body, self._link.catalog())
+        body = self._bodies.open()
+        try:
+            await body.receive(request)
+            work = self._tokenizing.prepare(endpoint, body, self._link.catalog())
+        except BaseException:
+            body.release()
+            raise
         return await while_connected(request.receive, work)
 
     def _service_class(self, plan: Plan) -> ServiceClassTerms:
@@ -230,6 +244,8 @@ class Door:
             sequences_open=core.open,
             sequences_waiting=core.waiting,
             waiting_by_model=core.waiting_by_model(),
+            connections_open=self._connections.open,
+            bodies_bytes=self._bodies.held_bytes,
         )
         content = generate_latest(self._observer.registry)
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})

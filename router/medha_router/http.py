@@ -1,4 +1,4 @@
-"""What HTTP needs and FastAPI does not bring: bounded bodies, disconnects, request ids, event streams."""
+"""What HTTP needs and FastAPI does not bring: disconnects, request ids, event streams."""
 
 from __future__ import annotations
 
@@ -8,40 +8,16 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-from fastapi import Request, Response
+from fastapi import Response
 from pydantic_core import to_json
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from medha_router.api_error import ApiError
+from medha_router.bodies import ClientGone
 
 _KEEP_ALIVE_SECONDS = 15.0
 _T = TypeVar("_T")
-
-
-class ClientGone(Exception):
-    """The client closed its connection; nobody reads an answer."""
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """
-    Raises:
-        ApiError: 413 if the body is larger, whether or not it says so.
-    """
-    declared = request.headers.get("content-length", "0")
-    too_large = declared.isdigit() and int(declared) > limit_bytes
-    chunks: list[bytes] = []
-    size = 0
-    if not too_large:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit_bytes:
-                too_large = True
-                break
-            chunks.append(chunk)
-    if too_large:
-        raise ApiError(413, f"the body is larger than {limit_bytes} bytes", code="body_too_large")
-    return b"".join(chunks)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -124,8 +100,8 @@ class EventStream(Response):
 
 def error_response(error: ApiError) -> Response:
     headers = error.headers()
-    if error.status == 413:
-        headers["Connection"] = "close"  # the rest of the body is not read
+    if error.status == 408:
+        headers["Connection"] = "close"  # the rest of the request may never come
     return Response(to_json(error.body()), error.status, headers, "application/json")
 
 

@@ -11,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -20,7 +21,9 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from medha.errors import ConfigInvalid
+from medha_links.limits import raise_file_limit
 from medha_router.app import Door, build_app
+from medha_router.connections import Connection, Connections, connection_limit
 from medha_router.heartbeat import Heartbeat
 from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
@@ -63,7 +66,7 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         unfinished.rename(target)  # whoever sees the file sees all of it
 
 
-async def serve(settings: RouterSettings, parent_pid: int) -> int:
+async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> int:
     """Serve until SIGTERM, then drain; or until SIGUSR1 or the loss of `parent_pid` as parent, then end at once.
 
     Returns the exit status: 1 if a bug ended it.
@@ -83,10 +86,20 @@ async def serve(settings: RouterSettings, parent_pid: int) -> int:
     tokenizing = Tokenizing(settings, observer.tokenized)
     with _listen(settings.host, settings.port) as listener:
         link = ReplicaLink(settings, tokenizing, observer)
-        door = Door(settings, tokenizing, link, observer)
+        limit = connection_limit(settings.max_connections, file_limit)
+        if limit < settings.max_connections:
+            log.warning(
+                "the limit on open files, %d, allows %d HTTP connections and not %d; raise the hard limit (`ulimit -Hn`)",
+                file_limit,
+                limit,
+                settings.max_connections,
+            )
+        connections = Connections(limit, settings.head_seconds, observer.http_refused)
+        door = Door(settings, tokenizing, link, observer, connections)
         config = uvicorn.Config(
             build_app(door),
-            http="httptools",
+            http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
+            timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
             ws="none",
             lifespan="off",
             log_config=None,
@@ -145,10 +158,11 @@ def main(settings_file: Path) -> None:
         settings = RouterSettings.model_validate_json(settings_file.read_bytes())
     except ValidationError as error:
         raise click.ClickException(f"{settings_file}: {error}") from error
+    file_limit = raise_file_limit()
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
-        sys.exit(uvloop.run(serve(settings, parent_pid)))
+        sys.exit(uvloop.run(serve(settings, parent_pid, file_limit)))
     except ConfigInvalid as error:
         log.error("%s", error)  # noqa: TRY400
         sys.exit(1)

@@ -60,6 +60,9 @@ class Observer:
     def message_dropped(self, link: str, reason: str) -> None:
         self._count("medha_router_dropped_messages", 1, link, reason)
 
+    def http_refused(self, reason: str) -> None:
+        self._count("medha_router_http_refusals", 1, reason)
+
     def connections_refused(self, link: str, connections: int) -> None:
         self._count("medha_router_refused_connections", connections, link)
 
@@ -126,11 +129,15 @@ class Observer:
         sequences_open: int,
         sequences_waiting: int,
         waiting_by_model: dict[str, int],
+        connections_open: int,
+        bodies_bytes: int,
     ) -> None:
         """Set the gauges, just before they are read; those of replicas that have gone disappear."""
         self._set("medha_router_requests_open", requests_open)
         self._set("medha_router_sequences_open", sequences_open)
         self._set("medha_router_sequences_waiting", sequences_waiting)
+        self._set("medha_router_http_connections", connections_open)
+        self._set("medha_router_body_bytes", bodies_bytes)
         for name, collector in self._metrics.items():
             if isinstance(collector, Gauge) and name.startswith(
                 ("medha_replica_", "medha_router_replicas", "vllm:")

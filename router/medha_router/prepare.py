@@ -98,7 +98,11 @@ class Prepared:
 
 
 def prepare(
-    endpoint: Endpoint, body: bytes, catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
+    endpoint: Endpoint,
+    body: bytes | bytearray,
+    catalog: Catalog,
+    bundle_of: Callable[[str], Bundle],
+    max_samples: int,
 ) -> Prepared:
     """
     Raises:
@@ -117,7 +121,7 @@ def prepare(
             return _detokenize(fields, catalog, bundle_of)
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes | bytearray) -> dict[str, Any]:
     try:
         fields = from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:

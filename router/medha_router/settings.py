@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from medha_router.bodies import BodyLimits, room_for_large
 
 
 class RouterSettings(BaseModel):
@@ -29,6 +31,16 @@ class RouterSettings(BaseModel):
     """Where replicas' tokenizers are kept for the tokenising processes; default: the system's temporary folder.
     Who removes it afterwards also removes what a killed router leaves."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
+    max_bodies_bytes: int | None = Field(default=None, ge=1)
+    """Bytes of all bodies that are being received and tokenised; more get status 429. Default: 8 times the largest body."""
+    max_connections: int = Field(default=8192, ge=1)
+    """Open HTTP connections; fewer where the limit on open files asks for it. More get status 503."""
+    head_seconds: float = Field(default=20.0, gt=0)
+    """How long a connection may take to send a request's head."""
+    body_seconds: float = Field(default=30.0, gt=0)
+    """How long a body may take, beyond its bytes at 32 KiB/s."""
+    idle_seconds: float = Field(default=75.0, gt=0)
+    """How long a connection is kept open between two requests; longer than load balancers keep theirs."""
     max_waiting: int = Field(default=4096, ge=1)
     """Sequences that wait for a replica; more get status 429 with Retry-After."""
     max_samples: int = Field(default=128, ge=1)
@@ -47,3 +59,21 @@ class RouterSettings(BaseModel):
     log_level: str = Field(default="info", pattern="^(critical|error|warning|info|debug)$")
     exit_with_parent: bool = True
     """End when the process that started this one has gone, however it went."""
+
+    @property
+    def bodies_room_bytes(self) -> int:
+        """The most that all bodies together may hold."""
+        return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
+
+    @property
+    def body_limits(self) -> BodyLimits:
+        return BodyLimits(self.max_body_bytes, self.large_body_bytes, self.body_seconds)
+
+    @model_validator(mode="after")
+    def _room_for_the_largest_body(self) -> RouterSettings:
+        if room_for_large(self.bodies_room_bytes) < self.max_body_bytes:
+            raise ValueError(
+                f"max_bodies_bytes {self.max_bodies_bytes} leaves no room for a body of max_body_bytes "
+                f"{self.max_body_bytes}, for an eighth is kept for small ones; raise the one or lower the other"
+            )
+        return self

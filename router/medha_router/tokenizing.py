@@ -20,8 +20,8 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,6 +35,7 @@ from pydantic_core import from_json, to_json
 from medha.errors import RequestInvalid
 from medha.wire import tokens_from_frame, tokens_to_frame
 from medha_router.api_error import ApiError
+from medha_router.bodies import Body
 from medha_router.bundle import Bundle
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
 from medha_router.settings import RouterSettings
@@ -45,8 +46,6 @@ _FRAME = struct.Struct("<QQ")
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
-_MAX_PENDING_BYTES = 2**30
-"""Bodies that wait for or are being tokenised, together; more are answered 429."""
 _MOST_SECONDS_PER_BYTE = 1e-5  # of a body, beyond `tokenize_seconds`
 
 
@@ -62,7 +61,6 @@ class Tokenizing:
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones
         self._started: set[_Process] = set()  # all of them
-        self._pending_bytes = 0
         self._closed = False
 
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
@@ -86,44 +84,48 @@ class Tokenizing:
     def bundle(self, digest: str) -> Bundle:
         return self._bundles[digest]
 
-    async def prepare(self, endpoint: Endpoint, body: bytes, catalog: Catalog) -> Prepared:
-        """
+    def prepare(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Coroutine[Any, Any, Prepared]:
+        """Begin to work on a request; what is returned waits for the outcome.
+
+        The body is released when no thread needs it any more, which may be after a waiter that was cancelled.
+
         Raises:
-            ApiError: what the client gets instead.
+            ApiError: in what is returned; what the client gets instead.
         """
-        if self._pending_bytes + len(body) > _MAX_PENDING_BYTES:
-            message = "too many large requests are being tokenised; try again later"
-            raise ApiError(429, message, code="overloaded", retry_after_seconds=5)
-        large = len(body) > self._settings.large_body_bytes
+        large = len(body.content) > self._settings.large_body_bytes
+        loop = asyncio.get_running_loop()
+        if large:
+            job = self._large_threads.submit(self._prepare_in_process, endpoint, body, catalog)
+        else:
+            job = self._threads.submit(self._prepare_here, endpoint, body, catalog)
+        job.add_done_callback(lambda _: loop.call_soon_threadsafe(body.release))
+        return self._outcome(job, "process" if large else "thread")
+
+    async def _outcome(self, job: Future[Prepared], place: str) -> Prepared:
         loop = asyncio.get_running_loop()
         started = loop.time()
-        self._pending_bytes += len(body)
         try:
-            if large:
-                return await loop.run_in_executor(
-                    self._large_threads, self._prepare_in_process, endpoint, body, catalog
-                )
-            return await loop.run_in_executor(
-                self._threads, prepare, endpoint, body, catalog, self.bundle, self._settings.max_samples
-            )
+            return await asyncio.wrap_future(job)
         except RequestInvalid as error:
             raise ApiError.from_invalid(error) from error
         finally:
-            self._pending_bytes -= len(body)
-            self._observe_seconds("process" if large else "thread", loop.time() - started)
+            self._observe_seconds(place, loop.time() - started)
 
-    def _prepare_in_process(self, endpoint: Endpoint, body: bytes, catalog: Catalog) -> Prepared:
+    def _prepare_here(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
+        return prepare(endpoint, body.content, catalog, self.bundle, self._settings.max_samples)
+
+    def _prepare_in_process(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Prepared:
         header = {
             "endpoint": endpoint,
             "catalog": _CATALOG.dump_python(catalog),
             "max_samples": self._settings.max_samples,
         }
         try:
-            return self._attempt(header, body)
+            return self._attempt(header, body.content)
         except (OSError, EOFError) as error:
             _log.warning("a tokenising process was lost, so its request goes to another one: %s", error)
         try:
-            return self._attempt(header, body)
+            return self._attempt(header, body.content)
         except (OSError, EOFError) as error:  # most likely for want of memory
             message = (
                 "tokenising this request failed twice; it may be too large for the router's memory or take too long: send "
@@ -131,7 +133,7 @@ class Tokenizing:
             )
             raise ApiError(500, message, code="internal_error") from error
 
-    def _attempt(self, header: dict[str, Any], body: bytes) -> Prepared:
+    def _attempt(self, header: dict[str, Any], body: bytearray) -> Prepared:
         """
         Raises:
             ApiError: what the client gets instead.
@@ -188,7 +190,7 @@ class _Process:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
 
-    def prepare(self, header: dict[str, Any], body: bytes) -> Prepared:
+    def prepare(self, header: dict[str, Any], body: bytearray) -> Prepared:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         overdue = Timer(self._most_seconds + _MOST_SECONDS_PER_BYTE * len(body), self.kill)
@@ -221,7 +223,7 @@ class _Process:
                 pipe.close()
 
 
-def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes) -> None:
+def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes | bytearray) -> None:
     head = to_json(header)
     for part in (_FRAME.pack(len(head), len(payload)), head, payload):
         view = memoryview(part)
@@ -267,7 +269,7 @@ def _serve(bundles_folder: Path) -> None:
             return
         catalog = _CATALOG.validate_python(header["catalog"])
         try:
-            prepared = prepare(header["endpoint"], bytes(body), catalog, bundle_of, header["max_samples"])
+            prepared = prepare(header["endpoint"], body, catalog, bundle_of, header["max_samples"])
         except RequestInvalid as error:
             _write(sink, {"error": ApiError.from_invalid(error).fields()}, b"")
         except ApiError as error:

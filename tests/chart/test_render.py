@@ -112,7 +112,8 @@ def test_the_router_can_read_its_settings(helm: Helm) -> None:
     assert (read.host, read.port, read.drain_seconds) == ("0.0.0.0", 8000, 120)
     left = RouterSettings.model_fields.keys() - document.keys()
     assert left == {
-        "ready_file", "large_body_bytes", "silence_seconds", "tokenize_seconds", "unserved_seconds"
+        "ready_file", "large_body_bytes", "silence_seconds", "tokenize_seconds", "unserved_seconds",
+        "max_bodies_bytes", "max_connections", "head_seconds", "body_seconds", "idle_seconds",
     }  # fmt: skip
 
 

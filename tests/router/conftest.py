@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,7 @@ class Router:
     tokens: str
     http: httpx.Client
     keys: KeyFiles
+    log: Path  # what it wrote to stderr
 
     def post(self, path: str, body: object, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -273,12 +275,19 @@ class Router:
             assert time.monotonic() < deadline, "never ready"
             time.sleep(0.02)
 
+    @property
+    def address(self) -> tuple[str, int]:
+        url = httpx.URL(self.url)
+        assert url.port is not None
+        return url.host, url.port
+
     def metric(self, line_start: str) -> float:
         lines = self.http.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(line_start))
 
 
-def start_router(folder: Path, **settings: Any) -> Router:
+def start_router(folder: Path, *, file_limit: int | None = None, **settings: Any) -> Router:
+    """`file_limit`: hard limit on its open files; the soft one is half of that."""
     ready = folder / "ready.json"
     keys = KeyFiles.create(folder / "keys")
     given = {
@@ -291,21 +300,42 @@ def start_router(folder: Path, **settings: Any) -> Router:
     }
     (folder / "settings.json").write_text(json.dumps(given))
     command = [sys.executable, "-m", "medha_router", str(folder / "settings.json")]
-    process = subprocess.Popen(command)
+    if file_limit is not None:
+        command = [
+            "bash",
+            "-c",
+            f'ulimit -Sn {file_limit // 2} && ulimit -Hn {file_limit} && exec "$@"',
+            "-",
+            *command,
+        ]
+    log = folder / "router.log"
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
     deadline = time.monotonic() + 30
     while not ready.exists():
-        assert process.poll() is None, "the router ended"
+        assert process.poll() is None, f"the router ended: {log.read_text()}"
         assert time.monotonic() < deadline, "the router did not start"
         time.sleep(0.02)
     bound = json.loads(ready.read_text())
     client = httpx.Client(base_url=bound["url"], timeout=30)
-    return Router(process, bound["url"], bound["control"], bound["tokens"], client, keys)
+    return Router(process, bound["url"], bound["control"], bound["tokens"], client, keys, log)
 
 
 def stop_router(router: Router) -> int:
     router.http.close()
     router.process.terminate()
     return router.process.wait(timeout=20)
+
+
+@contextmanager
+def running_router(folder: Path, **settings: Any) -> Iterator[Router]:
+    """A router that must end well."""
+    router = start_router(folder, **settings)
+    try:
+        yield router
+    finally:
+        status = stop_router(router)
+    assert status == 0
 
 
 @pytest.fixture(scope="session")

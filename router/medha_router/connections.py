@@ -1,0 +1,259 @@
+"""HTTP connections: how many may be open, how long each may keep the router waiting, and what a request's head may hold.
+
+This is uvicorn's protocol with the bounds that it lacks. Bodies have theirs in `medha_router.bodies`: uvicorn stops
+reading a connection whose body nobody takes.
+
+A connection waits for at most `head_seconds` until the head (request line and headers) of a request has come, and
+uvicorn's keep-alive timeout ends one that is idle between two requests. Requests are not pipelined: what comes while an
+answer is under way is dropped, and the connection closes behind that answer, after which a client has to ask again
+(RFC 9112, section 9.3.2). So no client can queue work or memory behind a long generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from pydantic_core import to_json
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from medha_router.api_error import ApiError
+
+log = logging.getLogger("medha.router")
+
+MAX_HEAD_BYTES = 32 * 2**10
+MAX_HEADERS = 100
+_DISCARD_SECONDS = 5.0
+"""How long the rest of a body is read and dropped after its answer, so that the client gets to read that."""
+
+
+def connection_limit(wanted: int, file_limit: int) -> int:
+    """How many HTTP connections fit under a limit on open files, beside replicas' links, pipes and listeners."""
+    return min(wanted, file_limit - min(512, file_limit // 2))
+
+
+class Connections:
+    """The open connections of one router, bounded together and by address.
+
+    One address may hold three quarters of them at most, so that whoever opens all that it can locks out nobody else.
+    """
+
+    def __init__(self, limit: int, head_seconds: float, count_refused: Callable[[str], None]) -> None:
+        """`count_refused` is told the reason, for each connection that was ended for its fault or for want of room."""
+        self.limit = limit
+        self.head_seconds = head_seconds
+        self.count_refused = count_refused
+        self._limit_by_address = max(1, limit - limit // 4)
+        self._by_address: Counter[str] = Counter()
+        self._turned_away = 0
+
+    @property
+    def open(self) -> int:
+        return self._by_address.total()
+
+    def enter(self, address: str) -> bool:
+        """Count a new connection; False: there is no room for it."""
+        if self.open < self.limit and self._by_address[address] < self._limit_by_address:
+            self._by_address[address] += 1
+            return True
+        self.count_refused("too_many")
+        self._turned_away += 1
+        if self._turned_away & (self._turned_away - 1) == 0:  # every power of two: nobody can fill the log
+            log.warning(
+                "no room for a connection of %s: %d of %d are open, %d of them its own (%d turned away so far)",
+                address,
+                self.open,
+                self.limit,
+                self._by_address[address],
+                self._turned_away,
+            )
+        return False
+
+    def leave(self, address: str) -> None:
+        self._by_address[address] -= 1
+        if not self._by_address[address]:
+            del self._by_address[address]
+
+
+class _Stop(Exception):
+    """Ends the parsing of what has come; the connection is refused already."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection."""
+
+    def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._all = connections
+        self._address: str | None = None  # under which it is counted
+        self._deaf = False  # what comes is dropped
+        self._in_body = False
+        self._headers = 0
+        self._unused_bytes = 0  # that came since the parser made something of them
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _answering(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    # Of asyncio -----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = self.client[0] if self.client else ""
+        if not self._all.enter(address):
+            message = "this router has no room for more connections; try again later"
+            self._write(ApiError(503, message, code="overloaded", retry_after_seconds=1))
+            self._close()
+            return
+        self._address = address
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+        if self._address is not None:
+            self._all.leave(self._address)
+            self._address = None
+
+    def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        self._unset_keepalive_if_required()
+        self._unused_bytes += len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # an upgrade is only offered: the request is answered as it is
+        except httptools.HttpParserError as error:
+            reason = error.__context__ or error
+            if not isinstance(reason, _Stop):
+                text = f"this is no HTTP/1 request: {str(reason)[:200]}"
+                self._refuse("malformed", ApiError(400, text, code="invalid_http"))
+            return
+        if self._unused_bytes > MAX_HEAD_BYTES:
+            self._refuse_head(f"is larger than {MAX_HEAD_BYTES} bytes")
+        elif self._timer is None and not self._in_body and not self._answering:
+            self._expect_head()
+
+    # Of httptools ---------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._answering:
+            self._refuse("pipelined", None)
+            raise _Stop
+        self._headers = 0
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers += 1
+        if self._headers > MAX_HEADERS:
+            self._refuse_head(f"has more than {MAX_HEADERS} headers")
+            raise _Stop
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._stop_timer()
+        self._in_body = True
+        self._unused_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._unused_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        self._unused_bytes = 0
+        self._stop_timer()
+        super().on_message_complete()
+
+    # Of uvicorn -----------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_body and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._timer = self.loop.call_later(_DISCARD_SECONDS, self._close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        is_old = cycle.scope["http_version"] == "1.0"
+        super()._start_asgi_task(cycle, _until_closed(cycle, app) if is_old else app)
+
+    # Endings --------------------------------------------------------------------------------------
+
+    def _expect_head(self) -> None:
+        self._timer = self.loop.call_later(self._all.head_seconds, self._head_is_late)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _head_is_late(self) -> None:
+        error = None
+        if self._unused_bytes:
+            text = f"no whole request head came within {self._all.head_seconds:g} s"
+            error = ApiError(408, text, code="request_timeout")
+        self._refuse("slow", error)
+
+    def _refuse_head(self, what: str) -> None:
+        self._refuse("malformed", ApiError(431, f"the head of the request {what}", code="head_too_large"))
+
+    def _refuse(self, reason: str, error: ApiError | None) -> None:
+        """Read no more of this connection and close it, behind the answer that is under way if there is one."""
+        self._all.count_refused(reason)
+        if self._answering and not self._in_body:
+            self._deaf = True
+            self.cycle.keep_alive = False
+            return
+        # An answer that has begun says all: a second one would be taken for a part of it.
+        if error is not None and not (self._in_body and self.cycle.response_started):
+            self._write(error)
+        self._close()
+
+    def _write(self, error: ApiError) -> None:
+        content = to_json(error.body())
+        headers = {
+            **error.headers(),
+            "content-type": "application/json",
+            "content-length": str(len(content)),
+            "connection": "close",
+        }
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        self.transport.write("\r\n".join([*lines, "", ""]).encode() + content)
+
+    def _close(self) -> None:
+        self._deaf = True
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+def _until_closed(cycle: RequestResponseCycle, app: Any) -> Any:
+    """`app` for a client of HTTP/1.0, which knows no chunks: a stream lasts until the connection closes."""
+
+    async def run(scope: Any, receive: Any, send: Any) -> None:
+        is_stream = False
+
+        async def send_plain(message: Any) -> None:
+            nonlocal is_stream
+            if message["type"] == "http.response.start":
+                is_stream = all(name.lower() != b"content-length" for name, _ in message["headers"])
+                if is_stream:
+                    cycle.chunked_encoding = False
+            elif is_stream:
+                cycle.expected_content_length = len(message.get("body", b""))  # what uvicorn takes at once
+            await send(message)
+
+        await app(scope, receive, send_plain)
+
+    return run
