@@ -43,7 +43,7 @@ are no numbers any more."""
 class Sampling:
     """How the last stage draws tokens for one sequence, and when it stops.
 
-    Sampling is keyed by (seed, position), so a sequence resumed elsewhere draws the same tokens.
+    Sampling is keyed by (seed, sample, position), so a sequence resumed elsewhere draws the same tokens.
     `max_tokens` and `min_tokens` count output tokens from the *original* prompt on (`prompt_length`), so they
     stay the same when a request is resumed. Stop strings are the router's business (DESIGN §4).
     """

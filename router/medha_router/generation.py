@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from medha.messages import ServiceClassTerms, TokenLogprob
 from medha.routing import Arrive, Deliver, Fail, NewSequence
@@ -101,6 +102,18 @@ class ChoiceOutput:
         return piece
 
 
+def prompt_seed(seed: int, prompt_index: int) -> int:
+    """Derive the seed of a request's prompt number `prompt_index` from the request's own.
+
+    Draws are keyed by seed, sample and position, so prompts that shared a seed would share their random numbers.
+    The first prompt keeps the request's seed: it draws the same alone and in a list. Below 2**63, as `seed` is.
+    """
+    if prompt_index == 0:
+        return seed
+    key = f"{seed}/{prompt_index}".encode()
+    return int.from_bytes(blake2b(key, digest_size=8, person=b"medha seed").digest()) >> 1
+
+
 class Generation:
     """The sequences of one client request. Iterate over `pieces`, then `close`; both exactly once."""
 
@@ -142,10 +155,11 @@ class Generation:
         for prompt_index, ids in enumerate(prepared.prompts):
             prompt = f"{request_id}/{prompt_index}"
             prompts[prompt] = ids
+            own_seed = prompt_seed(seed, prompt_index)
             for sample in range(plan.samples):
                 index = prompt_index * plan.samples + sample
                 name = f"{request_id}-{index}"
-                sequences.append(NewSequence(name, prompt, len(ids), seed, plan.sampling, sample))
+                sequences.append(NewSequence(name, prompt, len(ids), own_seed, plan.sampling, sample))
                 self._choices[name] = ChoiceOutput(index, plan, bundle)
         self._arrive = Arrive(
             plan.model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -261,6 +262,38 @@ def test_a_seed_gives_the_same_samples_again_and_n_gives_different_ones(client: 
     first = draw()
     assert draw() == first
     assert len(set(first)) == 4
+
+
+def test_prompts_of_one_request_are_drawn_independently_and_a_seed_gives_them_again(
+    client: openai.OpenAI,
+) -> None:
+    def draw(prompts: int, n: int, tokens: int, seed: int | None) -> list[str]:
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=[text_of(40, seed=5)] * prompts,
+            max_tokens=tokens,
+            n=n,
+            seed=seed,
+            temperature=1.0,
+            logprobs=0,
+            extra_body={"ignore_eos": True, "top_k": 4},
+        )
+        choices = sorted(answer.choices, key=lambda choice: choice.index)
+        return ["|".join(choice.logprobs.tokens) for choice in choices if choice.logprobs is not None]
+
+    assert len(set(draw(5, 1, 24, seed=None))) == 5
+    texts = draw(3, 2, 24, seed=1234)
+    assert len(set(texts)) == 6
+    assert draw(3, 2, 24, seed=1234) == texts
+    assert draw(1, 2, 24, seed=1234) == texts[:2]
+    # The first tokens of many prompts are distributed as those of many samples of one prompt.
+    by_prompts, by_samples = (Counter(draw(*shape, 1, seed=77)) for shape in ((120, 1), (1, 120)))
+    chi_square = 0.0
+    for token in by_prompts | by_samples:
+        expected = (by_prompts[token] + by_samples[token]) / 2
+        chi_square += ((by_prompts[token] - expected) ** 2 + (by_samples[token] - expected) ** 2) / expected
+    assert len(by_prompts) > 1
+    assert chi_square < 30  # of up to 3 degrees of freedom: less than one in 700,000 where they are alike
 
 
 def test_a_prompt_beyond_the_models_length_gets_openais_error(served: Served, client: openai.OpenAI) -> None:
