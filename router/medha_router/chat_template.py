@@ -7,7 +7,7 @@ The environment (sandbox, block trimming, loop controls, `tojson`, `raise_except
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,13 +21,20 @@ from medha.errors import CheckpointInvalid, RequestInvalid
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; when serving it is its content."""
+    """`{% generation %}` marks the assistant's text for training; when serving it is its content.
+
+    Its body has a scope of its own, as `transformers` gives it one: what is set inside ends there.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it per instance
 
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
+
+    def _content(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -65,7 +72,7 @@ class ChatTemplate:
         environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
+        except (jinja2.TemplateSyntaxError, SyntaxError) as error:  # the latter: of the Python made from it
             raise CheckpointInvalid(
                 f"the chat template has an error in line {error.lineno}: {error}"
             ) from error

@@ -86,7 +86,8 @@ class TextStream:
 class StopStrings:
     """Finds the stop string that is complete first, and holds back text that could begin one.
 
-    What comes out does not depend on how the text was cut into pieces.
+    Of several that end at the same character, the one listed first counts. What comes out does not depend on how
+    the text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -95,16 +96,26 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string ended the sequence."""
+    def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
+        """Text that may be shown now, and whether a stop string ended the sequence.
+
+        Without `may_end`, a stop string that ends inside `text` is ordinary text; it may begin there and end later.
+        """
         if not self._stops:
             return text, False
+        seen = len(self._held)
         text = self._held + text
-        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
-            end, start = min(found)
-            self._held = ""
-            return text[: end if self._include else start], True
+        if may_end:
+            found = []
+            for order, stop in enumerate(self._stops):
+                # What ends inside the held text was complete before it could count.
+                start = text.find(stop, max(0, seen - len(stop) + 1))
+                if start >= 0:
+                    found.append((start + len(stop), order, start))
+            if found:
+                end, _, start = min(found)
+                self._held = ""
+                return text[: end if self._include else start], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

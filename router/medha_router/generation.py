@@ -83,10 +83,9 @@ class ChoiceOutput:
     def _show(self, piece: Piece, text: str) -> bool:
         """Add what may be shown of `text`; whether a stop string ended the choice."""
         self._decoded_characters += len(text)
-        if self.output_tokens <= self._plan.sampling.min_tokens:
-            piece.text += text  # as in vLLM, stop strings count after `min_tokens`
-            return False
-        shown, stopped = self._stops.feed(text)
+        # As in vLLM: a stop string counts if it ends after `min_tokens`, wherever it begins.
+        may_end = self.output_tokens > self._plan.sampling.min_tokens
+        shown, stopped = self._stops.feed(text, may_end=may_end)
         piece.text += shown
         return stopped
 

@@ -38,6 +38,13 @@ TEMPLATES = {
     "generation tag": """{% for message in messages %}{% if message.role == 'assistant' %}
 {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
 {% else %}{{ message.content }}{% endif %}{% endfor %}""",
+    "set inside the generation tag": """{% set name = 'outside' %}{% for message in messages %}
+{% generation %}{% set name = message.role %}{{ name }}{{ loop.index }}{{ message.content }}{% endgeneration %}
+{{ name }}{% endfor %}{{ name }}""",
+    "loops, macros and tags inside the generation tag": """{% set ns = namespace(count=0) %}{% generation %}
+{% for message in messages %}{% if loop.index == 3 %}{% break %}{% endif %}{% set ns.count = loop.index %}{% endfor %}
+{% macro twice(text) %}{{ text }}{{ text }}{% endmacro %}{{ twice('<b>') }}{% generation %}x{% endgeneration %}
+{% endgeneration %}{{ ns.count }}{{ twice is defined }}""",
     "absent tools": "{% if tools is not none %}tools{% endif %}{% if not documents %}none{% endif %}{{ enable_thinking }}",
 }
 
@@ -79,3 +86,9 @@ def test_a_template_cannot_reach_python_internals() -> None:
 def test_a_broken_template_names_its_line() -> None:
     with pytest.raises(CheckpointInvalid, match="line 2"):
         ChatTemplate("\n{% if %}", {})
+
+
+def test_a_loop_that_is_left_from_inside_the_generation_tag_is_an_error_of_the_template() -> None:
+    source = "{% for message in messages %}{% generation %}{% break %}{% endgeneration %}{% endfor %}"
+    with pytest.raises(CheckpointInvalid, match="chat template has an error"):
+        ChatTemplate(source, {})

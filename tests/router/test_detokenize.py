@@ -66,13 +66,16 @@ def test_a_tokenizer_that_decodes_in_another_way_is_refused_with_its_name() -> N
         token_bytes(tokenizer)
 
 
-def cut(text: str, stops: list[str], pieces: list[int], include: bool = False) -> tuple[str, bool]:
+def cut(
+    text: str, stops: list[str], pieces: list[int], include: bool = False, ordinary: int = 0
+) -> tuple[str, bool]:
+    """What is shown of `text` fed in pieces of these lengths, of which the first `ordinary` may not end it."""
     matcher = StopStrings(stops, include=include)
     shown = ""
     position = 0
-    for length in [*pieces, len(text)]:
+    for number, length in enumerate([*pieces, len(text)]):
         piece, position = text[position : position + length], position + length
-        new, stopped = matcher.feed(piece)
+        new, stopped = matcher.feed(piece, may_end=number >= ordinary)
         shown += new
         if stopped:
             return shown, True
@@ -83,14 +86,30 @@ def cut(text: str, stops: list[str], pieces: list[int], include: bool = False) -
     text=st.text("abc", max_size=30),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     pieces=st.lists(st.integers(1, 4), max_size=20),
+    ordinary=st.integers(0, 20),
+    include=st.booleans(),
 )
-def test_text_ends_before_the_stop_string_that_is_complete_first_however_it_is_cut(
-    text: str, stops: list[str], pieces: list[int]
+def test_text_ends_at_the_stop_string_that_is_complete_first_however_it_is_cut(
+    text: str, stops: list[str], pieces: list[int], ordinary: int, include: bool
 ) -> None:
-    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
-    expected = (text[: min(found)[1]], True) if found else (text, False)
-    assert cut(text, stops, [1] * len(text)) == expected
-    assert cut(text, stops, pieces) == expected
+    ordinary = min(ordinary, len(pieces))
+    behind = sum(pieces[:ordinary])  # characters that no stop string may end within
+    found = [
+        (end, order, end - len(stop))
+        for order, stop in enumerate(stops)
+        for end in range(behind + 1, len(text) + 1)
+        if text[:end].endswith(stop)
+    ]
+    end, _, start = min(found, default=(len(text), 0, len(text)))
+    expected = text[: end if include else start], bool(found)
+    assert cut(text, stops, pieces, include, ordinary) == expected
+    one_by_one = [1] * len(text)
+    assert cut(text, stops, one_by_one, include, min(behind, len(text))) == expected
+
+
+def test_of_two_stop_strings_that_end_together_the_one_listed_first_counts() -> None:
+    assert cut("one two", ["two", "e two"], [1] * 7) == ("one ", True)
+    assert cut("one two", ["e two", "two"], [1] * 7) == ("on", True)
 
 
 def test_only_what_could_begin_a_stop_string_is_held_back() -> None:

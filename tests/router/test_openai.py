@@ -131,6 +131,24 @@ def test_a_stop_string_ends_the_text_cancels_and_hides_the_overshoot(
     replica.wait(lambda: set(replica.cancels) == {replica.submits[0].id})  # again for each late token
 
 
+@pytest.mark.parametrize("min_tokens", [1, 4, 9, 11, 14])
+@pytest.mark.parametrize("per_message", [1, 1000])
+def test_a_stop_string_counts_if_it_ends_after_min_tokens_wherever_it_begins(
+    client: openai.OpenAI, replica: ScriptedReplica, bundle: Bundle, min_tokens: int, per_message: int
+) -> None:
+    text = "0123456789 23456789"  # each character is a token
+    replica.script = Script(tokens=say(bundle, text), per_message=per_message)
+    assert len(replica.script.tokens) == len(text)
+    answer = client.chat.completions.create(
+        model=MODEL, messages=HELLO, stop=["3456"], extra_body={"min_tokens": min_tokens}
+    )
+    ends = next(end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith("3456"))
+    assert answer.choices[0].message.content == text[: ends - 4]
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == ends
+
+
 def test_samples_share_one_prompt_and_come_in_order(client: openai.OpenAI, replica: ScriptedReplica) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, n=3)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
