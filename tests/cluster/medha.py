@@ -42,8 +42,6 @@ def bring_checkpoint(cluster: Cluster, folder: Path) -> None:
         check=True,
         capture_output=True,
     )
-    for path in (checkpoint, *checkpoint.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
     mount_on_node(cluster, checkpoint, f"{MODELS}/tiny")
 
 

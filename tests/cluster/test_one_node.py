@@ -303,13 +303,16 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-volume": ("VolumeUnavailable", {"source": {"pvc": {"claimName": "missing"}}}),
     "no-folder": ("StartingContainers", {"source": {"hostPath": {"path": "/missing"}}}),
     "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": "/opt"}}}),
+    "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
     "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
 }
 """Name of a replica, the reason that it is not ready, and what is wrong with it."""
 
 
 def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first: set[str]) -> None:
-    """In the words of a real scheduler and a real kubelet."""
+    """In the words of a real scheduler, a real kubelet and a real worker."""
+    private = f"{medha.MODELS}/private"
+    cluster.run(["sh", "-ec", f"cp -r {medha.MODELS}/tiny {private} && chmod 700 {private}"])
     small = {
         "parallelism": {},
         "resources": {"accelerator": "none", "requests": {"cpu": "10m", "memory": "64Mi"}},
@@ -326,6 +329,10 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
         lambda seen: seen == expected,
         READY_SECONDS,
     )
+    ready = next(
+        each for each in replica(cluster, "no-right")["status"]["conditions"] if each["type"] == "Ready"
+    )
+    assert "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0" in ready["message"]
     cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from medha.bundle import BUNDLE_FILES, bundle_digest
 from medha.errors import CheckpointInvalid
+from medha_worker.readable import require_readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,10 @@ def read_bundle(directory: Path) -> Bundle:
     """The bundle of a checkpoint directory.
 
     Raises:
-        CheckpointInvalid: there is no tokenizer.json, which no router can do without.
+        CheckpointInvalid: there is no tokenizer.json, which no router can do without, or a file may not be read.
     """
+    for name in BUNDLE_FILES:
+        require_readable(directory / name)
     files = {name: (directory / name).read_bytes() for name in BUNDLE_FILES if (directory / name).is_file()}
     if "tokenizer.json" not in files:
         raise CheckpointInvalid(

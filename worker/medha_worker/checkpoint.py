@@ -9,6 +9,7 @@ passkeys in contexts of any length.
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -111,7 +112,8 @@ def init_checkpoint(
 ) -> None:
     """Make a random checkpoint in `directory`; the same arguments give the same bytes.
 
-    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
+    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left. Their modes are
+    those that the umask gives to new files.
     `force` replaces an earlier checkpoint of this kind; a directory that holds anything else is never touched.
 
     Raises:
@@ -154,6 +156,8 @@ def init_checkpoint(
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        # The library leaves it readable by its owner alone; a pod runs as another user.
+        shutil.copymode(made / "config.json", made / "model.safetensors")
         _require_replaceable(target, force)
         if target.exists():
             target.rename(Path(scratch) / "old")

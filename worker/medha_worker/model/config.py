@@ -14,6 +14,7 @@ import torch
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.model.rope import RopeConfig
+from medha_worker.readable import require_readable
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,7 @@ class _Fields:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    require_readable(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.model.config import ModelConfig
+from medha_worker.readable import require_readable
 
 # Called with the bytes of weights read so far, and of all that are to be read, both in the run dtype.
 Progress = Callable[[int, int], None]
@@ -304,6 +305,7 @@ class _Reader:
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:
+            require_readable(path)
             try:
                 self._files[path] = self._stack.enter_context(safe_open(path, framework="pt"))
             except FileNotFoundError as error:
@@ -320,6 +322,7 @@ class _Reader:
         if not index.exists():
             single = directory / "model.safetensors"
             return dict.fromkeys(self._open(single).keys(), single)
+        require_readable(index)
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {str(name): str(file) for name, file in weight_map.items()}

@@ -1,0 +1,94 @@
+"""A model that another user made: pods can read it, and where they cannot the error says who may not read what."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from medha.errors import CheckpointInvalid
+from medha_worker.bundle import read_bundle
+from medha_worker.checkpoint import init_checkpoint
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.weights import Shard, load_weights
+
+POD_USER = 65532
+
+
+@pytest.fixture
+def model() -> Iterator[Path]:
+    """A checkpoint in a folder that everybody may enter, as pytest's own is not."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        init_checkpoint(Path(folder) / "tiny", preset="tiny", seed=0)
+        yield Path(folder) / "tiny"
+
+
+@contextmanager
+def as_user_of_a_pod() -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    os.seteuid(POD_USER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def read_everything(model: Path) -> None:
+    """What controller and rank read when they start."""
+    read_bundle(model)
+    config = ModelConfig.from_directory(model)
+    load_weights(model, config, Shard.whole(config), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_every_file_of_a_checkpoint_has_the_mode_that_the_umask_asks_for(
+    umask: int, mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(umask)
+    try:
+        init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "tiny").iterdir()}
+    assert set(modes.values()) == {mode}
+    assert "model.safetensors" in modes
+
+
+def test_a_pod_reads_what_root_has_made(model: Path) -> None:
+    with as_user_of_a_pod():
+        read_everything(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing(model: Path, name: str) -> None:
+    (model / name).chmod(0o600)
+    with as_user_of_a_pod(), pytest.raises(CheckpointInvalid) as told:
+        read_everything(model)
+    assert str(told.value) == (
+        f"{model / name}: cannot be read by uid 65532: {model / name} has mode 0600 and belongs to uid 0; "
+        f"where the model is kept, run: chmod -R a+rX {model}"
+    )
+
+
+def test_a_folder_that_may_not_be_entered_is_named(model: Path) -> None:
+    model.chmod(0o700)
+    with as_user_of_a_pod(), pytest.raises(CheckpointInvalid, match=f"65532: {model} has mode 0700"):
+        read_everything(model)
+
+
+def test_a_file_that_is_missing_is_still_said_to_be_so(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with pytest.raises(CheckpointInvalid, match=r"model\.safetensors is missing"):
+        read_everything(model)
+    shutil.rmtree(model)
+    with pytest.raises(CheckpointInvalid, match=r"tokenizer\.json is missing"):
+        read_bundle(model)
