@@ -52,7 +52,7 @@ from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.up import RunFiles, write_parts
 from medha_worker.checkpoint import init_checkpoint
 from medha_worker.supervision.lifecycle import DEATHS_SECONDS
-from medha_worker.supervision.supervisor import supervise
+from medha_worker.supervision.supervisor import StopRequests, supervise
 
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0
@@ -303,13 +303,16 @@ def serve(folder: Path) -> int:
             own["rendezvous_host"] = address_of("rank 0")
         settings.write_text(json.dumps(own))
     lifecycle = replica.spec.lifecycle
-    state = supervise(
-        groups,
-        is_ready=files.is_ready,
-        display=TerminalDisplay(Console(width=200), "recovery", lambda _: []),
-        ready_seconds=lifecycle.ready_seconds,
-        drain_seconds=1.0,
-    )
+    with StopRequests() as requests:
+        state = supervise(
+            groups,
+            run_directory=files.directory,
+            is_ready=files.is_ready,
+            display=TerminalDisplay(Console(width=200), "recovery", lambda _: []),
+            ready_seconds=lifecycle.ready_seconds,
+            drain_seconds=1.0,
+            requests=requests,
+        )
     print(state.failure)
     return state.exit_status
 

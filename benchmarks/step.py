@@ -46,7 +46,7 @@ from medha_worker.checkpoint import init_checkpoint
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.transformer import Transformer
 from medha_worker.process import free_port
-from medha_worker.supervision.supervisor import Part, supervise
+from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 
 SHAPES = {
     "1 rank": (1, 1, 1),
@@ -155,13 +155,16 @@ def serve(folder: Path) -> int:
         )
         for number, part in enumerate(groups[-1])
     )
-    state = supervise(
-        (*groups[:-1], ranks),
-        is_ready=files.is_ready,
-        display=TerminalDisplay(Console(width=200), "step", lambda _: []),
-        ready_seconds=120,
-        drain_seconds=5,
-    )
+    with StopRequests() as requests:
+        state = supervise(
+            (*groups[:-1], ranks),
+            run_directory=files.directory,
+            is_ready=files.is_ready,
+            display=TerminalDisplay(Console(width=200), "step", lambda _: []),
+            ready_seconds=120,
+            drain_seconds=5,
+            requests=requests,
+        )
     return state.exit_status
 
 

@@ -1,15 +1,20 @@
 """What `medha up` shows: progress, one table, examples, and the parts' logs with a prefix.
 
-In a terminal with colours and a spinner; elsewhere, and with NO_COLOR, as plain lines.
+In a terminal with colours and a progress bar; elsewhere, and with NO_COLOR, as plain lines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 
 from rich.console import Console, RenderableType
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+from medha_worker.part_state import PartState
+from medha_worker.supervision.progress import ProgressLines
+from medha_worker.supervision.shown import iso_time, local_time
 
 _COLOURS = {"router": "cyan", "controller": "magenta"}
 _RANK_COLOURS = ("green", "yellow", "blue", "bright_red", "bright_green", "bright_yellow", "bright_blue")
@@ -26,7 +31,10 @@ class TerminalDisplay:
         self._summary = summary
         self._styles: dict[str, str] = {}
         self._width = 0
-        self._progress: Progress | None = None
+        self._progress: Progress | None = None  # in a terminal, while the replica starts
+        self._task = TaskID(0)
+        self._counts: dict[str, float] = {}  # share that is done, of parts that count
+        self._lines = ProgressLines()
 
     def starting(self, parts: list[str]) -> None:
         self._width = max(map(len, parts))
@@ -36,19 +44,31 @@ class TerminalDisplay:
         }
         text = f"starting {self._name}: {', '.join(parts)}"
         if self._console.is_terminal:
-            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
             self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task(text, total=None)
+            self._task = self._progress.add_task(text, total=None)
             self._progress.start()
         else:
-            self.say(text)
+            self.say(text, local_time())
 
-    def line(self, part: str, text: str) -> None:
+    def line(self, part: str, text: str, at: datetime) -> None:
         prefix = Text(f"{part:<{self._width}} | ", style=self._styles.get(part, ""))
-        self._print(prefix + Text.from_ansi(text))
+        self._print(self._time(at) + prefix + Text.from_ansi(text))
 
-    def say(self, text: str) -> None:
-        self._print(Text(f"medha: {text}", style="bold"))
+    def say(self, text: str, at: datetime) -> None:
+        self._print(self._time(at) + Text(f"medha: {text}", style="bold"))
+
+    def progress(self, part: str, state: PartState, at: datetime) -> None:
+        if self._progress is None:
+            line = self._lines.line(part, state, at)
+            if line:
+                self.say(line, at)
+            return
+        if state.total:
+            self._counts[part] = state.done / state.total
+            text = f"starting {self._name}: {part} {state.detail}"
+            least = min(self._counts.values())
+            self._progress.update(self._task, description=text, completed=least, total=1.0)
 
     def ready(self, process_ids: dict[str, int]) -> None:
         self._end_progress()
@@ -57,6 +77,11 @@ class TerminalDisplay:
 
     def close(self) -> None:
         self._end_progress()
+
+    def _time(self, at: datetime) -> Text:
+        """The time of day; where lines may be kept, in a file, also the date and the time zone."""
+        text = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._console.is_terminal else iso_time(at)
+        return Text(f"{text} ", style="dim")
 
     def _end_progress(self) -> None:
         if self._progress is not None:

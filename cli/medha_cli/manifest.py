@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
 from pathlib import Path
 
 import yaml
 
-from medha.api import KIND, MedhaReplica, parse_replica
+from medha.api import API_VERSION, KIND, MedhaReplica, parse_replica
 from medha.errors import ConfigInvalid
 from medha.profile import Profile
 
@@ -54,6 +55,8 @@ def read_documents(path: Path) -> list[object]:
         ConfigInvalid: the file cannot be read or is no YAML; the text starts with the file, and with the line where
             YAML knows it.
     """
+    if path.is_dir():
+        raise ConfigInvalid(_not_a_directory(path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -66,6 +69,23 @@ def read_documents(path: Path) -> list[object]:
         raise ConfigInvalid(f"{path}{line}: is not YAML: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
         raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
+
+
+def _not_a_directory(path: Path) -> str:
+    """What to say to somebody who names a directory; of a checkpoint, with a manifest to paste."""
+    text = f"{path} is a directory; name a file that describes a {KIND}"
+    if not (path / "config.json").is_file():
+        return f"{text} (for the smallest one, see examples/tiny.yaml)"
+    model = path.resolve()
+    name = re.sub(r"[^a-z0-9]+", "-", model.name.lower()).strip("-") or "model"
+    document = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": name},
+        "spec": {"model": {"name": model.name or name, "source": {"path": str(model)}}},
+    }
+    lines = yaml.safe_dump(document, sort_keys=False).rstrip()
+    return f"{text}. For this checkpoint, write {name}.yaml with these lines, then: medha up {name}.yaml\n\n{lines}\n"
 
 
 def model_directory(replica: MedhaReplica) -> Path:

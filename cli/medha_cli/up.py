@@ -32,8 +32,12 @@ from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.results import require_writable
 from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
+from medha_links.limits import raise_file_limit
+from medha_worker.memory import host_free_bytes
+from medha_worker.preflight import require_possible
 from medha_worker.process import RANK_ENVIRONMENT, free_port
-from medha_worker.supervision.supervisor import Part, supervise
+from medha_worker.supervision.shown import end_if_unread
+from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 
 if TYPE_CHECKING:
     from medha_links.keys import KeyFiles
@@ -97,8 +101,11 @@ def command(
     directory = model_directory(replica)
     _require_installed()
     _require_free_port(replica)
+    require_possible(replica.spec, directory, host_free_bytes(1))
+    raise_file_limit()  # of the parts, too: they inherit it
     console = Console(highlight=False)
     with (
+        StopRequests() as requests,  # as long as there is anything to be removed
         _run_directory(run_dir) as run,
         announced(run, replica.metadata.name, is_temporary=run_dir is None),
     ):
@@ -116,11 +123,14 @@ def command(
 
         state = supervise(
             groups,
+            run_directory=run,
             is_ready=replica_files.is_ready,
             display=TerminalDisplay(console, replica.metadata.name, ready_summary),
             ready_seconds=replica.spec.lifecycle.ready_seconds,
             drain_seconds=replica.spec.lifecycle.drain_seconds,
+            requests=requests,
         )
+    end_if_unread(state.exit_status)
     if state.failure:
         raise PartFailed(state.failure)
     sys.exit(state.exit_status)
@@ -289,6 +299,24 @@ def _require_free_port(replica: MedhaReplica) -> None:
         ) from error
 
 
+def _require_private(directory: Path) -> None:
+    """Who can write there can put files of his own in the place of keys, settings and sockets.
+
+    Raises:
+        ConfigInvalid: others may write there, or it belongs to somebody else.
+    """
+    found = directory.stat()
+    if found.st_uid != os.geteuid():
+        raise ConfigInvalid(
+            f"--run-dir {directory} belongs to user {found.st_uid} and you are {os.geteuid()}; name a directory of your own"
+        )
+    if found.st_mode & 0o022:
+        raise ConfigInvalid(
+            f"--run-dir {directory} has mode {found.st_mode & 0o777:04o}, so others can write there; chmod 700 it, or name a "
+            "directory that is not there yet"
+        )
+
+
 @contextmanager
 def _run_directory(wanted: Path | None) -> Iterator[Path]:
     """A directory of mode 0700; a temporary one is removed at the end, from any other the keys are."""
@@ -299,6 +327,7 @@ def _run_directory(wanted: Path | None) -> Iterator[Path]:
         run = wanted.absolute()
         try:
             run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_private(run)
             require_unused(run)  # before anything of another run is removed
             for stale in ("router-ready.json", "ranks-ready.json"):
                 (run / stale).unlink(missing_ok=True)

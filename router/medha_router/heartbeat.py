@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 import time
 from contextlib import suppress
 from threading import Thread
 
 BEAT_SECONDS = 1.0
 STUCK_SECONDS = 30.0  # of an event loop that does not turn
+_SEND_WAIT = struct.pack("ll", 1, 0)  # seconds and microseconds
 
 
 class Heartbeat:
@@ -31,7 +33,9 @@ class Heartbeat:
             await asyncio.sleep(BEAT_SECONDS)
 
     def _beat(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            # It waits for room in the supervisor's queue: a flood of others' datagrams leaves none at once.
+            sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_WAIT)
             while self._address:
                 if time.monotonic() - self._turned_at < STUCK_SECONDS:
                     with suppress(OSError):  # a supervisor that is busy or gone

@@ -5,7 +5,7 @@ stubborn        report ready, ignore SIGTERM
 mute            never report ready, ignore SIGTERM
 parent          as serve, and leave a child process behind
 chatty          as serve, and print without end
-beat            as serve, and show once a second that it lives, as long as it is not stopped
+beat            as serve, and show that it lives, as long as it is not stopped; it says so once a second, too
 stop-when FILE  as beat; once FILE exists, remove it and stop before the first beat
 crash           end with status 3 before being ready
 crash-when FILE report ready, end with status 4 once FILE exists
@@ -37,9 +37,13 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
     if behaviour != "mute":
         ready.touch()
     beats = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    told_at = time.monotonic()
     while not terminated:
         if behaviour in ("beat", "stop-when"):
             beats.sendto(b"WATCHDOG=1", os.environ["NOTIFY_SOCKET"].replace("@", "\0"))
+            if time.monotonic() > told_at + 1.0:
+                told_at = time.monotonic()
+                print("still here")
         if behaviour == "crash-when" and Path(arguments[0]).exists():
             print("out of luck")
             return 4

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.text import Text
 
 from medha_cli.display import TerminalDisplay
-from medha_worker.supervision.supervisor import Part, supervise
+from medha_worker.supervision.shown import end_if_unread
+from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 
 folder = Path(sys.argv[1])
 groups = []
@@ -17,12 +18,16 @@ for argument in sys.argv[3:]:
     argv = (sys.executable, "-S", "-u", fake, str(folder / f"{name}.ready"), *behaviour.split(":"))
     groups.append((Part(name, argv),))
 
-state = supervise(
-    tuple(groups),
-    is_ready=lambda: len(list(folder.glob("*.ready"))) == len(groups),
-    display=TerminalDisplay(Console(), "fake", lambda pids: [Text(f"READY {pids}")]),
-    ready_seconds=float(sys.argv[2]),
-    drain_seconds=5,
-)
+with StopRequests() as requests:
+    state = supervise(
+        tuple(groups),
+        run_directory=folder,
+        is_ready=lambda: len(list(folder.glob("*.ready"))) == len(groups),
+        display=TerminalDisplay(Console(), "fake", lambda pids: [Text(f"READY {pids}")]),
+        ready_seconds=float(sys.argv[2]),
+        drain_seconds=5,
+        requests=requests,
+    )
+end_if_unread(state.exit_status)
 print("failure:", state.failure)
 sys.exit(state.exit_status)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import select
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import IO
 
@@ -68,8 +70,14 @@ class Run:
 
     def part(self, name: str) -> psutil.Process:
         """The process that printed its id behind the prefix of `name`."""
-        lines = [line for line in self.output.splitlines() if line.split("|")[0].strip() == name]
+        self.until(f" {name:<10} | pid ")
+        lines = [line for line in self.output.splitlines() if speaker(line) == name]
         return self.seen[int([line.split()[-1] for line in lines if "| pid " in line][-1])]
+
+
+def speaker(line: str) -> str:
+    """Whose line this is, behind its time."""
+    return line.partition("|")[0].partition(" ")[2].strip()
 
 
 class Start:
@@ -99,7 +107,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def stop_order(output: str) -> list[str]:
-    return [line.split("|")[0].strip() for line in output.splitlines() if "stopped in good order" in line]
+    return [speaker(line) for line in output.splitlines() if "stopped in good order" in line]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -113,14 +121,19 @@ def test_one_signal_stops_router_controller_and_ranks_in_this_order(
     assert stop_order(run.output) == ["router", "controller", "rank 0"]
 
 
-def test_lines_of_parts_carry_their_name_and_no_colours_outside_a_terminal(start: Start) -> None:
+def test_every_line_carries_its_time_and_its_part_and_no_colours_outside_a_terminal(start: Start) -> None:
     run = start()
     run.until("READY")
     run.interrupt()
     run.end()
-    assert f"controller | pid {run.part('controller').pid}\n" in run.output
-    assert f"rank 0     | pid {run.part('rank 0').pid}\n" in run.output
+    assert f" controller | pid {run.part('controller').pid}\n" in run.output
+    assert f" rank 0     | pid {run.part('rank 0').pid}\n" in run.output
     assert "\x1b" not in run.output
+    *merged, _ = [line for line in run.output.splitlines() if not line.startswith("READY")]
+    for line in merged:  # the last one is the test's own
+        assert datetime.fromisoformat(line.partition(" ")[0]).tzinfo is not None
+    times = [line.partition(" ")[0] for line in merged]
+    assert sorted(times) == times
 
 
 def test_a_part_that_fails_at_the_start_ends_the_run_and_is_named_with_its_last_line(start: Start) -> None:
@@ -237,6 +250,87 @@ def _part_of(run: Run, name: str) -> psutil.Process:
                 if f"{name}.ready" in " ".join(child.cmdline()):
                     run.seen[child.pid] = child
                     return child
+
+
+def test_it_ends_although_nobody_ever_reads_what_it_shows(start: Start) -> None:
+    run = start(rank_0="chatty")
+    run.until("READY")
+    assert run.process.stdout is not None
+    _fill(run.process.stdout)
+    run.interrupt()
+    assert run.process.wait(timeout=50) == 0
+    _, left = psutil.wait_procs(run.seen.values(), timeout=5)
+    assert left == []
+
+
+SEND = """
+import os, socket, sys
+if "as nobody" in sys.argv:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+sender.setblocking(False)
+address = sys.argv[1].replace("@", "\\0")
+sender.sendto(b"STOP", address)
+print("sent", flush=True)
+while True:
+    try:
+        sender.sendto(b"x", address)
+    except BlockingIOError:
+        pass
+"""
+
+
+def notify_socket(run: Run) -> str:
+    return run.part("rank 0").environ()["NOTIFY_SOCKET"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_can_neither_kill_nor_hold_up_anything(start: Start) -> None:
+    run = start(rank_0="beat")
+    run.until("READY")
+    for folder in (start.folder, *start.folder.parents[:-2]):
+        folder.chmod(0o755)
+    command = [sys.executable, "-S", "-c", SEND, notify_socket(run), "as nobody"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as attacker:
+        assert attacker.stdout is not None
+        attacker.stdout.readline()
+        for _ in range(8):  # about a second each: longer than a part may be silent
+            run.until_next("still here")
+        attacker.kill()
+        _, said = attacker.communicate()
+    assert "PermissionError" in said
+    assert "no sign of life" not in run.output
+    run.interrupt()
+    assert run.end() == 0
+
+
+def test_a_flood_of_datagrams_kills_no_part_and_does_not_hold_up_the_end(start: Start) -> None:
+    run = start(rank_0="beat")
+    run.until("READY")
+    command = [sys.executable, "-S", "-c", SEND, notify_socket(run)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as attacker:
+        assert attacker.stdout is not None
+        assert attacker.stdout.readline() == "sent\n"
+        for _ in range(8):
+            run.until_next("still here")
+        run.interrupt()
+        assert run.end() == 0
+        attacker.kill()
+    assert "no sign of life" not in run.output
+    assert not (start.folder / "notify").exists()
+
+
+def test_a_supervisor_that_cannot_hear_its_parts_any_more_ends_and_blames_none(start: Start) -> None:
+    run = start(rank_0="beat")
+    run.until("READY")
+    (start.folder / "notify").unlink()
+    assert run.end() == 1
+    assert re.search(
+        r"failure: no part can be watched any more: \S+/notify, on which .* was removed", run.output
+    )
+    assert "no sign of life" not in run.output
 
 
 def test_a_part_that_is_stopped_is_killed_and_started_again(start: Start) -> None:

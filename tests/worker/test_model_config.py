@@ -87,7 +87,7 @@ def test_a_llama_3_2_config_is_read_as_written(tmp_path: Path) -> None:
         qk_norm=False,
         tie_word_embeddings=True,
         rope=RopeConfig("llama3", 500_000.0, 32.0, 8192),
-        dtype=torch.bfloat16,
+        dtype_name="bfloat16",
         # 8192 * 32 tokens is what the scaling was made for.
         max_position_tokens=262_144,
         max_model_len=262_144,

@@ -59,6 +59,7 @@ from medha.profile import Profile
 from medha.wire import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key, read_public_keys, read_tokens
+from medha_links.limits import raise_file_limit
 from medha_links.sockets import Doorkeeper
 from medha_worker.bundle import Bundle, read_bundle
 from medha_worker.inspection import Inspection
@@ -623,6 +624,7 @@ def main(settings_file: Path) -> None:
     """Drive one replica; the settings are a JSON file of `ControllerSettings`."""
     settings = read_settings(settings_file)
     configure_logging(settings.log_level)
+    raise_file_limit()
     end_with_parent()
     collect_garbage_rarely()
     try:

@@ -30,9 +30,10 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import Progress, Shard
+from medha_worker.model.weights import Progress as ReadProgress
+from medha_worker.model.weights import Shard
 from medha_worker.recorder import StepRecorder
-from medha_worker.warmup import WarmUp, warm_up
+from medha_worker.warmup import Progress, WarmUp, times, warm_up
 
 MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
 PROGRESS_SECONDS = 2.0
@@ -113,10 +114,15 @@ class Loaded:
         self._warm: WarmUp | None = None
         self._kv_cache: KVCache | None = None
 
-    def meet(self, meet: Meet, ran_out: Callable[[], None] = lambda: None) -> Engine:
+    def meet(
+        self,
+        meet: Meet,
+        ran_out: Callable[[], None] = lambda: None,
+        progress: Progress = lambda _text, _done, _total: None,
+    ) -> Engine:
         """Meet the other ranks, and begin an epoch with an empty ledger.
 
-        `ran_out` is called where memory does not suffice for some rows of a step.
+        `ran_out` is called where memory does not suffice for some rows of a step, `progress` while the rank warms up.
 
         Raises:
             PartFailed: they did not all come.
@@ -137,7 +143,7 @@ class Loaded:
             )
         try:
             # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
-            self._warm_up_together(grid)
+            self._warm_up_together(grid, progress)
             model = self._model if grid is None else self._in_grid(grid, ran_out)
             return self._begin(model, meet.epoch, grid)
         except BaseException:
@@ -192,24 +198,25 @@ class Loaded:
             return 0.0
         return grid.lane_bytes_per_second(time.perf_counter)
 
-    def _warm_up_together(self, grid: Grid | None) -> None:
+    def _warm_up_together(self, grid: Grid | None, progress: Progress) -> None:
         """In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
 
         Raises:
             OutOfMemory: the largest chunk or batch does not fit on one of them.
         """
         if grid is None:
-            self._warm = self._warm or self._warm_up(self._model, lambda: False)
+            self._warm = self._warm or self._warm_up(self._model, lambda: False, progress)
             return
         all_warm = _total(grid, int(self._warm is not None)) == self._settings.topology.tensor
         if not all_warm:
             short: list[None] = []
             model = self._in_grid(grid, lambda: short.append(None))
             with grid.warming_up():
-                self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0)
+                self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0, progress)
 
-    def _warm_up(self, model: Transformer, ran_out: Callable[[], bool]) -> WarmUp:
+    def _warm_up(self, model: Transformer, ran_out: Callable[[], bool], progress: Progress) -> WarmUp:
         scheduling = self._settings.spec.scheduling
+        started = time.monotonic()
         warm = warm_up(
             model,
             max_chunk_tokens=scheduling.max_chunk_tokens,
@@ -217,8 +224,10 @@ class Loaded:
             max_model_len=self._config.max_model_len,
             clock=time.perf_counter,
             ran_out=ran_out,
+            progress=progress,
         )
-        _log.info("warmed up: %s", warm.profile)
+        _log.info("warmed up in %.1f s", time.monotonic() - started)
+        _log.debug("steps of the warm-up: %s", times(warm.steps))
         return replace(warm, activation_bytes=warm.activation_bytes + self._exchange_bytes(model))
 
     def _exchange_bytes(self, model: Transformer) -> int:
@@ -265,8 +274,8 @@ class Loaded:
         return self._kv_cache
 
 
-def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
-    """Read this rank's weights.
+def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
+    """Read this rank's weights; `progress` is told how much of them has been read.
 
     Raises:
         MedhaError: the model cannot be served as the manifest asks.
@@ -287,7 +296,7 @@ def load(settings: RankSettings, recorder: StepRecorder) -> Loaded:
         shard,
         dtype=dtype,
         kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
-        progress=_log_progress(time.monotonic),
+        progress=_every_few_seconds(progress, time.monotonic),
     )
     return Loaded(settings, config, model, recorder, time.monotonic() - started)
 
@@ -348,15 +357,16 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     return ()
 
 
-def _log_progress(clock: Callable[[], float]) -> Progress:
-    """Log how much of the weights has been read, every few seconds."""
-    logged_at = clock()
+def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
+    """Log and tell how much of the weights has been read, every few seconds."""
+    told_at = clock()
 
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal logged_at
-        if clock() - logged_at >= PROGRESS_SECONDS:
-            logged_at = clock()
-            share = done_bytes / max(total_bytes, 1)
-            _log.info("read %.0f %% of %.0f MiB of weights", 100 * share, total_bytes / 2**20)
+    def read(done_bytes: int, total_bytes: int) -> None:
+        nonlocal told_at
+        if clock() - told_at >= PROGRESS_SECONDS:
+            told_at = clock()
+            share, size = 100 * done_bytes / max(total_bytes, 1), total_bytes / 2**20
+            _log.info("read %.0f %% of %.0f MiB of weights", share, size)
+            progress(f"reads its weights: {share:.0f} % of {size:.0f} MiB", done_bytes, total_bytes)
 
-    return progress
+    return read

@@ -23,6 +23,10 @@ class PartState(BaseModel):
     """The epoch in which it meets or serves."""
     detail: str = Field(default="", max_length=500)
     """In words: what is awaited."""
+    done: int = 0
+    """How much of what it does now is done, of `total`; in one unit, which `detail` names."""
+    total: int = 0
+    """0 where nothing is counted."""
     unmet_epoch: int | None = None
     """The last epoch in which ranks that had been called together did not find each other."""
     unmet_reason: str = Field(default="", max_length=500)

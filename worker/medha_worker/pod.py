@@ -11,14 +11,17 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from medha.api import MedhaReplica
 from medha.errors import MedhaError
+from medha_links.limits import raise_file_limit
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.live_settings import LiveFile
+from medha_worker.part_state import PartState
 from medha_worker.pod_health import HealthServer
 from medha_worker.pod_leader import LeaderName
 from medha_worker.pod_parts import (
@@ -32,7 +35,9 @@ from medha_worker.pod_parts import (
 from medha_worker.pod_watch import PodWatch
 from medha_worker.process import configure_logging
 from medha_worker.supervision.lifecycle import GiveUp, Lifecycle
-from medha_worker.supervision.supervisor import supervise
+from medha_worker.supervision.progress import ProgressLines
+from medha_worker.supervision.shown import end_if_unread, iso_time, local_time
+from medha_worker.supervision.supervisor import StopRequests, supervise
 
 MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
 
@@ -40,19 +45,28 @@ _log = logging.getLogger("medha.pod")
 
 
 class PodLog:
-    """What the supervisor shows: plain lines with the part's name, on stdout."""
+    """What the supervisor shows: plain lines with their time and the part's name, on stdout."""
+
+    def __init__(self) -> None:
+        self._progress = ProgressLines()
 
     def starting(self, parts: list[str]) -> None:
-        self.say(f"starting {', '.join(parts)}")
+        self.say(f"starting {', '.join(parts)}", local_time())
 
-    def line(self, part: str, text: str) -> None:
-        print(f"{part} | {text}", flush=True)
+    def line(self, part: str, text: str, at: datetime) -> None:
+        print(f"{iso_time(at)} {part} | {text}", flush=True)
 
-    def say(self, text: str) -> None:
-        print(f"pod | {text}", flush=True)
+    def say(self, text: str, at: datetime) -> None:
+        self.line("pod", text, at)
+
+    def progress(self, part: str, state: PartState, at: datetime) -> None:
+        line = self._progress.line(part, state, at)
+        if line:
+            self.say(line, at)
 
     def ready(self, process_ids: dict[str, int]) -> None:
-        self.say(f"ready: {', '.join(f'{name} is process {pid}' for name, pid in process_ids.items())}")
+        processes = ", ".join(f"{name} is process {pid}" for name, pid in process_ids.items())
+        self.say(f"ready: {processes}", local_time())
 
     def close(self) -> None: ...
 
@@ -86,11 +100,18 @@ class Supervised(PodWatch):
 
 
 def run(place: Place, replica_file: Path) -> Lifecycle:
-    """Run the pod until it is asked to stop, or cannot go on.
+    """Run the pod until it is asked to stop, or cannot go on; call it in the main thread.
 
     Raises:
         ConfigInvalid: the pod cannot be what its environment says.
     """
+    with (
+        StopRequests() as requests
+    ):  # from here on a SIGTERM counts: process 1 of a container would not notice it
+        return _run(place, replica_file, requests)
+
+
+def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
     replica = read_replica(replica_file)
     place.require_in(replica.spec)
     place.run_directory.mkdir(parents=True, exist_ok=True)
@@ -105,12 +126,14 @@ def run(place: Place, replica_file: Path) -> Lifecycle:
     try:
         return supervise(
             groups,
+            run_directory=place.run_directory,
             is_ready=lambda: watch.has_started,
             display=PodLog(),
             ready_seconds=float("inf"),  # the watch knows it better
             drain_seconds=watch.drain_seconds,
             awaits_word=not place.is_leader,
             watch=watch,
+            requests=requests,
         )
     finally:
         health.close()
@@ -149,6 +172,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 def main(replica_file: Path, termination_log: Path, **place: object) -> None:
     """Run one pod of a replica; the operator's pods say the rest in their environment."""
     configure_logging("info")
+    raise_file_limit()  # of the parts, too: they inherit it
     try:
         state = run(Place(**place), replica_file)  # type: ignore[arg-type] # click has read each option's type
         reason, exit_status = state.failure, state.exit_status
@@ -159,6 +183,7 @@ def main(replica_file: Path, termination_log: Path, **place: object) -> None:
         with suppress(OSError):  # a machine without a kubelet has no such file
             if termination_log.exists():
                 termination_log.write_bytes(reason.encode()[:MESSAGE_BYTES])
+    end_if_unread(exit_status)
     sys.exit(exit_status)
 
 

@@ -17,13 +17,18 @@ from types import MappingProxyType
 # (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
 RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
 
+PARENT = "MEDHA_PARENT_PID"
+"""Set by the supervisor for its parts: its process id."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def configure_logging(level: str) -> None:
-    """One line an event on stderr; the supervisor adds the part's name and the time of day."""
+    """One line an event on stderr; with the time where no supervisor adds it, with the part's name."""
+    is_part = PARENT in os.environ
     logging.basicConfig(
-        stream=sys.stderr, level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        stream=sys.stderr,
+        level=level.upper(),
+        format=f"{'' if is_part else '%(asctime)s '}%(levelname)s %(name)s: %(message)s",
     )
 
 
@@ -33,7 +38,7 @@ def end_with_parent() -> None:
     A parent that died while we were still importing has left us to another one. Who sets `MEDHA_PARENT_PID` lets
     us notice; the id 1 alone says nothing, because in a container it may well be the parent.
     """
-    parent = int(os.environ.get("MEDHA_PARENT_PID", os.getppid()))
+    parent = int(os.environ.get(PARENT, os.getppid()))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")

@@ -13,7 +13,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from medha.messages import Meet, MemoryRanOut, RankFault, RankHello, Shutdown, S
 from medha.wire import tokens_from_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_public_key
+from medha_links.limits import raise_file_limit
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
 from medha_worker.ahead import Ahead
 from medha_worker.epoch_file import read_epoch, write_epoch
@@ -99,7 +100,7 @@ class Rank:
         self._watchdog.tell(PartState(phase="loading"))
         # A file system that hangs would keep the others waiting for ever.
         self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
-        loaded = load(self._settings, self._recorder)
+        loaded = load(self._settings, self._recorder, self._telling(PartState(phase="loading")))
         self._loading = False
         while not self._stopping:
             self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
@@ -164,6 +165,15 @@ class Rank:
         else:
             change = {"detail": f"the controller at {self._settings.control} does not answer"}
         self._watchdog.tell(state.model_copy(update=change))
+
+    def _telling(self, state: PartState) -> Callable[[str, int, int], None]:
+        """Tells the supervisor how far this rank is with what takes long."""
+
+        def tell(text: str, done: int, total: int) -> None:
+            more = {"detail": text[:MOST_DETAIL], "done": done, "total": total}
+            self._watchdog.tell(state.model_copy(update=more))
+
+        return tell
 
     def _step_aside(self, reason: str) -> None:
         """Another process has this rank's place: say nothing more, and let the supervisor decide."""
@@ -245,7 +255,8 @@ class Rank:
         # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
-            self._engine = loaded.meet(meet, self._memory_ran_out)
+            progress = self._telling(PartState(phase="meeting", epoch=meet.epoch))
+            self._engine = loaded.meet(meet, self._memory_ran_out, progress)
         finally:
             signal.signal(signal.SIGTERM, handler)
         self._next_step, self._begun = 0, None
@@ -328,6 +339,7 @@ def main(settings_file: Path) -> None:
     """Run one rank; the settings are a JSON file of `RankSettings`."""
     settings = RankSettings.model_validate_json(settings_file.read_bytes())
     configure_logging(settings.log_level)
+    raise_file_limit()
     end_with_parent()
     try:
         rank = Rank(settings)

@@ -12,11 +12,14 @@ from medha.messages import Sampling, StepProfile
 from medha.predictor import Work
 from medha_worker.executor import failure_reason
 from medha_worker.model.transformer import Transformer
-from medha_worker.profile import BLOCK_TOKENS, Shape, StepTimer, blocks_of, median
+from medha_worker.profile import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
 from medha_worker.profile_fit import MeasuredStep, fit_profile
 
 REPEATS = 3
 CONTEXT_TOKENS = 2048
+
+Progress = Callable[[str, int, int], None]
+"""Told in words what is done now, and how much of how much is done."""
 
 _COSTLY = Sampling(temperature=1.0, top_p=0.9)  # takes the most memory to draw with
 
@@ -27,6 +30,8 @@ _log = logging.getLogger("medha.warmup")
 class WarmUp:
     profile: StepProfile
     activation_bytes: int
+    steps: tuple[MeasuredStep, ...] = ()
+    """What the profile was fitted to."""
 
 
 def warm_up(
@@ -37,17 +42,29 @@ def warm_up(
     max_model_len: int,
     clock: Callable[[], float],
     ran_out: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda _text, _done, _total: None,
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
     The activations' size is how much the process's resident memory grew at its peak, the kernels' own buffers
     included; the scratch KV of the warm-up was resident before. `ran_out` says whether rows have taken part as NaN until
-    now, here or on another tensor rank: in a grid nothing else tells that memory does not suffice.
+    now, here or on another tensor rank: in a grid nothing else tells that memory does not suffice. `progress` is told
+    what comes next, and how many steps of how many are done.
 
     Raises:
         OutOfMemory: the largest chunk or batch does not fit.
     """
     shapes = _shapes(max_chunk_tokens, max_running, max_model_len)
+    total = 2 + len(shapes) * (1 + REPEATS)
+    done = 0
+
+    def measured(works: Shape, sampling: Sampling = GREEDY) -> MeasuredStep:
+        nonlocal done
+        progress(f"warms up: step {done + 1} of {total}, {shape_name(works)}", done, total)
+        step = timer.measure(works, sampling)
+        done += 1
+        return step
+
     timer = StepTimer(model, max(map(blocks_of, shapes)) * BLOCK_TOKENS, clock)
     _forget_peak()
     before = _resident_bytes()
@@ -55,8 +72,8 @@ def warm_up(
     too_large = f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights"
     mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
     try:
-        timer.measure((Work(0, chunk),))
-        timer.measure((Work(0, 1),) * max_running, _COSTLY)
+        measured((Work(0, chunk),))
+        measured((Work(0, 1),) * max_running, _COSTLY)
     except (RuntimeError, MemoryError) as error:
         if failure_reason(error) != "out_of_memory":
             raise
@@ -65,9 +82,23 @@ def warm_up(
         raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
     activation_bytes = max(_peak_bytes() - before, 0)
     for works in shapes:
-        timer.measure(works)
-    steps = [median([timer.measure(works) for _ in range(REPEATS)]) for works in shapes]
-    return WarmUp(step_profile(steps), activation_bytes)
+        measured(works)
+    steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
+    return WarmUp(step_profile(steps), activation_bytes, tuple(steps))
+
+
+def shape_name(works: Shape) -> str:
+    """What a step computes, in words."""
+    first = works[0]
+    behind = f" behind {first.context:,}" if first.context else ""
+    if len(works) > 1:
+        return f"{len(works)} sequences of {first.count:,} token{'s' if first.count > 1 else ''}{behind}"
+    return f"{first.count:,} token{'s' if first.count > 1 else ''}{behind}"
+
+
+def times(steps: Sequence[MeasuredStep]) -> str:
+    """What steps took, in milliseconds, for people."""
+    return "; ".join(f"{shape_name(step.works)}: {1e3 * step.seconds:.3g} ms" for step in steps)
 
 
 def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list[Shape]:

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import struct
 import time
 from contextlib import suppress
 from threading import Thread
@@ -59,7 +60,7 @@ class Watchdog:
         if state == self._state:
             return
         self._state = state
-        with _sender() as sender:
+        with _sender(wait_seconds=0) as sender:
             self._beat(sender)
 
     def _beat(self, sender: socket.socket) -> None:
@@ -70,7 +71,7 @@ class Watchdog:
                 sender.sendto(b"\n".join(lines), self._address)
 
     def _watch(self) -> None:
-        with _sender() as sender:
+        with _sender(wait_seconds=1) as sender:
             while True:
                 overdue = self._promise.broken(time.monotonic())
                 if overdue is not None:
@@ -80,5 +81,11 @@ class Watchdog:
                 time.sleep(BEAT_SECONDS)
 
 
-def _sender() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+def _sender(wait_seconds: int) -> socket.socket:
+    """A socket that waits so long for room in its receiver's queue: a flood of others' datagrams leaves none at once."""
+    sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    if wait_seconds:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", wait_seconds, 0))
+    else:
+        sender.setblocking(False)
+    return sender

@@ -2,19 +2,26 @@
 
 A field that changes results is implemented or refused, never ignored: a model that answers a little wrongly is
 worse than one that does not start. Four architectures are known; their defaults are those of `transformers`.
+Reading it needs no torch, so that `medha up` can refuse a model before it starts anything.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
-from medha_worker.model.rope import RopeConfig
+from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
+
+if TYPE_CHECKING:
+    import torch
+
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number, by the data types that can be served."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: Which linears add a bias.
         qk_norm: Queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: The output head is the embedding.
-        dtype: Number format that the checkpoint asks for.
+        dtype_name: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
     """
@@ -47,9 +54,43 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     rope: RopeConfig
-    dtype: torch.dtype
+    dtype_name: str
     max_position_tokens: int
     max_model_len: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch's name of `dtype_name`."""
+        import torch
+
+        dtype = getattr(torch, self.dtype_name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def parameters(self) -> int:
+        """Of all matrices; the vectors beside them are next to nothing."""
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return int(self.linear_flops_per_token / 2) + embedding
+
+    def require_tensor_size(self, tensor_size: int) -> None:
+        """
+        Raises:
+            ConfigInvalid: the layers cannot be split over so many ranks.
+        """
+        for name, value in (
+            ("num_attention_heads", self.num_query_heads),
+            ("intermediate_size", self.intermediate_size),
+        ):
+            if value % tensor_size:
+                raise ConfigInvalid(
+                    f"parallelism.tensor is {tensor_size}, which does not divide {name} ({value})"
+                )
+        kv_heads = self.num_kv_heads
+        if kv_heads % tensor_size and tensor_size % kv_heads:
+            raise ConfigInvalid(
+                f"parallelism.tensor is {tensor_size}; it must divide num_key_value_heads ({kv_heads}) or be a multiple"
+            )
 
     @property
     def linear_flops_per_token(self) -> float:
@@ -69,7 +110,7 @@ class ModelConfig:
         directory: Path | str,
         max_model_len: int | None = None,
         rope_scaling: Mapping[str, Any] | None = None,
-    ) -> "ModelConfig":
+    ) -> ModelConfig:
         """Read `config.json` in `directory`.
 
         Args:
@@ -112,7 +153,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
-            dtype=_dtype(fields),
+            dtype_name=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
         )
@@ -124,8 +165,6 @@ _MODEL_TYPES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Fields of relatives of the four architectures that change results, with the values that switch them off.
 _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
@@ -301,14 +340,14 @@ def _attention_bias(fields: _Fields, architecture: str) -> bool:
     )
 
 
-def _dtype(fields: _Fields) -> torch.dtype:
+def _dtype(fields: _Fields) -> str:
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
     value = fields.get(name)
     if value is None:
-        return torch.float32
-    if value not in _DTYPES:
-        raise fields.unsupported(name, f"choose a checkpoint in one of {', '.join(_DTYPES)}")
-    return _DTYPES[value]
+        return "float32"
+    if not isinstance(value, str) or value not in ELEMENT_BYTES:
+        raise fields.unsupported(name, f"choose a checkpoint in one of {', '.join(ELEMENT_BYTES)}")
+    return value
 
 
 def _rope(fields: _Fields, max_position_tokens: int, override: Mapping[str, Any] | None) -> RopeConfig:

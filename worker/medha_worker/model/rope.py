@@ -6,36 +6,10 @@ its frequency is off by 0.06 radian, so "the same up to rounding" would not be t
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """One kind of RoPE and its parameters; those that a kind does not use keep their defaults.
-
-    Attributes:
-        kind: `default`, `linear`, `llama3`, `yarn` or `dynamic`.
-        theta: Base of the geometric series of wavelengths.
-        factor: How many times the context was extended.
-        original_max_position_tokens: Context length before the extension (llama3, yarn).
-        attention_factor: Factor on cos and sin; None derives it (yarn).
-        truncate: Round yarn's correction range to whole dimensions.
-    """
-
-    kind: str = "default"
-    theta: float = 10_000.0
-    factor: float = 1.0
-    original_max_position_tokens: int = 0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+from medha_worker.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
+from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha_worker.model.config import ModelConfig
 from medha_worker.readable import require_readable
 
@@ -113,7 +113,7 @@ def load_weights(
         ModelUnsupported: a tensor's number format is not float32, bfloat16 or float16.
         ConfigInvalid: the model cannot be split over `tensor_size` ranks.
     """
-    _require_divisible(config, shard.tensor_size)
+    config.require_tensor_size(shard.tensor_size)
     with ExitStack() as stack:
         reader = _Reader(Path(directory), config, shard, dtype, torch.device(device), progress, stack)
         layers = [reader.layer(index) for index in range(shard.first_layer, shard.last_layer)]
@@ -123,22 +123,6 @@ def load_weights(
             final_norm = reader.whole("model.norm.weight")
             head = reader.head(embedding)
         return Weights(layers, reader.vocab_rows.start, embedding, final_norm, head)
-
-
-def _require_divisible(config: ModelConfig, tensor_size: int) -> None:
-    for name, value in (
-        ("num_attention_heads", config.num_query_heads),
-        ("intermediate_size", config.intermediate_size),
-    ):
-        if value % tensor_size:
-            raise ConfigInvalid(
-                f"parallelism.tensor is {tensor_size}, which does not divide {name} ({value})"
-            )
-    kv_heads = config.num_kv_heads
-    if kv_heads % tensor_size and tensor_size % kv_heads:
-        raise ConfigInvalid(
-            f"parallelism.tensor is {tensor_size}; it must divide num_key_value_heads ({kv_heads}) or be a multiple"
-        )
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

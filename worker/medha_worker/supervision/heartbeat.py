@@ -1,23 +1,30 @@
 """Which parts show that they live: each sends a datagram a second to its supervisor, as to systemd.
 
 The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, `WATCHDOG=1` says "I get on", and a line
-`X_MEDHA_STATE=` says what the part is at (`part_state`). The
+`X_MEDHA_STATE=` says what the part is at (`part_state`). The socket is a file that only its owner may write to. The
 kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. Until its first
 sign of life a part has longer: it imports its libraries, perhaps from a slow disk.
 """
 
 from __future__ import annotations
 
-import secrets
+import os
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from threading import Lock, Thread
 
 import psutil
 
+from medha.errors import ConfigInvalid
 from medha_worker.part_state import PartState, read_state
+
+SOCKET_NAME = "notify"
+"""The file's name in the run directory."""
 
 SILENT_SECONDS = 5.0
 """A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
@@ -27,6 +34,7 @@ IMPORT_SECONDS = 60.0
 """The same for a part that was never heard yet: its imports take seconds, on a busy machine many of them."""
 LOOK_SECONDS = 1.0  # how often it is looked for silent parts
 DATAGRAM_BYTES = 8192
+CLOSE_SECONDS = 5.0  # for the thread that listens to end; it waits for nothing else
 AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
@@ -42,16 +50,19 @@ class Beats:
         self._lock = Lock()  # between the thread that listens and the one that looks
 
     def started(self, process_id: int, now: float) -> None:
-        """From here on it is watched; it may have been heard already."""
-        with self._lock:
-            if process_id not in self._heard_at:
-                self._heard_at[process_id] = now
-                self._unheard.add(process_id)
-
-    def heard(self, process_id: int, now: float) -> None:
+        """From here on it is watched."""
         with self._lock:
             self._heard_at[process_id] = now
+            self._unheard.add(process_id)
+
+    def heard(self, process_id: int, now: float) -> bool:
+        """Whether the process is watched; nobody else is listened to."""
+        with self._lock:
+            if process_id not in self._heard_at:
+                return False
+            self._heard_at[process_id] = now
             self._unheard.discard(process_id)
+            return True
 
     def forget(self, process_id: int) -> None:
         """It has ended, or is about to."""
@@ -91,37 +102,88 @@ def is_stopped(process_id: int) -> bool:
 
 
 class Listener:
-    """The socket that parts beat on, read by a thread of its own."""
+    """The socket that parts beat on, read by a thread of its own.
 
-    def __init__(self, beats: Beats, told: Callable[[int, PartState], None]) -> None:
-        """`told` is called with a process and what it is at, from this listener's thread."""
+    No datagram ends it: it counts if its sender has our user id and is a process that `beats` watches.
+    """
+
+    def __init__(self, directory: Path, beats: Beats, told: Callable[[int, PartState], None]) -> None:
+        """`told` is called with a process and what it is at, from this listener's thread.
+
+        Raises:
+            ConfigInvalid: no socket can be made in `directory`.
+        """
         self._beats = beats
         self._told = told
+        self._path = directory.absolute() / SOCKET_NAME
+        self.address = str(self._path)
+        self._failure = ""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        name = f"medha-{secrets.token_hex(8)}"
-        self._socket.bind(f"\0{name}")  # in no file system, and gone with us
-        self.address = f"@{name}"
-        self._thread = Thread(target=self._listen, daemon=True)
+        os.fchmod(self._socket.fileno(), 0o600)  # Linux makes the file with this mode: unix(7)
+        try:
+            self._path.unlink(missing_ok=True)  # of a supervisor that was killed
+            self._socket.bind(self.address)
+            self._file = _identity(self._path)
+        except OSError as error:
+            self._socket.close()
+            raise ConfigInvalid(
+                f"{self.address}: cannot be made a socket ({error.strerror or error}); name a run directory that can be "
+                "written, with a path of at most 100 bytes"
+            ) from error
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = Thread(target=self._run, daemon=True, name="beats")
         self._thread.start()
 
-    def _listen(self) -> None:
-        while True:
-            data, ancillary, _, _ = self._socket.recvmsg(DATAGRAM_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
-            if data == b"STOP":
-                return
-            if not data.startswith(b"WATCHDOG=1"):
-                continue
-            state = read_state(data)
-            for level, kind, content in ancillary:
-                if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
-                    process_id, _, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
-                    self._beats.heard(process_id, time.monotonic())
-                    if state is not None:
-                        self._told(process_id, state)
+    def trouble(self) -> str:
+        """Why no part can be heard any more; empty as long as they can."""
+        if not self._thread.is_alive():
+            return f"the thread that listens for the parts' signs of life has ended ({self._failure})"
+        if _identity(self._path) != self._file:
+            return f"{self.address}, on which the parts show signs of life, was removed"
+        return ""
 
     def close(self) -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.sendto(b"STOP", "\0" + self.address.removeprefix("@"))
-        self._thread.join()
+        if _identity(self._path) == self._file:
+            self._path.unlink(missing_ok=True)
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            return  # what it holds ends with this process
         self._socket.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                selector.register(self._wake, selectors.EVENT_READ)
+                while all(key.fileobj is self._socket for key, _ in selector.select()):
+                    self._receive()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `trouble` tells it
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _receive(self) -> None:
+        room = socket.CMSG_SPACE(_CREDENTIALS.size)
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(DATAGRAM_BYTES, room, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if not data.startswith(b"WATCHDOG=1"):
+            return
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                process_id, user_id, _ = _CREDENTIALS.unpack(content[: _CREDENTIALS.size])
+                if user_id != os.getuid() or not self._beats.heard(process_id, time.monotonic()):
+                    return
+                state = read_state(data)
+                if state is not None:
+                    self._told(process_id, state)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """The file that is at `path` now; None if there is none."""
+    with suppress(OSError):
+        found = path.lstat()
+        return found.st_dev, found.st_ino
+    return None

@@ -5,7 +5,8 @@ What may happen, and what follows::
     STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
         |                  |                   |
         |                  |                   +-- a part that was asked fails, or is late --> STOPPING (exit 1)
-        |                  +-- a part exits: it is started again; the third time in a minute -> STOPPING (exit 1)
+        |                  +-- a part exits: it is started again; the third time in a minute,
+        |                  |       or the twentieth in an hour ------------------------------> STOPPING (exit 1)
         |                  +-- a part falls silent: it is killed, and so exits
         |                  +-- both also while DRAINING, as long as requests may be open
         +-- a part falls silent: it is named
@@ -34,6 +35,10 @@ GRACE_SECONDS = 10.0  # to leave after a SIGTERM, for a part that has nothing le
 FAILED_GRACE_SECONDS = 3.0  # the same once something has failed: enough to send clients an error
 MOST_DEATHS = 3  # of one part within DEATHS_SECONDS: then it is not the world that kills it
 DEATHS_SECONDS = 60.0
+MOST_DEATHS_SLOW = (
+    20  # the same within SLOW_DEATHS_SECONDS: a loop that is slower than that must not go on unseen
+)
+SLOW_DEATHS_SECONDS = 3600.0
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -256,13 +261,16 @@ def _is_needed(state: Lifecycle, part: str) -> bool:
 
 def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
     """Start a part again that has ended while requests may be open, unless it keeps ending."""
-    recent = tuple((part, at) for part, at in state.deaths if now - at < DEATHS_SECONDS)
-    deaths = sum(part == event.part for part, _ in recent) + 1
-    if deaths >= MOST_DEATHS:
-        times = f"{deaths} times in {DEATHS_SECONDS:g} s"
-        return _fail(state, now, f"{_how(event)}; it ended {times}, and is not started again")
+    recent = tuple((part, at) for part, at in state.deaths if now - at < SLOW_DEATHS_SECONDS)
+    own = [at for part, at in recent if part == event.part] + [now]
+    for most, seconds in ((MOST_DEATHS, DEATHS_SECONDS), (MOST_DEATHS_SLOW, SLOW_DEATHS_SECONDS)):
+        deaths = sum(now - at < seconds for at in own)
+        if deaths >= most:
+            times = f"{deaths} times in {seconds:g} s"
+            return _fail(state, now, f"{_how(event)}; it ended {times}, and is not started again")
     state = replace(state, running=state.running | {event.part}, deaths=(*recent, (event.part, now)))
-    return state, [Say(f"{_how(event)}; starting it again"), Start(event.part)]
+    times = f" (it ended {len(own)} times within an hour)" if len(own) > 1 else ""
+    return state, [Say(f"{_how(event)}; starting it again{times}"), Start(event.part)]
 
 
 def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:

@@ -6,13 +6,20 @@ takes nothing ever again. Lines wait then, up to a bound; those beyond it are le
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from queue import SimpleQueue
 from threading import Thread
+from threading import enumerate as enumerate_threads
 from typing import Protocol
 
+from medha_worker.part_state import PartState
+
 MOST_LINES_WAITING = 10_000
+STUCK_SECONDS = 5.0  # at the end, in which nothing was shown although something waits
+_THREAD_NAME = "shown"
 
 
 class Display(Protocol):
@@ -20,13 +27,28 @@ class Display(Protocol):
 
     def starting(self, parts: list[str]) -> None: ...
 
-    def line(self, part: str, text: str) -> None: ...
+    def line(self, part: str, text: str, at: datetime) -> None:
+        """A part has printed this."""
 
-    def say(self, text: str) -> None: ...
+    def say(self, text: str, at: datetime) -> None:
+        """The supervisor has something to say."""
+
+    def progress(self, part: str, state: PartState, at: datetime) -> None:
+        """A part says how far it is, before all are ready."""
 
     def ready(self, process_ids: dict[str, int]) -> None: ...
 
     def close(self) -> None: ...
+
+
+def local_time() -> datetime:
+    """The time of day, in this machine's time zone, for people who read logs."""
+    return datetime.now().astimezone()
+
+
+def iso_time(at: datetime) -> str:
+    """ISO 8601 to the millisecond, with the offset of the time zone."""
+    return at.isoformat(timespec="milliseconds")
 
 
 class Shown:
@@ -36,32 +58,42 @@ class Shown:
         self._display = display
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._left_out = 0
-        self._thread = Thread(target=self._show_all, daemon=True, name="shown")
+        self._shown = 0
+        self._thread = Thread(target=self._show_all, daemon=True, name=_THREAD_NAME)
         self._thread.start()
 
     def starting(self, parts: list[str]) -> None:
         self._waiting.put(lambda: self._display.starting(parts))
 
-    def line(self, part: str, text: str) -> None:
+    def line(self, part: str, text: str, at: datetime) -> None:
         if self._waiting.qsize() >= MOST_LINES_WAITING:
             self._left_out += 1
             return
         if self._left_out:
             self.say(f"{self._left_out} lines of the parts are left out here: nobody has read those before")
             self._left_out = 0
-        self._waiting.put(lambda: self._display.line(part, text))
+        self._waiting.put(lambda: self._display.line(part, text, at))
 
     def say(self, text: str) -> None:
-        self._waiting.put(lambda: self._display.say(text))
+        at = local_time()
+        self._waiting.put(lambda: self._display.say(text, at))
+
+    def progress(self, part: str, state: PartState) -> None:
+        at = local_time()
+        if self._waiting.qsize() < MOST_LINES_WAITING:
+            self._waiting.put(lambda: self._display.progress(part, state, at))
 
     def ready(self, process_ids: dict[str, int]) -> None:
         self._waiting.put(lambda: self._display.ready(process_ids))
 
     def close(self) -> None:
-        """Wait until all of it is shown."""
+        """Wait until all of it is shown, or until nothing is shown any more for STUCK_SECONDS."""
         self._waiting.put(self._display.close)
         self._waiting.put(None)
-        self._thread.join()
+        before = -1
+        while self._thread.is_alive() and before != self._shown:
+            before = self._shown
+            self._thread.join(STUCK_SECONDS)
 
     def _show_all(self) -> None:
         while (show := self._waiting.get()) is not None:
@@ -69,3 +101,13 @@ class Shown:
                 OSError, ValueError
             ):  # nobody reads it, the disk is full, or the encoding has no such sign
                 show()
+            self._shown += 1
+
+
+def end_if_unread(exit_status: int) -> None:
+    """End this process at once if a `Shown` was closed and still waits for a reader; call it when all else is done.
+
+    Its thread holds the output, and Python would wait for it, or abort.
+    """
+    if any(thread.name == _THREAD_NAME for thread in enumerate_threads()):
+        os._exit(exit_status)

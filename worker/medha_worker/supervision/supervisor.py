@@ -12,15 +12,17 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from types import FrameType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol, Self
 
 from medha_worker.part_state import PartState
+from medha_worker.process import PARENT
 from medha_worker.supervision.heartbeat import LOOK_SECONDS, Beats, Listener, is_stopped
 from medha_worker.supervision.lifecycle import (
     Event,
@@ -40,7 +42,7 @@ from medha_worker.supervision.lifecycle import (
     begin,
     handle,
 )
-from medha_worker.supervision.shown import Display, Shown
+from medha_worker.supervision.shown import Display, Shown, local_time
 
 READY_POLL_SECONDS = 0.1
 LAST_LINES_SECONDS = 1.0  # for output that is still in the pipe when a part has ended
@@ -64,6 +66,7 @@ class Printed:
 
     part: str
     line: str
+    at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +112,54 @@ class Unwatched:
 _Happening = Event | Printed | Told
 
 
+class StopRequests:
+    """The signals that ask to stop, as events: while this context lasts, none of them ends the process by itself."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[_Happening] = SimpleQueue()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        def interrupt(_signal: int, _frame: FrameType | None) -> None:
+            self.events.put(Interrupt())
+
+        self._before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 def supervise(
     groups: tuple[tuple[Part, ...], ...],
     *,
+    run_directory: Path,
     is_ready: Callable[[], bool],
     display: Display,
     ready_seconds: float,
     drain_seconds: float,
     awaits_word: bool = False,
     watch: Watch | None = None,
+    requests: StopRequests,
 ) -> Lifecycle:
     """Start every part, and return the final state once the last one has ended; call it in the main thread.
 
-    `groups` is the order in which the parts are asked to stop. `is_ready` is polled until it is true, and must
-    not block for long. `awaits_word`: another pod's part tells these ones when the replica is drained.
+    `groups` is the order in which the parts are asked to stop. `run_directory` gets the socket on which they show that
+    they live. `is_ready` is polled until it is true, and must not block for long. `awaits_word`: another pod's part
+    tells these ones when the replica is drained. `requests` has begun: what came before the parts were started counts.
+
+    Raises:
+        ConfigInvalid: there can be no socket in `run_directory`.
     """
     watch = watch or Unwatched()
-    shown = Shown(display)
     parts = [part for group in groups for part in group]
     by_name = {part.name: part for part in parts}
     names = tuple(tuple(part.name for part in group) for group in groups)
-    events: SimpleQueue[_Happening] = SimpleQueue()
+    events = requests.events
     beats = Beats()
-    listener = Listener(beats, lambda process_id, state: events.put(Told(process_id, state)))
+    listener = Listener(run_directory, beats, lambda process_id, state: events.put(Told(process_id, state)))
+    shown = Shown(display)
     running: dict[str, _Process] = {}
 
     def start(part: Part) -> None:
@@ -139,6 +167,8 @@ def supervise(
         beats.started(process.pid, time.monotonic())
 
     def silent() -> list[Silent]:
+        if listener.trouble():
+            return []  # it is not the parts that are to blame
         found = beats.silent(time.monotonic(), is_stopped)
         return [
             Silent(name, round(found[process.pid], 1))
@@ -146,53 +176,58 @@ def supervise(
             if process.pid in found
         ]
 
-    inbox = _Inbox(events, is_ready, silent, watch.look)
+    def look(now: float) -> GiveUp | None:
+        given_up, trouble = watch.look(now), listener.trouble()
+        return GiveUp(f"no part can be watched any more: {trouble}") if trouble else given_up
+
+    inbox = _Inbox(events, is_ready, silent, look)
     try:
-        with _stop_signals(events):
-            shown.starting([part.name for part in parts])
-            for part in parts:
-                start(part)
-            state = begin(
-                names,
-                time.monotonic(),
-                ready_seconds=ready_seconds,
-                drain_seconds=drain_seconds,
-                awaits_word=awaits_word,
-            )
-            while state.phase is not Phase.ENDED:
-                event = inbox.next(state)
-                if isinstance(event, Printed):
-                    shown.line(event.part, event.line)
-                    continue
-                if isinstance(event, Told):
-                    for name, process in running.items():
-                        if process.pid == event.process_id:
-                            watch.told(name, event.state, time.monotonic())
-                    continue
-                match event:
-                    case Exited(name):
+        shown.starting([part.name for part in parts])
+        for part in parts:
+            start(part)
+        state = begin(
+            names,
+            time.monotonic(),
+            ready_seconds=ready_seconds,
+            drain_seconds=drain_seconds,
+            awaits_word=awaits_word,
+        )
+        while state.phase is not Phase.ENDED:
+            event = inbox.next(state)
+            if isinstance(event, Printed):
+                shown.line(event.part, event.line, event.at)
+                continue
+            if isinstance(event, Told):
+                for name, process in running.items():
+                    if process.pid == event.process_id:
+                        watch.told(name, event.state, time.monotonic())
+                        if state.phase is Phase.STARTING:
+                            shown.progress(name, event.state)
+                continue
+            match event:
+                case Exited(name):
+                    beats.forget(running[name].pid)
+                    running[name].reap()
+                    watch.ended(name, time.monotonic())
+                case Interrupt():
+                    event = watch.interrupted()
+                case GiveUp(reason):
+                    watch.gives_up(reason)
+            state, commands = handle(state, event, time.monotonic())
+            for command in commands:
+                match command:
+                    case Terminate(name, drain):
+                        running[name].terminate(drain=drain)
+                    case Kill(name):
                         beats.forget(running[name].pid)
-                        running[name].reap()
-                        watch.ended(name, time.monotonic())
-                    case Interrupt():
-                        event = watch.interrupted()
-                    case GiveUp(reason):
-                        watch.gives_up(reason)
-                state, commands = handle(state, event, time.monotonic())
-                for command in commands:
-                    match command:
-                        case Terminate(name, drain):
-                            running[name].terminate(drain=drain)
-                        case Kill(name):
-                            beats.forget(running[name].pid)
-                            running[name].kill()
-                        case Start(name):
-                            start(by_name[name])
-                        case Present():
-                            shown.ready({name: process.pid for name, process in running.items()})
-                        case Say(text):
-                            shown.say(text)
-            return state
+                        running[name].kill()
+                    case Start(name):
+                        start(by_name[name])
+                    case Present():
+                        shown.ready({name: process.pid for name, process in running.items()})
+                    case Say(text):
+                        shown.say(text)
+        return state
     finally:
         for process in running.values():
             process.kill()  # only what an error of ours has left
@@ -264,7 +299,7 @@ class _Process:
                 **part.environment,
                 **os.environ,
                 "PYTHONUNBUFFERED": "1",
-                "MEDHA_PARENT_PID": str(os.getpid()),
+                PARENT: str(os.getpid()),
                 "NOTIFY_SOCKET": notify_socket,
             },
         )
@@ -295,7 +330,7 @@ class _Process:
                 line = raw.decode("utf-8", errors="replace").rstrip()
                 if line:
                     self._last_line = line
-                self._events.put(Printed(self._name, line))
+                self._events.put(Printed(self._name, line, local_time()))
 
     def _await_end(self) -> None:
         # WNOWAIT leaves the process to be reaped by the main thread, which may be about to signal it.
@@ -305,18 +340,3 @@ class _Process:
         self._reader.join(LAST_LINES_SECONDS)
         status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         self._events.put(Exited(self._name, status, self._last_line))
-
-
-@contextmanager
-def _stop_signals(events: SimpleQueue[_Happening]) -> Iterator[None]:
-    """While this lasts, the signals that ask to stop become events."""
-
-    def interrupt(_signal: int, _frame: FrameType | None) -> None:
-        events.put(Interrupt())
-
-    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
