@@ -106,11 +106,15 @@ class Cluster:
                 return None
             raise
 
-    async def list(self, kind: Kind, namespace: str | None, selector: str) -> tuple[list[Document], str]:
-        """All objects that `selector` takes, as of now, and the version from which a watch goes on."""
+    async def list(
+        self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
+    ) -> tuple[list[Document], str]:
+        """All objects that `selector` takes by labels and `fields` by fields, as of now; and the version of the list."""
         items: list[Document] = []
         head = {"apiVersion": kind.api_version, "kind": kind.name}  # which lists leave out
-        query = {"labelSelector": selector, "limit": str(_PAGE)}
+        query = {"labelSelector": selector, "limit": str(_PAGE)} | (
+            {"fieldSelector": fields} if fields else {}
+        )
         while True:
             page = await self._call("GET", kind.path(namespace), query=query, seconds=_READ_SECONDS)
             items += [head | item for item in page["items"] or []]

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from medha_operator.nodes import LET_GO, may_drain, on_cordoned_node
+from medha_operator.nodes import LET_GO, STAYS, may_drain, on_cordoned_node, why_it_stays
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
 
@@ -74,10 +74,11 @@ def judge_refused(
 ) -> tuple[Judgement, ...]:
     """Every condition of a replica whose spec is refused while `expected` pods of `revision`, an earlier one or its own, run.
 
-    What is said of pods is as it is. Nothing is said of draining: such a replica waits for no leave of its deployment.
+    What is said of pods is as it is. Of draining only one that stands alone is told: the others wait for no leave of their
+    deployment, which must not take it for a wait.
     """
     every = judge(observed, revision, expected)
-    judged = {one.type: one for one in every if one.type != "Draining"}
+    judged = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
     over = {one.type: one for one in refuse(reason, message)}
     if judged["Ready"].holds:
         text = "every rank of the grid is ready, as the last spec that could be served has asked for"
@@ -229,6 +230,8 @@ def _draining(observed: Observed) -> Judgement:
     text = f"node {pod.node} of pod {pod.name} is being emptied"
     if may_drain(observed):
         return Judgement("Draining", True, LET_GO, text)
+    if observed.deployment is None:
+        return Judgement("Draining", True, STAYS, f"{text}; {why_it_stays(observed)}")
     told = f"{text}; it serves on until its deployment has another replica"
     return Judgement("Draining", True, "AwaitingReplacement", told)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from medha_operator.children import (
 )
 from medha_operator.kinds import CHILDREN, DEPLOYMENT, GANGS, NODE, POD, REPLICA, Key, Kind
 from medha_operator.observed import Node, Observed, Pod, any_heard_since, node_of, pod_of
-from medha_operator.render import MANAGER, Owner, keys_name
+from medha_operator.render import MANAGER, OPEN_SINCE, Owner, keys_name
 from medha_operator.revision import Revision
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 from medha_operator.store import Document, Entry, Store
@@ -53,6 +53,8 @@ class Index:
         }
         self.secrets: dict[str, set[str]] = {}
         """UID of a replica -> names of the Secrets that have been made for it, as far as this process knows."""
+        self.waiting_for_room: set[Key] = set()
+        """Replicas that must be looked at when any node changes: each may be the one that they move to."""
 
     def offer(self, document: Document, quiet: Key | None = None) -> None:
         """Take an object as somebody else has seen it: the API server's answer, or kopf. `quiet` is told nothing."""
@@ -110,7 +112,7 @@ class Index:
             pods=pods,
             earlier_pods=earlier,
             nodes=nodes,
-            any_heard_since=any_heard_since(self._all_nodes()) if is_any_silent else None,
+            any_heard_since=any_heard_since(self.nodes().values()) if is_any_silent else None,
         )
 
     def observe_deployment(self, key: Key) -> ObservedDeployment | None:
@@ -178,15 +180,47 @@ class Index:
             for entry in self.stores[NODE.name].of(Key(NODE.name, "", name))
         }
 
-    def _all_nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Mapping[str, Node]:
+        """Every node of the cluster by its name, as far as the operator may see them."""
         store = self.stores[NODE.name]
-        return (entry.document for node in store.groups() for entry in store.of(node))
+        return {node.name: entry.document for node in store.groups() for entry in store.of(node)}
+
+    def pod_uids(self) -> Set[str]:
+        """UIDs of the pods of all replicas."""
+        store = self.stores[POD.name]
+        return {entry.uid for key in store.groups() for entry in store.of(key)}
+
+    def to_be_placed(self, key: Key, leaving: Set[Key]) -> Iterator[Document]:
+        """Templates of the pods of other replicas than `key` that are yet to find a node, in the order of their names.
+
+        Of a replica that leaves its node these are all: it is one of `leaving`, or its budget is open.
+        """
+        for other, _ in sorted(self.resources(REPLICA)):
+            if other == key:
+                continue
+            sets, budgets = (
+                [entry.document for entry in self.stores[kind].of(other)]
+                for kind in ("StatefulSet", "PodDisruptionBudget")
+            )
+            is_open = any(OPEN_SINCE in one["metadata"].get("annotations", {}) for one in budgets)
+            pods = (
+                []
+                if is_open or other in leaving
+                else [entry.document for entry in self.stores[POD.name].of(other)]
+            )
+            staying = {pod.name for pod in pods if pod.node is not None and not pod.is_deleting}
+            for one in sets:
+                for ordinal in range(one["spec"]["replicas"]):
+                    if f"{one['metadata']['name']}-{ordinal}" not in staying:
+                        yield one["spec"]["template"]
 
     def _told(self, key: Key) -> None:
         if key.kind != NODE.name:  # a pod concerns its node, too, only to be found by it
             self._changed(key)
 
     def _node_changed(self, node: Key) -> None:
+        for key in tuple(self.waiting_for_room):
+            self._told(key)
         for entry in self.stores[POD.name].of(node):
             for key in entry.concerns:
                 self._told(key)

@@ -7,8 +7,12 @@ from medha_operator.render import OPEN_SINCE
 
 CUT_OFF_SECONDS = 10.0
 """How long until the next look while no node at all is heard of: of nodes without its pods a replica is not told."""
-LET_GO = "NodeCordoned"
+LET_GO = "Moving"
 """Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
+STAYS = "NodeCordoned"
+"""Reason of that condition while the replica stays on a cordoned node, for its pods would find no other."""
+ROOM_SECONDS = 30.0
+"""How often such a replica asks for room again: of pods that end elsewhere the operator is not told."""
 
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
@@ -23,9 +27,36 @@ def on_cordoned_node(observed: Observed) -> Pod | None:
 
 
 def may_drain(observed: Observed) -> bool:
-    """Whether the replica may leave a cordoned node now: a deployment brings up another one first."""
+    """Whether the replica may leave a cordoned node now.
+
+    A deployment brings up another one first. One that stands alone needs room for all of its pods elsewhere.
+    """
+    if observed.deployment is None:
+        return observed.room is not None and observed.room.is_enough
     gang = observed.status.newest_member
-    return observed.deployment is None or gang is None or observed.may_drain == gang
+    return gang is None or observed.may_drain == gang
+
+
+def asks_for_room(observed: Observed) -> bool:
+    """Whether it matters if there is room elsewhere for the pods of the replica.
+
+    While its spec is refused, no deployment can bring up another one.
+    """
+    is_alone = observed.deployment is None or any(
+        said.type == "Accepted" and said.status == "False" for said in observed.status.conditions
+    )
+    return is_alone and not observed.is_deleting and on_cordoned_node(observed) is not None
+
+
+def waits_for_room(observed: Observed) -> bool:
+    """Whether the replica stays on a cordoned node until there is room elsewhere."""
+    return observed.deployment is None and on_cordoned_node(observed) is not None and not may_drain(observed)
+
+
+def why_it_stays(observed: Observed) -> str:
+    """What such a replica waits for, and what ends the wait."""
+    lacks = "room elsewhere has yet to be looked for" if observed.room is None else observed.room.lacks
+    return f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend ends it"
 
 
 def open_since(observed: Observed, now: float) -> float | None:
@@ -46,7 +77,7 @@ def has_left_node(observed: Observed) -> bool:
 
     They may be gone before anybody looks: then the budget, or what the last look has said, tells that it was let go.
     """
-    if not may_drain(observed):
+    if observed.deployment is not None and not may_drain(observed):
         return False
     cordoned = {name for name, node in observed.nodes.items() if node.cordoned}
     return (

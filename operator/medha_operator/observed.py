@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
 
 from medha_operator.revision import Revision
 from medha_operator.status import ReplicaStatus
@@ -26,7 +29,7 @@ _NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
 
 @dataclass(frozen=True)
 class Node:
-    """What matters of a node that a pod of ours is on."""
+    """What matters of a node, to the pods of ours that are on it and to those that may come."""
 
     unreachable_since: float | None = None
     """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
@@ -36,6 +39,12 @@ class Node:
     """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
     cordoned_since: float | None = None
     """Unix time, seconds; None: whoever marked it has not said."""
+    is_ready: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Object, ...] = ()
+    """Without those that only say again that it is cordoned."""
+    allocatable: Mapping[str, Decimal] = field(default_factory=dict)
+    """Name of a resource -> how much its pods may ask for together."""
 
     def is_emptied_of(self, pod: Pod) -> bool:
         """Whether the pod has to leave. One that was put there in spite of the mark would only come back."""
@@ -76,6 +85,15 @@ class Pod:
 
 
 @dataclass(frozen=True)
+class Room:
+    """Whether all pods of a replica would find a node that is not being emptied."""
+
+    is_enough: bool
+    lacks: str = ""
+    """What there is too little of, or why nothing is known of it."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """One replica and everything that belongs to it."""
 
@@ -101,11 +119,18 @@ class Observed:
     nodes: Mapping[str, Node] = field(default_factory=dict)
     any_heard_since: float | None = None
     """Since when some node of the cluster has been heard of; None: none is. It matters where a pod's node is silent."""
+    room: Room | None = None
+    """Asked for where a pod's node is being emptied and no deployment brings up another replica first; None: not asked."""
 
 
 def seconds(timestamp: str) -> float:
     """Unix time of a timestamp as Kubernetes writes it."""
     return datetime.fromisoformat(timestamp).timestamp()
+
+
+def amount(quantity: str | int) -> Decimal:
+    """How much a quantity of a resource is, in the resource's own unit (cores, bytes, devices)."""
+    return Decimal(parse_quantity(quantity))  # type: ignore[no-untyped-call]
 
 
 def pod_of(document: Object) -> Pod:
@@ -164,11 +189,16 @@ def node_of(document: Object) -> Node:
         taint for taint in taints if taint["key"] in _EMPTIED_BY or (is_cordoned and taint["key"] == _CORDON)
     ]
     since = [time for time in map(_added, marks) if time is not None]
+    allocatable = document.get("status", {}).get("allocatable", {})
     return Node(
         unreachable_since=seconds(since_when) if since_when and is_silent else None,
         heard_since=seconds(since_when) if since_when and not is_silent else None,
         cordoned=is_cordoned or bool(marks),
         cordoned_since=max(since, default=None),
+        is_ready=_is_true(ready),
+        labels=document.get("metadata", {}).get("labels", {}),
+        taints=tuple(taint for taint in taints if taint not in marks),
+        allocatable={name: amount(value) for name, value in allocatable.items()},
     )
 
 

@@ -17,7 +17,16 @@ from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
 from medha_operator.conditions import judge, judge_refused, problems_in, refuse, stamped
 from medha_operator.gang import KINDS
-from medha_operator.nodes import LET_GO, has_left_node, on_cordoned_node, on_lost_nodes, open_since
+from medha_operator.nodes import (
+    LET_GO,
+    ROOM_SECONDS,
+    STAYS,
+    has_left_node,
+    on_cordoned_node,
+    on_lost_nodes,
+    open_since,
+    waits_for_room,
+)
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.overlay import holds
 from medha_operator.render import (
@@ -142,7 +151,8 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     restart, expected = spec.lifecycle.restart, _expected_pods(spec)
     replaced, status, later = _gang(observed, restart, expected, revision.name, gone, opened, now)
     status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
-    again = _soonest(again, later, _unsettled_seconds(status, restart, now))
+    waiting = _stays(observed, status)
+    again = _soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
     made = [*kept, *_objects(owner, spec, revision, observed)]
     if _is_any_missing(budget, observed):
@@ -159,7 +169,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         lanes, said = [*said, *lanes], ()
     # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
     ending = (*replaced, *_history(observed, revision))
-    return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending), again)
+    return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending, *waiting.actions), again)
 
 
 # --- objects --------------------------------------------------------------------------------------------
@@ -277,6 +287,18 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 
 
 # --- pods -----------------------------------------------------------------------------------------------
+
+
+def _stays(observed: Observed, status: ReplicaStatus) -> Plan:
+    """The event of a replica that begins to wait for room on other nodes, as `status` says, and when it asks again."""
+    if not waits_for_room(observed):
+        return Plan(())
+    before, now = (
+        [one for one in said.conditions if one.type == "Draining" and one.reason == STAYS]
+        for said in (observed.status, status)
+    )
+    told = tuple(Tell(STAYS, one.message, is_warning=True) for one in now if not before)
+    return Plan(told, ROOM_SECONDS)
 
 
 def _expected_pods(spec: MedhaReplicaSpec) -> int:
@@ -513,12 +535,16 @@ def _refused(
         again = _soonest(again, later)
     conditions = stamped(judged, observed.status.conditions, observed.generation, now)
     status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
-    again = _soonest(again, _unsettled_seconds(status, restart, now))
+    waiting = _stays(alone, status)
+    again = _soonest(again, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     told = () if is_told else (Tell(reason, message, is_warning=True),)
     # The event comes last, or each new try of what the API server refuses would tell it again.
-    return Plan((*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *told), again)
+    return Plan(
+        (*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *told, *waiting.actions),
+        again,
+    )
 
 
 def _running(observed: Observed) -> tuple[Revision, int] | None:

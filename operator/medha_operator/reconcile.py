@@ -6,9 +6,10 @@ one having been written, such as the end of pods on the record of a restart.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medha_operator.cluster import ApiError, Cluster, Fenced
@@ -17,6 +18,7 @@ from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
 from medha_operator.kinds import DEPLOYMENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
+from medha_operator.nodes import asks_for_room
 from medha_operator.plan import (
     Action,
     Apply,
@@ -30,6 +32,7 @@ from medha_operator.plan import (
     plan,
 )
 from medha_operator.render import Manifest, Owner
+from medha_operator.rooms import Rooms
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
 from medha_operator.store import Document
@@ -109,6 +112,7 @@ class Reconciler:
         self._telemetry = telemetry
         self._holder = holder
         self._now = now
+        self._rooms = Rooms(cluster, index, lambda: asyncio.get_running_loop().time())
         self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
         self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
         self._failures: dict[Key, int] = {}  # looks in a row that have failed
@@ -136,16 +140,19 @@ class Reconciler:
         if resource is None:
             self._failures.pop(key, None)
             self._troubles.pop(key, None)
+            self._index.waiting_for_room.discard(key)
             return Look()
         planned = Plan(())
         try:
-            planned, versions = self._plan(key, resource)
+            planned, versions = await self._plan(key, resource)
             writes, goes_on = await self._carry_out(key, resource, planned.actions, versions)
         except Fenced:
             raise
         except Exception as error:
             await self._failed(key, resource, planned, error)
             raise
+        finally:
+            self._rooms.settle(key)
         self._failures.pop(key, None)
         if self._troubles.pop(key, None) is not None:
             writes += 1  # the status without them is yet to be written
@@ -157,7 +164,7 @@ class Reconciler:
         self._answers = {key: answer for key, answer in self._answers.items() if self._facts(key) is not None}
         self._index.forget_secrets()
 
-    def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
+    async def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
         """What to do, and the resourceVersion of each object that it is based on."""
         now = self._now()
         if key.kind == DEPLOYMENT.name:
@@ -173,6 +180,15 @@ class Reconciler:
             return _waiting(resource, leftovers, self._now()), {}
         observed = self._index.observe(key)
         assert observed is not None
+        if asks_for_room(observed):
+            self._index.waiting_for_room.add(key)
+            room = await self._rooms.ask(key, observed)
+            latest = self._index.observe(key)  # the answer took a while
+            if latest is None or latest.uid != observed.uid:
+                return Plan(()), {}
+            observed = replace(latest, room=room)
+        else:
+            self._index.waiting_for_room.discard(key)
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
         return plan(observed, now, self._settings), found
 

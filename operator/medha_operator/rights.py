@@ -53,8 +53,11 @@ def namespaced_rules() -> list[Rule]:
 
 
 def cluster_rules() -> list[Rule]:
-    """Of what belongs to no namespace. Without them the operator goes on, but sees no node that is lost or emptied."""
-    return [_rule(NODE, _SEE)]
+    """Of what belongs to no namespace, and of pods of all of them, which take room on nodes.
+
+    Without them the operator goes on, but sees no node that is lost or emptied.
+    """
+    return [_rule(NODE, _SEE), _rule(POD, ["list"])]
 
 
 def gang_rules(settings: OperatorSettings) -> list[Rule]:

@@ -43,6 +43,11 @@ def with_kwok(plane: ControlPlane, nodes: int, gpus: int = 64) -> Iterator[list[
         server.stop()
 
 
+def add_node(plane: ControlPlane, name: str, gpus: int) -> None:
+    """One more node, while KWOK runs."""
+    plane.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(_node(name, gpus)))
+
+
 def _node(name: str, gpus: int) -> dict[str, Any]:
     amounts = {"cpu": "192", "memory": "2Ti", "pods": "1000", "nvidia.com/gpu": str(gpus)}
     labels = {"type": "kwok", "kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}

@@ -278,17 +278,21 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
     assert replica(cluster)["status"]["restarts"] == 0
 
 
-def test_a_node_is_drained_of_a_replica_that_comes_back_on_it(cluster: Cluster) -> None:
+def test_the_only_node_keeps_its_replica_until_that_is_suspended(cluster: Cluster) -> None:
     uids = medha.pod_uids(cluster)
-    drained = cluster.kubectl(
-        *("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data", "--timeout=90s")
-    )
-    assert "node/node-1 drained" in drained
-    assert not set(medha.pod_uids(cluster).values()) & set(uids.values())
-    eventually(lambda: condition(replica(cluster))[0], lambda ready: ready == "False", 60)
+    drain = ("drain", "node-1", "--pod-selector=medha.dev/replica", "--delete-emptydir-data")
+    waited = cluster.kubectl(*drain, "--timeout=30s", check=False)
+    assert "violate the pod's disruption budget" in waited
+    assert medha.pod_uids(cluster) == uids
+    assert condition(replica(cluster))[0] == "True"
+    assert condition(replica(cluster), "Draining") == ("True", "NodeCordoned")
+    cluster.kubectl("patch", "medhareplica", "tiny", "--type=merge", "-p", '{"spec": {"suspend": true}}')
+    assert "node/node-1 drained" in cluster.kubectl(*drain, "--timeout=90s")
     cluster.kubectl("uncordon", "node-1")
+    cluster.kubectl("patch", "medhareplica", "tiny", "--type=merge", "-p", '{"spec": {"suspend": false}}')
     wait_ready(cluster)
-    assert replica(cluster)["status"]["restarts"] == 0  # it was asked to move
+    assert not set(medha.pod_uids(cluster).values()) & set(uids.values())
+    assert replica(cluster)["status"]["restarts"] == 0
 
 
 def test_a_replica_that_is_deleted_leaves_nothing(cluster: Cluster, at_first: set[str]) -> None:

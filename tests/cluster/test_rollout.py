@@ -12,9 +12,10 @@ from cluster.api import Api, Document, condition, eventually
 from cluster.conftest import skipping_what_cannot_run
 from cluster.control_plane import ControlPlane, control_plane
 from cluster.definitions import define
-from cluster.kwok import with_kwok
+from cluster.kwok import add_node, with_kwok
 from cluster.operator_process import operator
 from medha_operator.kinds import DEPLOYMENT, POD, REPLICA
+from medha_operator.plan import EVICTION_SECONDS
 
 _SECONDS = 60.0
 
@@ -169,34 +170,76 @@ def test_without_room_it_waits_says_why_and_goes_on_when_there_is_room(plane: Co
     assert condition(api.get(DEPLOYMENT, "chat"), "Stalled") == ("False", "Complete")
 
 
-def test_a_pod_that_tolerates_the_cordon_comes_back_to_its_node_once_and_is_left_there(
-    plane: ControlPlane, api: Api
-) -> None:
-    node = "kwok-0"
-    pod = {"nodeSelector": {"kubernetes.io/hostname": node}, "tolerations": [{"operator": "Exists"}]}
+def lone(api: Api, name: str, **pod: object) -> None:
+    """A replica of one pod that asks for no GPU."""
     spec = {
         "model": {"name": "m", "source": {"path": "checkpoint"}},
         "resources": {"accelerator": "none"},
         "template": {"spec": pod},
     }
-    metadata = {"name": "bound", "namespace": "default"}
+    metadata = {"name": name, "namespace": "default"}
     api.apply(
         {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": metadata, "spec": spec}
     )
+    eventually(lambda: judged(api, name, "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
 
-    def judged(kind: str) -> tuple[str, str]:
-        return condition(api.get(REPLICA, "bound"), kind)
 
-    def uids() -> set[str]:
-        return {one["metadata"]["uid"] for one in api.list(POD, "default", "medha.dev/replica=bound")}
+def judged(api: Api, name: str, kind: str) -> tuple[str, str]:
+    return condition(api.get(REPLICA, name), kind)
 
-    eventually(lambda: judged("Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
-    before = uids()
+
+def uids(api: Api, name: str) -> set[str]:
+    return {one["metadata"]["uid"] for one in api.list(POD, "default", f"medha.dev/replica={name}")}
+
+
+def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_a_node_is_added(
+    plane: ControlPlane, api: Api
+) -> None:
+    """As in an upgrade that cordons every old node before it drains the first."""
+    lone(api, "alone", nodeSelector={"type": "kwok"})
+    before = uids(api, "alone")
+    node = api.list(POD, "default", "medha.dev/replica=alone")[0]["spec"]["nodeName"]
+    drain = ("drain", node, "--pod-selector=medha.dev/replica=alone", "--delete-emptydir-data")
+    for index in range(4):
+        plane.kubectl("cordon", f"kwok-{index}")
+    # Longer than evictors are waited for, after which the replica would be ended.
+    said = plane.kubectl(*drain, f"--timeout={EVICTION_SECONDS + 10:.0f}s", check=False)
+    assert "Cannot evict pod as it would violate the pod's disruption budget" in said
+    assert uids(api, "alone") == before
+    assert judged(api, "alone", "Draining") == ("True", "NodeCordoned")
+    assert judged(api, "alone", "Ready") == ("True", "Serving")
+    add_node(plane, "kwok-new", gpus=4)
+    said = plane.kubectl(*drain, f"--timeout={_SECONDS:.0f}s")
+    assert f"node/{node} drained" in said
+    eventually(lambda: judged(api, "alone", "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
+    eventually(lambda: uids(api, "alone"), lambda now: len(now) == 1 and not now & before, _SECONDS)
+    (moved,) = api.list(POD, "default", "medha.dev/replica=alone")
+    assert moved["spec"]["nodeName"] == "kwok-new"
+    found = api.get(REPLICA, "alone")
+    assert found is not None
+    assert found["status"]["restarts"] == 0
+    for index in range(4):
+        plane.kubectl("uncordon", f"kwok-{index}")
+    plane.kubectl("delete", "mr", "alone")
+    plane.kubectl("delete", "node", "kwok-new")
+
+
+def test_a_pod_that_could_only_come_back_to_its_cordoned_node_is_left_there(
+    plane: ControlPlane, api: Api
+) -> None:
+    """Though it tolerates the cordon: there is no other node for it."""
+    node = "kwok-0"
+    lone(api, "bound", nodeSelector={"kubernetes.io/hostname": node}, tolerations=[{"operator": "Exists"}])
+    before = uids(api, "bound")
     plane.kubectl("cordon", node)
-    eventually(uids, lambda now: bool(now) and not now & before, _SECONDS)
-    eventually(lambda: judged("Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
-    # Though the node is cordoned; the status says so only some time after the pods are ready.
-    eventually(lambda: judged("Draining"), lambda draining: draining == ("False", "NotDraining"), _SECONDS)
+    eventually(
+        lambda: judged(api, "bound", "Draining"), lambda found: found == ("True", "NodeCordoned"), _SECONDS
+    )
+    assert uids(api, "bound") == before
     assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
     plane.kubectl("uncordon", node)
+    eventually(
+        lambda: judged(api, "bound", "Draining"), lambda found: found == ("False", "NotDraining"), _SECONDS
+    )
+    assert uids(api, "bound") == before
     plane.kubectl("delete", "mr", "bound")

@@ -59,6 +59,20 @@ class FakeCluster:
         self._begin("get", kind.name)
         return copy.deepcopy(self.objects.get((kind.name, namespace, name)))
 
+    async def list(
+        self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
+    ) -> tuple[list[Document], str]:
+        self._begin("list", kind.name)
+        found = [
+            copy.deepcopy(one)
+            for (of, home, _), one in self.objects.items()
+            if of == kind.name
+            and namespace in (None, home)
+            and all(_has(one["metadata"].get("labels", {}), term) for term in selector.split(",") if term)
+            and all(_has(_fields(one), term) for term in fields.split(",") if term)
+        ]
+        return found, str(self._version)
+
     async def apply(self, manifest: Document, version: str | None = None) -> Document:
         self._begin("apply", manifest["kind"])
         found = self.objects.get(_name(manifest), {"metadata": {}})["metadata"]
@@ -159,3 +173,25 @@ def resource(kind: str, spec: Mapping[str, Any] = GRID, name: str = "r") -> Docu
 def _name(document: Mapping[str, Any]) -> tuple[str, str, str]:
     metadata = document["metadata"]
     return document["kind"], metadata["namespace"], metadata["name"]
+
+
+def _has(values: Mapping[str, Any], term: str) -> bool:
+    name, _, wanted = term.partition("=")
+    if name.endswith("!"):
+        return bool(values.get(name[:-1]) != wanted)
+    return bool((values.get(name) or "") == wanted)
+
+
+def _fields(document: Document) -> Document:
+    """What field selectors can ask for, by their dotted names."""
+    flat: Document = {}
+
+    def flatten(node: Mapping[str, Any], prefix: str) -> None:
+        for name, value in node.items():
+            if isinstance(value, Mapping):
+                flatten(value, f"{prefix}{name}.")
+            elif isinstance(value, str):
+                flat[prefix + name] = value
+
+    flatten(document, "")
+    return flat

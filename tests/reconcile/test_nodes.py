@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha_operator.observed import Node
+from medha_operator.nodes import ROOM_SECONDS
+from medha_operator.observed import Node, Room
 from medha_operator.plan import EVICTION_SECONDS, Apply, Delete, Tell
 from medha_operator.render import OPEN_SINCE
 from reconcile.world import GRID, World, allowed_away, condition, deleted_pods, uids
@@ -125,7 +126,7 @@ def test_an_evicted_pod_that_ends_before_anybody_looks_counts_as_a_move(
     assert world.settle() == 0
     assert world.status.restarts == 0
     assert allowed_away(world) == 0
-    assert [told.reason for told in world.told] == ["NodeCordoned"]
+    assert [told.reason for told in world.told] == ["Moving"]
     del world.pods["r-l0-1"]
     world.settle()
     assert world.status.restarts == 1
@@ -167,6 +168,70 @@ def test_pods_that_come_back_to_a_cordoned_node_are_not_ended_again(
     assert condition(world, "Draining") == ("False", "NotDraining")
     assert condition(world, "Ready") == ("True", "Serving")
     assert allowed_away(world) == 0
+
+
+def on_node(world: World, node: str) -> None:
+    for name, pod in world.pods.items():
+        world.pods[name] = replace(pod, node=node)
+
+
+NO_ROOM = Room(False, "no other node may take its 4 pods")
+
+
+def test_a_replica_that_would_find_no_other_node_serves_on_and_moves_when_there_is_one(world: World) -> None:
+    on_node(world, "a")
+    world.nodes["a"] = Node(cordoned=True)
+    world.room = NO_ROOM
+    before = uids(world)
+    for _ in range(5):
+        assert world.settle() == 0
+        assert world.plan().again_seconds == ROOM_SECONDS
+        world.now += 600
+    assert (uids(world), allowed_away(world)) == (before, 0)
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert condition(world, "Draining") == ("True", "NodeCordoned")
+    draining = next(one for one in world.status.conditions if one.type == "Draining")
+    assert "node a " in draining.message
+    assert NO_ROOM.lacks in draining.message
+    assert [(told.reason, told.is_warning) for told in world.told] == [("NodeCordoned", True)]
+    world.room = Room(True)
+    world.do(world.plan().actions)
+    assert allowed_away(world) == "100%"
+    world.now += EVICTION_SECONDS
+    world.do(world.plan().actions)
+    world.nodes = {"b": Node()}
+    assert world.settle() == 0
+    assert not uids(world) & before
+    assert (allowed_away(world), world.status.restarts) == (0, 0)
+    assert condition(world, "Draining") == ("False", "NotDraining")
+
+
+def test_room_that_goes_before_anybody_was_evicted_closes_the_budget_again(world: World) -> None:
+    """As where all old nodes are cordoned one after the other, before the first of them is drained."""
+    on_node(world, "a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    world.do(world.plan().actions)
+    assert allowed_away(world) == "100%"
+    world.now += EVICTION_SECONDS
+    world.room = NO_ROOM
+    assert world.settle() == 0
+    assert (uids(world), allowed_away(world)) == (before, 0)
+    assert condition(world, "Draining") == ("True", "NodeCordoned")
+    assert condition(world, "Ready") == ("True", "Serving")
+
+
+def test_room_that_goes_after_a_pod_was_evicted_leaves_no_half_replica(world: World) -> None:
+    on_node(world, "a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    world.do(world.plan().actions)
+    world.pods["r-l0-1"] = replace(world.pods["r-l0-1"], is_deleting=True)
+    world.room = NO_ROOM
+    assert deleted_pods(world.plan()) == {"r-l0-0", "r-l1-0", "r-l1-1"}
+    world.settle()
+    assert not uids(world) & before
+    assert world.status.restarts == 0
 
 
 @pytest.mark.parametrize("spoilt", ["", "yesterday", "2999-01-01T00:00:00Z"])
@@ -262,6 +327,26 @@ def test_what_runs_leaves_lost_and_cordoned_nodes_though_its_new_spec_is_refused
     assert world.settle() == 0
     assert allowed_away(world) == 0
     assert condition(world, "Accepted")[0] == "False"
+
+
+@pytest.mark.parametrize("deployment", [None, "owner"])
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_runs_stays_on_a_cordoned_node_without_room_elsewhere_though_its_new_spec_is_refused(
+    world: World, change: dict[str, Any], deployment: str | None
+) -> None:
+    world.deployment, world.room = deployment, NO_ROOM
+    world.spec = world.spec | change
+    world.generation += 1
+    on_node(world, "a")
+    world.nodes["a"] = Node(cordoned=True)
+    before = uids(world)
+    for _ in range(3):
+        assert world.settle() == 0
+        assert world.plan().again_seconds == ROOM_SECONDS
+        world.now += 600
+    assert (uids(world), allowed_away(world)) == (before, 0)
+    assert condition(world, "Ready") == ("True", "Serving")
+    assert [told.reason for told in world.told].count("NodeCordoned") == (deployment is None)
 
 
 @pytest.mark.parametrize("change", REFUSED)

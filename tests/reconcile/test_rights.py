@@ -11,5 +11,5 @@ def test_only_what_a_plan_may_delete_can_be_deleted() -> None:
 
 
 def test_nodes_are_listed_and_watched_and_never_got_one_by_one() -> None:
-    (rule,) = cluster_rules()
-    assert (rule["resources"], rule["verbs"]) == (["nodes"], ["list", "watch"])
+    rules = [(rule["resources"], rule["verbs"]) for rule in cluster_rules()]
+    assert rules == [(["nodes"], ["list", "watch"]), (["pods"], ["list"])]

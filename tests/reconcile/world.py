@@ -8,7 +8,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from medha_operator.observed import Node, Observed, Pod, any_heard_since
+from medha_operator.nodes import asks_for_room
+from medha_operator.observed import Node, Observed, Pod, Room, any_heard_since
 from medha_operator.plan import (
     Action,
     Apply,
@@ -45,6 +46,8 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.other_nodes: list[Node] = [Node(heard_since=0.0)]
         """Those without pods of the replica."""
+        self.room = Room(True)
+        """What is answered when the replica asks for room elsewhere."""
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.is_deleting = False
@@ -62,7 +65,7 @@ class World:
             found["metadata"]["uid"] for (kind, _), found in self.objects.items() if kind == "StatefulSet"
         }
         lanes = {name: self.owners[name] in sets for name in self.pods}
-        return Observed(
+        observed = Observed(
             name="r",
             namespace="default",
             uid="u",
@@ -80,6 +83,7 @@ class World:
             nodes=dict(self.nodes),
             any_heard_since=any_heard_since([*self.nodes.values(), *self.other_nodes]),
         )
+        return replace(observed, room=self.room if asks_for_room(observed) else None)
 
     def plan(self) -> Plan:
         return plan(self.observe(), self.now, SETTINGS)

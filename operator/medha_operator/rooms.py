@@ -1,0 +1,136 @@
+"""Asks the API server whether the pods of a replica would find room elsewhere, and tells one replica of each room.
+
+Pods of others are not watched: those of the nodes that may take ours are listed when a replica has to leave its node. An answer
+of no may rest on lists that are some seconds old, which all replicas share; a yes rests on new ones alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from medha_operator.cluster import ApiError, Cluster
+from medha_operator.index import Index
+from medha_operator.kinds import POD, Key
+from medha_operator.observed import Observed, Room
+from medha_operator.room import Amounts, Needs, left_free, may_take, needs_of, requests, without_room
+
+RECENT_SECONDS = 10.0
+"""How old a list of pods may be that an answer of no rests on."""
+_BATCH = 16
+"""Nodes whose pods are listed before it is tried whether there is room among them."""
+_ALIVE = "status.phase!=Succeeded,status.phase!=Failed"
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The pods of a node, or those without one."""
+
+    at_seconds: float
+    pods: tuple[tuple[str, Any], ...]
+    """UID of each, and what it asks for."""
+
+
+class Rooms:
+    """The room of one cluster. `clock` gives seconds that never go back."""
+
+    def __init__(self, cluster: Cluster, index: Index, clock: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._index = index
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._listed: dict[str, _Listed] = {}
+        self._unplaced = _Listed(float("-inf"), ())
+        self._told: set[Key] = set()
+
+    async def ask(self, key: Key, observed: Observed) -> Room:
+        """Whether all pods of a replica find room. Until `settle`, others are answered as if it had left for there."""
+        async with self._lock:
+            began = self._clock()
+            try:
+                room = await self._judged(key, observed, began - RECENT_SECONDS)
+                if room.is_enough:
+                    room = await self._judged(key, observed, began)
+            except ApiError as error:
+                return Room(False, _unknown(error))
+            if room.is_enough:
+                self._told.add(key)
+            return room
+
+    def settle(self, key: Key) -> None:
+        """What came of the answer can be seen in the index."""
+        self._told.discard(key)
+        if not self._index.waiting_for_room:
+            self._listed.clear()
+
+    async def _judged(self, key: Key, observed: Observed, since: float) -> Room:
+        """By lists that are not older than `since`."""
+        pods = await self._pods_of(observed)
+        unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
+        if unjudged is not None:
+            return Room(False, f"the operator cannot tell which nodes spec.template.spec.{unjudged} allows")
+        nodes = {
+            name: node
+            for name, node in sorted(self._index.nodes().items())
+            if any(may_take(node, name, needs) for needs in pods)
+        }
+        # Known before the lists are made: a pod that is placed meanwhile counts twice, not never.
+        leaving = [needs_of(template) for template in self._index.to_be_placed(key, self._told)]
+        before = [*leaving, *(await self._without_node(since) if nodes else ())]
+        mine = {pod.uid for pod in observed.pods}
+        free: dict[str, Amounts] = {}
+        missing, names = len(pods), list(nodes)
+        for first in range(0, len(names), _BATCH):
+            batch = names[first : first + _BATCH]
+            taken = await asyncio.gather(*(self._taken(name, since) for name in batch))
+            for name, there in zip(batch, taken, strict=True):
+                free[name] = left_free(nodes[name], (amounts for uid, amounts in there if uid not in mine))
+            missing = without_room(pods, before, nodes, free)
+            if not missing:
+                return Room(True)
+        return Room(False, _lacks(missing, pods, len(nodes)))
+
+    async def _pods_of(self, observed: Observed) -> Sequence[Needs]:
+        """What each pod of the replica asks for: as it is, with what admission has added; a missing one by its template."""
+        found, _ = await self._cluster.list(POD, observed.namespace, f"medha.dev/replica={observed.name}")
+        mine = {pod.uid for pod in observed.pods}
+        made = {one["metadata"]["name"]: one for one in found if one["metadata"]["uid"] in mine}
+        return [
+            needs_of(made.get(name, template))
+            for (kind, _), one in observed.objects.items()
+            if kind == "StatefulSet"
+            for ordinal in range(one["spec"]["replicas"])
+            for name, template in ((f"{one['metadata']['name']}-{ordinal}", one["spec"]["template"]),)
+        ]
+
+    async def _taken(self, node: str, since: float) -> Iterable[tuple[str, Amounts]]:
+        known = self._listed.get(node)
+        if known is None or known.at_seconds < since:
+            at = self._clock()
+            pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName={node},{_ALIVE}")
+            known = _Listed(at, tuple((pod["metadata"]["uid"], requests(pod["spec"])) for pod in pods))
+            self._listed[node] = known
+        return known.pods
+
+    async def _without_node(self, since: float) -> list[Needs]:
+        """What those pods ask for that no node has yet; those of replicas the index knows better."""
+        if self._unplaced.at_seconds < since:
+            at = self._clock()
+            pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName=,{_ALIVE}")
+            self._unplaced = _Listed(at, tuple((pod["metadata"]["uid"], needs_of(pod)) for pod in pods))
+        ours = self._index.pod_uids()
+        return [needs for uid, needs in self._unplaced.pods if uid not in ours]
+
+
+def _lacks(missing: int, pods: Sequence[Needs], nodes: int) -> str:
+    if not nodes:
+        return f"no other node may take its {len(pods)} pods (labels, taints, size)"
+    return f"{missing} of its {len(pods)} pods find no room beside the pods of the {nodes} other nodes that may take them"
+
+
+def _unknown(error: ApiError) -> str:
+    if error.status == 403:
+        return "the operator may not list the pods of all namespaces, so it cannot tell whether other nodes have room"
+    return f"it is not known whether other nodes have room: {error}"
