@@ -42,7 +42,7 @@ class HostPathSource(Model):
     """A checkpoint that lies on every node that pods may run on; mounted read-only."""
 
     path: str = Field(min_length=1, max_length=1024, pattern=r"^/")
-    """Absolute path of the checkpoint's directory, the same on every node."""
+    """Absolute path of the checkpoint's directory, the same on every node. The chart's `admission.hostPaths` bounds it."""
 
 
 class ImageSource(Model):
@@ -185,4 +185,5 @@ class PodTemplate(Model):
     metadata: PodMetadata = Field(default=PodMetadata(), json_schema_extra=restart())
     """Labels and annotations of every pod."""
     spec: dict[str, Any] = Field(default={}, json_schema_extra=restart())
-    """Any field of a pod's spec: tolerations, nodeSelector, volumes, a container's environment, ..."""
+    """Any field of a pod's spec that the cluster admits: tolerations, nodeSelector, volumes, a container's environment, ...
+    The chart's `admission` says what it does not admit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -60,6 +61,13 @@ def accepting(bare_plane: ControlPlane) -> ControlPlane:
 @pytest.fixture
 def installer(helm: Helm, accepting: ControlPlane) -> Iterator[Helm]:
     """Helm at that API server, which leaves no release and no definition of ours."""
+    with installing(helm, accepting) as there:
+        yield there
+
+
+@contextmanager
+def installing(helm: Helm, accepting: ControlPlane) -> Iterator[Helm]:
+    """The fixture `installer`, for fixtures that live longer."""
     there = replace(helm, kubeconfig=accepting.kubeconfig)
     yield there
     for line in json.loads(there("list", "--all-namespaces", "--output", "json")):

@@ -7,8 +7,10 @@ from typing import Any
 EVERYTHING: dict[str, Any] = {
     "commonLabels": {"team": "search"},
     "image": {"registry": "registry.example/medha", "pullSecrets": ["registry"]},
+    "admission": {"level": "baseline", "hostPaths": ["/"], "serviceAccounts": ["model-reader"]},
     "operator": {
         "replicas": 2,
+        "clusterWide": True,
         "routers": [{"name": "other-router", "namespace": "elsewhere"}],
         "env": [{"name": "A", "value": "b"}],
         "podAnnotations": {"a": "b"},
@@ -62,6 +64,7 @@ EVERYTHING: dict[str, Any] = {
 WITHIN_NAMESPACES: dict[str, Any] = {
     "crds": {"install": False},
     "rbac": {"nodes": False, "aggregate": False},
+    "admission": {"enabled": False},
     "operator": {"namespaces": ["team-a"]},
 }
 """What somebody may install who has no rights in the cluster as a whole."""
@@ -70,6 +73,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": EVERYTHING,
     "two namespaces": {"operator": {"namespaces": ["team-a", "team-b"]}},
+    "every namespace": {"operator": {"clusterWide": True}},
     "within namespaces": WITHIN_NAMESPACES,
     "operator alone": {"router": {"enabled": False}},
     "router alone": {"operator": {"enabled": False}, "crds": {"install": False}},
@@ -83,6 +87,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "another name": {"fullnameOverride": "serving"},
     "no user of ours": {"podSecurityContext": {"runAsUser": None, "runAsGroup": None, "fsGroup": None}},
     "no policies": {"networkPolicy": {"enabled": False}},
+    "nothing judged": {"admission": {"enabled": False}},
     "definitions that go": {"crds": {"keep": False}},
     "an Ingress for any host": {"router": {"ingress": {"enabled": True}}},
     "a stopped router": {"router": {"replicas": 0, "leaveSeconds": 0}},

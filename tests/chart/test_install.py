@@ -22,7 +22,7 @@ REPLICA = json.dumps(
         "apiVersion": "medha.dev/v1alpha1",
         "kind": "MedhaReplica",
         "metadata": {"name": "llama", "namespace": "team-a"},
-        "spec": {"model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}}}},
+        "spec": {"model": {"name": "m", "source": {"hostPath": {"path": "/var/lib/medha/models/m"}}}},
     }
 )
 
@@ -106,7 +106,7 @@ def test_an_uninstall_leaves_definitions_and_replicas_and_nothing_else(
     installer("uninstall", "medha", "-n", NAMESPACE)
     assert uids(accepting) == before
     assert accepting.kubectl("get", "mr", "-A", "-o", "jsonpath={..uid}") == replica
-    kinds = "deploy,svc,cm,sa,pdb,netpol,role,rolebinding,clusterrole,clusterrolebinding,ingress,httproute,podmonitor,servicemonitor,prometheusrule"
+    kinds = "deploy,svc,cm,sa,pdb,netpol,role,rolebinding,clusterrole,clusterrolebinding,validatingadmissionpolicy,validatingadmissionpolicybinding,ingress,httproute,podmonitor,servicemonitor,prometheusrule"
     left = accepting.kubectl("get", kinds, "-A", "-l", "app.kubernetes.io/instance=medha", "-o", "name")
     assert "No resources found" in left or left == ""
     install(installer)  # takes the definitions that it left up again
@@ -145,6 +145,23 @@ def test_definitions_go_with_the_release_when_asked(installer: Helm, accepting: 
 def test_what_is_printed_after_an_install_tells_how_a_replica_joins(installer: Helm) -> None:
     notes = install(installer, "--dry-run=server")
     assert "routerRef: {name: medha-router, namespace: medha-system}" in notes
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({}, [f"Replicas in these namespaces are looked after, and no others: {NAMESPACE}."]),
+        ({"operator": {"namespaces": ["team-a", "team-b"]}}, ["and no others: team-a, team-b."]),
+        ({"operator": {"clusterWide": True}}, ["Replicas in every namespace", "every Secret of the cluster"]),
+        ({"admission": {"enabled": False}}, ["any pod, and so root on the nodes"]),
+    ],
+    ids=["defaults", "two namespaces", "every namespace", "nothing judged"],
+)
+def test_what_is_printed_tells_what_is_looked_after_and_what_the_rights_amount_to(
+    installer: Helm, values: dict[str, Any], said: list[str]
+) -> None:
+    notes = install(installer, "--dry-run=server", **values)
+    assert all(each in notes for each in said)
 
 
 def test_two_releases_live_in_two_namespaces(installer: Helm, accepting: ControlPlane) -> None:

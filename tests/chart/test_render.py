@@ -180,8 +180,14 @@ def test_namespaces_are_watched_and_written_alike(helm: Helm) -> None:
     (container,) = pods(manifests)["medha-operator"]["spec"]["containers"]
     assert container["args"][1:] == ["--namespace=team-a", "--namespace=team-b"]
     assert settings(manifests, "medha-operator")["namespaces"] == ["team-a", "team-b"]
-    (container,) = pods(helm.render())["medha-operator"]["spec"]["containers"]
+    manifests = helm.render()
+    (container,) = pods(manifests)["medha-operator"]["spec"]["containers"]
+    assert container["args"][1:] == [f"--namespace={NAMESPACE}"]
+    assert settings(manifests, "medha-operator")["namespaces"] == [NAMESPACE]
+    manifests = helm.render(**TABLE["every namespace"])
+    (container,) = pods(manifests)["medha-operator"]["spec"]["containers"]
     assert container["args"][1:] == ["--all-namespaces"]
+    assert settings(manifests, "medha-operator")["namespaces"] == []
 
 
 def test_users_of_ours_can_be_left_to_the_cluster(helm: Helm) -> None:
@@ -250,6 +256,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "more routers than replicas can join": ({"router": {"replicas": 2}}, "router/replicas"),
     "no replicas": ({"operator": {"replicas": -1}}, "operator/replicas"),
     "a namespace that cannot be": ({"operator": {"namespaces": ["Team A"]}}, "operator/namespaces/0"),
+    "some namespaces and all of them": (
+        {"operator": {"namespaces": ["team-a"], "clusterWide": True}},
+        "operator.clusterWide is set, and operator.namespaces too",
+    ),
+    "a level that nobody knows": ({"admission": {"level": "strict"}}, "admission/level"),
+    "a host path that climbs": ({"admission": {"hostPaths": ["/models/../etc"]}}, "admission/hostPaths/0"),
+    "a host path that is none": ({"admission": {"hostPaths": ["models"]}}, "admission/hostPaths/0"),
     "an objective of 95": ({"monitoring": {"rules": {"objective": 95}}}, "monitoring/rules/objective"),
     "a port that cannot be": ({"router": {"service": {"port": 70000}}}, "router/service/port"),
     "a level that nobody logs": ({"router": {"logLevel": "loud"}}, "router/logLevel"),

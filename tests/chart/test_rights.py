@@ -51,13 +51,14 @@ def granted(manifests: list[Manifest]) -> Granted:
 @pytest.mark.parametrize(
     ("values", "served", "routers"),
     [
-        ({}, [EVERYWHERE], [RouterSite(name="medha-router", namespace=NAMESPACE)]),
+        ({}, [NAMESPACE], [RouterSite(name="medha-router", namespace=NAMESPACE)]),
+        (TABLE["every namespace"], [EVERYWHERE], [RouterSite(name="medha-router", namespace=NAMESPACE)]),
         (
             TABLE["two namespaces"],
             ["team-a", "team-b"],
             [RouterSite(name="medha-router", namespace=NAMESPACE)],
         ),
-        (TABLE["operator alone"], [EVERYWHERE], []),
+        (TABLE["operator alone"], [NAMESPACE], []),
         (
             EVERYTHING,
             [EVERYWHERE],
@@ -67,7 +68,7 @@ def granted(manifests: list[Manifest]) -> Granted:
             ],
         ),
     ],
-    ids=["everywhere", "two namespaces", "no router", "another router"],
+    ids=["defaults", "everywhere", "two namespaces", "no router", "another router"],
 )
 def test_the_operator_gets_exactly_its_rights(
     helm: Helm, values: dict[str, Any], served: list[str], routers: list[RouterSite]
@@ -84,7 +85,15 @@ def test_the_operator_gets_exactly_its_rights(
 def test_objects_of_gang_schedulers_may_be_made_where_they_are_named(helm: Helm, api: str) -> None:
     more = granted(helm.render(operator={"gangApis": [api]})) - granted(helm.render())
     settings = OperatorSettings.model_validate({"gang_apis": [api]})
-    assert more == flat(EVERYWHERE, gang_rules(settings)) != set()
+    assert more == flat(NAMESPACE, gang_rules(settings)) != set()
+
+
+def test_unless_it_is_asked_for_nothing_can_be_written_outside_of_the_named_namespaces(helm: Helm) -> None:
+    for values, served in (({}, NAMESPACE), ({"operator": {"namespaces": ["team-a"]}}, "team-a")):
+        found = granted(helm.render(**values))
+        assert {place for place, *_ in found} == {NAMESPACE, served, EVERYWHERE}
+        everywhere = {(resource, verb) for place, _, resource, verb, _ in found if place == EVERYWHERE}
+        assert everywhere == {("nodes", "list"), ("nodes", "watch")}
 
 
 @pytest.mark.parametrize("name", ["defaults", "two namespaces", "everything"])

@@ -24,12 +24,13 @@ OWNED = (*CHILDREN, SECRET, POD)
 
 
 class Api:
-    """Calls of a user who may do everything."""
+    """Calls of a user who may do everything, or of the one that he impersonates."""
 
-    def __init__(self, plane: ControlPlane) -> None:
+    def __init__(self, plane: ControlPlane, user: str | None = None) -> None:
         context = ssl.create_default_context(cafile=str(plane.keys.authority))
         context.load_cert_chain(*plane.keys.client(*ADMIN))
-        self._client = httpx.Client(base_url=plane.url, verify=context, timeout=20)
+        headers = {} if user is None else {"Impersonate-User": user}
+        self._client = httpx.Client(base_url=plane.url, verify=context, timeout=20, headers=headers)
 
     def __enter__(self) -> Api:
         return self

@@ -43,8 +43,8 @@ def cluster(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     with skipping_what_cannot_run(), one_node(folder, list(archives.values())) as running:
         medha.bring_torch(running)
         medha.bring_checkpoint(running, folder)
-        medha.install(running)
         running.kubectl("create", "namespace", HOME)
+        medha.install(running, served=HOME)
         running.kubectl("config", "set-context", "--current", f"--namespace={HOME}")
         yield running
 
@@ -198,7 +198,7 @@ def test_a_chart_that_is_uninstalled_and_installed_anew_finds_the_replica_and_it
     uids = medha.pod_uids(cluster)
     cluster.helm("uninstall", "medha", "--namespace", SYSTEM, "--wait")
     assert replica(cluster)["status"]["readyPods"] == 4
-    medha.install(cluster)
+    medha.install(cluster, served=HOME)
     eventually(lambda: completion(cluster).status_code, lambda code: code == 200, READY_SECONDS)
     wait_ready(cluster)
     assert medha.pod_uids(cluster) == uids
@@ -235,7 +235,7 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     added = f"{indent}lookahead:\n{indent}  type: integer\n{indent}  default: 2\n"
     definition.write_text(edited(definition, property_, added + property_))
 
-    medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next")
+    medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next", served=HOME)
     assert "REVISION" in cluster.kubectl("get", "medhareplicas").splitlines()[0]
     medha.apply(cluster, medha.tiny("later", suspend=True))
     fresh = eventually(
@@ -305,8 +305,8 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-image": ("ImagePullFailed", {"image": "docker.io/library/medha-worker:none"}),
     "no-room": ("InsufficientCapacity", {"resources": {"accelerator": "none", "requests": {"cpu": "1000"}}}),
     "no-volume": ("VolumeUnavailable", {"source": {"pvc": {"claimName": "missing"}}}),
-    "no-folder": ("StartingContainers", {"source": {"hostPath": {"path": "/missing"}}}),
-    "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": "/opt"}}}),
+    "no-folder": ("StartingContainers", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
+    "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": medha.TORCH}}}),
     "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
     "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
 }

@@ -96,12 +96,21 @@ priorityClassName: {{ . }}
 {{- toJson $routers -}}
 {{- end -}}
 
+{{/* Namespaces that are looked after, as JSON; none: all of them. */}}
+{{- define "medha.namespaces" -}}
+{{- if and .Values.operator.clusterWide .Values.operator.namespaces -}}
+{{- fail "operator.clusterWide is set, and operator.namespaces too: leave one of them out" -}}
+{{- end -}}
+{{- $own := .Values.operator.clusterWide | ternary list (list .Release.Namespace) -}}
+{{- toJson (default $own .Values.operator.namespaces) -}}
+{{- end -}}
+
 {{/* What the operator reads: medha_operator.settings.OperatorSettings. */}}
 {{- define "medha.operatorSettings" -}}
 {{- $settings := dict
   "worker_image" (include "medha.image" (dict "root" . "image" .Values.worker.image))
   "image_pull_policy" .Values.image.pullPolicy
-  "namespaces" .Values.operator.namespaces
+  "namespaces" (include "medha.namespaces" . | fromJsonArray)
   "gang_apis" .Values.operator.gangApis
   "routers" (include "medha.routers" . | fromJsonArray)
   "concurrent_replicas" .Values.operator.concurrentReplicas
