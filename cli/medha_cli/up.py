@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -104,6 +105,7 @@ def command(
     require_possible(replica.spec, directory, host_free_bytes(1))
     raise_file_limit()  # of the parts, too: they inherit it
     console = Console(highlight=False)
+    _warn_of_strangers(console, replica)
     with (
         StopRequests() as requests,  # as long as there is anything to be removed
         _run_directory(run_dir) as run,
@@ -209,6 +211,8 @@ def write_parts(
             "scratch_directory": str(files.directory),
             "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
             "max_waiting": spec.router.max_waiting,
+            "allowed_hosts": spec.router.allowed_hosts,
+            "allowed_origins": spec.router.allowed_origins,
             "drain_seconds": spec.lifecycle.drain_seconds,
             "log_level": log_level,
         },
@@ -282,6 +286,19 @@ def _require_installed() -> None:
     if extras:
         wanted = ",".join(sorted(extras))
         raise ConfigInvalid(f"parts of Medha are not installed; add them: pip install 'medha[{wanted}]'")
+
+
+def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
+    """Say, once and before anything starts, that a router on this address is open to other machines."""
+    host, port = replica.spec.router.host, replica.spec.router.port
+    addresses = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    if all(ip_address(address).is_loopback for address in addresses):
+        return
+    text = (
+        f"warning: router.host is {host}: whoever reaches port {port} of this machine can use the model and read /metrics, for "
+        "the router asks for no key; set it to 127.0.0.1, or let only a proxy that asks for keys reach the port"
+    )
+    console.print(text, style="yellow", markup=False, soft_wrap=True)
 
 
 def _require_free_port(replica: MedhaReplica) -> None:

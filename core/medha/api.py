@@ -23,7 +23,7 @@ from medha.api_cluster import (
     RestartSpec,
     RouterReference,
 )
-from medha.api_fields import Model, Quantity, live, restart, rules
+from medha.api_fields import HostName, Model, Origin, Quantity, live, restart, rules
 from medha.errors import ConfigInvalid
 
 API_VERSION = "medha.dev/v1alpha1"
@@ -217,6 +217,11 @@ class RouterSpec(Model):
     """Larger bodies get status 413."""
     max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
     """Requests that wait for a replica; more get status 429 with Retry-After."""
+    allowed_hosts: tuple[HostName, ...] = Field(default=(), max_length=64)
+    """Names in `Host` headers by which it may be called, beside `localhost` and loopback addresses. Without any, all names
+    do, unless it listens on a loopback address."""
+    allowed_origins: tuple[Origin, ...] = Field(default=(), max_length=64)
+    """Origins whose web pages may call it, such as `https://chat.example`; `*` for all. Pages of others get status 403."""
 
 
 class MetricsSpec(Model):

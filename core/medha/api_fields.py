@@ -57,6 +57,14 @@ Name = Annotated[
 ]
 """Name of a Kubernetes object: a DNS subdomain."""
 
+HostName = Annotated[
+    str, Field(max_length=253, pattern=r"^[A-Za-z0-9]([-A-Za-z0-9._]*[A-Za-z0-9])?$|^[0-9A-Fa-f:]+$")
+]
+"""Name or address in a `Host` header, without a port."""
+
+Origin = Annotated[str, Field(max_length=512, pattern=r"^([A-Za-z][-+.A-Za-z0-9]*://[^/\s]+|\*)$")]
+"""Scheme, host and port of a web page, as browsers send them in `Origin`; or `*`."""
+
 Label = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?$")]
 """Value of a Kubernetes label."""
 

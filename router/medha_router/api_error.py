@@ -8,14 +8,7 @@ from typing import Any
 from medha.errors import RequestInvalid
 from medha.routing import Fail
 
-_TYPES = {
-    400: "invalid_request_error",
-    404: "invalid_request_error",
-    405: "invalid_request_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    503: "service_unavailable",
-}
+_TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 
 
 @dataclass(eq=False)
@@ -32,7 +25,7 @@ class ApiError(Exception):
         return {
             "error": {
                 "message": self.message,
-                "type": _TYPES.get(self.status, "server_error"),
+                "type": _TYPES.get(self.status) or _type(self.status),
                 "param": self.param,
                 "code": self.code,
             }
@@ -67,3 +60,7 @@ class ApiError(Exception):
                 return cls(503, fail.detail, code="out_of_memory")
             case "internal":
                 return cls(500, fail.detail, code="internal_error")
+
+
+def _type(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"

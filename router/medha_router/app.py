@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from medha.messages import ServiceClassTerms
@@ -34,6 +35,7 @@ from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
 from medha_router.prepare import Endpoint, Plan, Prepared
 from medha_router.settings import RouterSettings
+from medha_router.sites import SitePolicy, Sites
 from medha_router.tokenizing import Tokenizing
 
 _EARLY_ERROR_SECONDS = 0.5
@@ -251,7 +253,7 @@ class Door:
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def build_app(door: Door) -> ASGIApp:
+def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
     """The ASGI application; every response carries `X-Request-Id`, every error is OpenAI's object."""
     app = FastAPI(title="Medha", openapi_url=None)
     app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"])
@@ -279,7 +281,15 @@ def build_app(door: Door) -> ASGIApp:
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_bug)
-    return RequestIds(app)
+    if sites.origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=sorted(sites.origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
+    return RequestIds(Sites(app, sites))
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

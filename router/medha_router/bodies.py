@@ -79,9 +79,11 @@ class Body:
         """Read the whole body into `content`.
 
         Raises:
-            ApiError: 413 it is too large, whether or not it says so; 408 it comes too slowly; 429 there is no room.
+            ApiError: 413 it is too large, whether or not it says so; 408 it comes too slowly; 415 it is not sent as plain
+                JSON; 429 there is no room.
             ClientGone: the client went away.
         """
+        _require_plain_json(request)
         limits = self._bodies.limits
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limits.largest_bytes:
@@ -113,3 +115,22 @@ class Body:
     def _too_large(self) -> ApiError:
         text = f"the body is larger than {self._bodies.limits.largest_bytes} bytes"
         return ApiError(413, text, code="body_too_large")
+
+
+def _require_plain_json(request: Request) -> None:
+    """
+    Raises:
+        ApiError: the headers name another type, none at all, or a compression. A web page of another site can send
+            such types without asking first.
+    """
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        said = f"is {kind[:80]!r}" if kind else "is missing"
+        text = f"the header Content-Type {said}; send JSON, with `Content-Type: application/json`"
+        raise ApiError(415, text, "content-type", "unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() != "identity":
+        text = (
+            f"the header Content-Encoding is {coding[:80]!r}; send the body uncompressed, without this header"
+        )
+        raise ApiError(415, text, "content-encoding", "unsupported_media_type")

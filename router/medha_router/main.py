@@ -28,6 +28,7 @@ from medha_router.heartbeat import Heartbeat
 from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
 from medha_router.settings import RouterSettings
+from medha_router.sites import SitePolicy
 from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")
@@ -96,8 +97,10 @@ async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> i
             )
         connections = Connections(limit, settings.head_seconds, observer.http_refused)
         door = Door(settings, tokenizing, link, observer, connections)
+        address = listener.getsockname()[0]
+        sites = SitePolicy.of(address, settings.allowed_hosts, settings.allowed_origins)
         config = uvicorn.Config(
-            build_app(door),
+            build_app(door, sites),
             http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn only calls it
             timeout_keep_alive=settings.idle_seconds,  # type: ignore[arg-type]  # it may be a fraction
             ws="none",

@@ -30,6 +30,11 @@ class RouterSettings(BaseModel):
     scratch_directory: str | None = None
     """Where replicas' tokenizers are kept for the tokenising processes; default: the system's temporary folder.
     Who removes it afterwards also removes what a killed router leaves."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in `Host` headers by which the router may be called, beside localhost and loopback addresses. Without any, all
+    names do, unless it listens on a loopback address."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins (`https://chat.example`, or `*` for all) whose web pages may call the router."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_bodies_bytes: int | None = Field(default=None, ge=1)
     """Bytes of all bodies that are being received and tokenised; more get status 429. Default: 8 times the largest body."""

@@ -145,6 +145,21 @@ def test_a_run_directory_too_long_for_a_socket_is_refused(manifest: Path, tmp_pa
     assert "too long for the path of a socket" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("host", "warns"),
+    [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False), ("::1", False)],
+)
+def test_a_router_that_other_machines_reach_is_warned_of_once(manifest: Path, host: str, warns: bool) -> None:
+    manifest.write_text(TEXT + f'  router: {{host: "{host}", port: 0}}\n')
+    result = medha(
+        "up", manifest, "--record", "no/such/folder/events"
+    )  # which ends it before anything starts
+    assert result.exit_code == 2
+    said = f"warning: router.host is {host}: whoever reaches port"
+    assert result.output.count(said) == warns, result.output
+    assert ("asks for no key" in result.output) == warns
+
+
 @pytest.mark.parametrize("option", ["--record", "--trace"])
 def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
     option: str, manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -158,10 +173,12 @@ def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
     assert manifest.read_text() == TEXT
 
 
+ROUTER = {"maxBodyBytes": "1Mi", "allowedHosts": ["chat.example"], "allowedOrigins": ["https://chat.example"]}
+
+
 def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
     replica = parse_replica(
-        REPLICA
-        | {"spec": REPLICA["spec"] | {"lifecycle": {"drainSeconds": 7}, "router": {"maxBodyBytes": "1Mi"}}}
+        REPLICA | {"spec": REPLICA["spec"] | {"lifecycle": {"drainSeconds": 7}, "router": ROUTER}}
     )  # type: ignore[operator]
     groups = write_parts(replica, tmp_path, RunFiles(tmp_path), record=Path("events"), log_level="debug")
     assert [part.name for group in groups for part in group] == ["router", "controller", "rank 0"]
@@ -169,6 +186,10 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
     controller = json.loads((tmp_path / "controller.json").read_text())
     rank = json.loads((tmp_path / "rank-0.json").read_text())
     assert (router["drain_seconds"], router["max_body_bytes"]) == (7, 2**20)
+    assert (router["allowed_hosts"], router["allowed_origins"]) == (
+        ["chat.example"],
+        ["https://chat.example"],
+    )
     assert router["scratch_directory"] == str(
         tmp_path
     )  # removed with the run, even after a router was killed

@@ -11,6 +11,7 @@ from .conftest import MAX_MODEL_LEN, MODEL, Router, ScriptedReplica
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+JSON = {"Content-Type": "application/json"}
 GOOD_CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 GOOD_TEXT: dict[str, Any] = {"model": MODEL, "prompt": "Hello"}
 
@@ -153,12 +154,12 @@ BODY_ROWS = {
 
 @pytest.mark.parametrize("name", BODY_ROWS)
 def test_a_body_that_is_no_json_object_is_refused(router: Router, name: str) -> None:
-    assert_error(router.http.post(TEXT, content=BODY_ROWS[name]), 400, None, "invalid_json")
+    assert_error(router.http.post(TEXT, content=BODY_ROWS[name], headers=JSON), 400, None, "invalid_json")
 
 
 def test_a_number_beyond_floats_is_refused(router: Router) -> None:
     body = b'{"model": "tiny", "prompt": "x", "temperature": 1e999}'
-    assert router.http.post(TEXT, content=body).status_code == 400
+    assert router.http.post(TEXT, content=body, headers=JSON).status_code == 400
 
 
 def test_an_unknown_model_is_404(router: Router) -> None:
@@ -224,7 +225,7 @@ def test_a_large_body_is_served_by_another_process_if_the_first_one_is_lost(
 def test_a_body_beyond_the_limit_is_413(router: Router, streamed: bool) -> None:
     body = b" " * (2**20 + 1)
     content = (body[start : start + 65536] for start in range(0, len(body), 65536)) if streamed else body
-    assert_error(router.http.post(TEXT, content=content), 413, None, "body_too_large")
+    assert_error(router.http.post(TEXT, content=content, headers=JSON), 413, None, "body_too_large")
 
 
 @pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])

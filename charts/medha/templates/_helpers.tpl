@@ -136,6 +136,8 @@ priorityClassName: {{ . }}
   "scratch_directory" "/tmp"
   "max_body_bytes" .maxBodyBytes
   "max_waiting" .maxWaiting
+  "allowed_hosts" .allowedHosts
+  "allowed_origins" .allowedOrigins
   "max_samples" .maxSamples
   "tokenize_processes" .tokenizeProcesses
   "tokenize_threads" .tokenizeThreads
