@@ -57,16 +57,23 @@ def command(name: str | None, seconds: float, output: Path, run_dir: Path | None
     address = f"{target.controller_url()}/trace?seconds={seconds:g}"
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     require_writable("--output", output)
-    size = 0
+    size, has_steps = 0, False
     try:
         with results_file("--output", output) as file:
             try:
                 for lines in _recorded(address, f"recording {target.name} for {seconds:g} s", console):
                     size += file.write(lines)
+                    has_steps = has_steps or b'"cat":"step"' in lines or b'"ph":"X"' in lines
             except KeyboardInterrupt:
                 if not size:
                     raise
     except KeyboardInterrupt:  # before anything was recorded
+        return
+    if not has_steps:
+        console.print(
+            f"no step of {target.name} began or ended in this time, so {output} shows no rank at work; record again while "
+            "requests run, or for longer (--seconds)"
+        )
         return
     console.print(f"{output}: {size / 2**20:.1f} MiB; open it in https://ui.perfetto.dev")
 

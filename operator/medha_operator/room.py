@@ -180,7 +180,7 @@ def _is_met(term: Object, node: Node, name: str) -> bool:
 
 
 def _matches(expression: Object, value: str | None) -> bool:
-    values = expression.get("values") or ()
+    values: Sequence[str] = expression.get("values") or ()
     match expression["operator"]:
         case "In":
             return value in values

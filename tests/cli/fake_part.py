@@ -8,6 +8,7 @@ chatty          as serve, and print without end
 beat            as serve, and show that it lives, as long as it is not stopped; it says so once a second, too
 stop-when FILE  as beat; once FILE exists, remove it and stop before the first beat
 crash           end with status 3 before being ready
+last-words      the same, and say why as our own parts do
 crash-when FILE report ready, end with status 4 once FILE exists
 """
 
@@ -24,6 +25,9 @@ def main(ready: Path, behaviour: str, *arguments: str) -> int:
     terminated = []
     if behaviour == "crash":
         print("first line\nthe model is upside down", file=sys.stderr)
+        return 3
+    if behaviour == "last-words":
+        print("CRITICAL fake: no words", "CRITICAL fake: the model is upside down", sep="\n", file=sys.stderr)
         return 3
     if behaviour == "stop-when" and Path(arguments[0]).exists():
         Path(arguments[0]).unlink()

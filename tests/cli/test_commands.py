@@ -13,10 +13,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from medha.api import parse_replica
+from medha.errors import ConfigInvalid
 from medha.profile import Profile
 from medha_cli.main import main
 from medha_cli.manifest import read_manifest
 from medha_cli.up import RunFiles, write_parts
+from medha_worker.preflight import require_possible
 
 REPLICA = {
     "apiVersion": "medha.dev/v1alpha1",
@@ -43,6 +45,21 @@ def manifest(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     path = tmp_path / "replica.yaml"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("checkpoint") / "model"
+    assert medha("model", "init", target).exit_code == 0
+    return target
+
+
+@pytest.fixture
+def checkpoint_manifest(checkpoint: Path) -> Path:
+    """A valid manifest of a real checkpoint."""
+    path = checkpoint.parent / "replica.yaml"
     path.write_text(TEXT)
     return path
 
@@ -139,8 +156,8 @@ def test_a_port_in_use_is_named_before_anything_starts(manifest: Path) -> None:
     assert "--port 0" in result.stderr
 
 
-def test_a_run_directory_too_long_for_a_socket_is_refused(manifest: Path, tmp_path: Path) -> None:
-    result = medha("up", manifest, "--port", "0", "--run-dir", tmp_path / ("long" * 30))
+def test_a_run_directory_too_long_for_a_socket_is_refused(checkpoint_manifest: Path, tmp_path: Path) -> None:
+    result = medha("up", checkpoint_manifest, "--port", "0", "--run-dir", tmp_path / ("long" * 30))
     assert result.exit_code == 2
     assert "too long for the path of a socket" in result.stderr
 
@@ -149,10 +166,12 @@ def test_a_run_directory_too_long_for_a_socket_is_refused(manifest: Path, tmp_pa
     ("host", "warns"),
     [("0.0.0.0", True), ("::", True), ("127.0.0.1", False), ("localhost", False), ("::1", False)],
 )
-def test_a_router_that_other_machines_reach_is_warned_of_once(manifest: Path, host: str, warns: bool) -> None:
-    manifest.write_text(TEXT + f'  router: {{host: "{host}", port: 0}}\n')
+def test_a_router_that_other_machines_reach_is_warned_of_once(
+    checkpoint_manifest: Path, host: str, warns: bool
+) -> None:
+    checkpoint_manifest.write_text(TEXT + f'  router: {{host: "{host}", port: 0}}\n')
     result = medha(
-        "up", manifest, "--record", "no/such/folder/events"
+        "up", checkpoint_manifest, "--record", "no/such/folder/events"
     )  # which ends it before anything starts
     assert result.exit_code == 2
     said = f"warning: router.host is {host}: whoever reaches port"
@@ -160,17 +179,94 @@ def test_a_router_that_other_machines_reach_is_warned_of_once(manifest: Path, ho
     assert ("asks for no key" in result.output) == warns
 
 
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medha_cli.up.supervise", lambda *_, **__: pytest.fail("parts were started"))
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
+def test_a_run_directory_that_others_can_write_to_is_refused(
+    checkpoint_manifest: Path, tmp_path: Path, mode: int
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    run.chmod(mode)
+    result = medha("up", checkpoint_manifest, "--port", "0", "--run-dir", run)
+    assert result.exit_code == 2
+    assert (
+        f"--run-dir {run} has mode {mode & 0o777:04o}, so others can write there; chmod 700" in result.stderr
+    )
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_run_directory_of_somebody_else_is_refused(checkpoint_manifest: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    os.chown(run, 65534, 65534)
+    result = medha("up", checkpoint_manifest, "--port", "0", "--run-dir", run)
+    assert result.exit_code == 2
+    assert f"--run-dir {run} belongs to user 65534" in result.stderr
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.usefixtures("nothing_starts")
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("kvCache: {size: 256Ti}", "spec.kvCache.size is 256Ti for each of 1 ranks, but"),
+        (
+            "parallelism: {tensor: 3}",
+            "parallelism.tensor is 3, which does not divide num_attention_heads (4)",
+        ),
+        ("parallelism: {stream: 5}", "parallelism.stream is 5, but the model has 2 layers"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    checkpoint_manifest: Path, spec: str, said: str
+) -> None:
+    checkpoint_manifest.write_text(f"{TEXT}  {spec}\n")
+    result = medha("up", checkpoint_manifest, "--port", "0")
+    assert result.exit_code == 2
+    assert said in result.stderr
+
+
+def test_a_grid_of_more_ranks_than_memory_can_hold_is_refused(checkpoint_manifest: Path) -> None:
+    checkpoint_manifest.write_text(f"{TEXT}  parallelism: {{tensor: 2, stream: 2, kv: 16}}\n")
+    replica = read_manifest(checkpoint_manifest)
+    require_possible(replica.spec, checkpoint_manifest.parent / "model", 16 * 2**30)
+    said = r"spec.parallelism: 64 ranks \(tensor 2 x stream 2 x kv 16\) need at least 8.0\d GiB .* but 8 GiB are free"
+    with pytest.raises(ConfigInvalid, match=said):
+        require_possible(replica.spec, checkpoint_manifest.parent / "model", 8 * 2**30)
+
+
+def test_a_directory_instead_of_a_manifest_is_answered_with_a_manifest_for_it(
+    checkpoint_manifest: Path, tmp_path: Path
+) -> None:
+    model = checkpoint_manifest.parent / "model"
+    result = medha("up", model)
+    assert result.exit_code == 2
+    assert f"{model} is a directory; name a file that describes a MedhaReplica." in result.stderr
+    (tmp_path / "written.yaml").write_text(result.stderr.partition("\n\n")[2])
+    assert read_manifest(tmp_path / "written.yaml").spec.model.source.path == str(model)
+    result = medha("up", tmp_path)
+    assert result.exit_code == 2
+    assert f"{tmp_path} is a directory; name a file that describes a MedhaReplica" in result.stderr
+
+
 @pytest.mark.parametrize("option", ["--record", "--trace"])
 def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
-    option: str, manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, checkpoint_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("medha_cli.up.supervise", lambda *_, **__: pytest.fail("parts were started"))
-    result = medha("up", manifest, "--port", "0", option, tmp_path / "none" / "log.json")
+    result = medha("up", checkpoint_manifest, "--port", "0", option, tmp_path / "none" / "log.json")
     assert result.exit_code == 2
     assert f"{option} is {tmp_path}/none/log.json, whose folder does not exist" in result.stderr
-    result = medha("up", manifest, "--port", "0", option, manifest)
+    result = medha("up", checkpoint_manifest, "--port", "0", option, checkpoint_manifest)
     assert result.exit_code == 2
-    assert manifest.read_text() == TEXT
+    assert checkpoint_manifest.read_text() == TEXT
 
 
 ROUTER = {"maxBodyBytes": "1Mi", "allowedHosts": ["chat.example"], "allowedOrigins": ["https://chat.example"]}

@@ -12,6 +12,7 @@ import pytest
 from medha_worker.supervision.lifecycle import (
     FAILED_GRACE_SECONDS,
     GRACE_SECONDS,
+    MOST_DEATHS_SLOW,
     Command,
     Event,
     Exited,
@@ -111,6 +112,56 @@ def test_ends_of_different_parts_or_long_ago_do_not_add_up() -> None:
     assert run(*SERVING, *ends)[0].phase is Phase.SERVING
     assert run(*SERVING, *ends, (61.9, Exited("rank 0", -9)))[0].phase is Phase.STOPPING
     assert run(*SERVING, *ends, (62.0, Exited("rank 0", -9)))[0].phase is Phase.SERVING
+
+
+def test_a_part_that_ends_once_a_minute_is_not_started_again_for_ever() -> None:
+    state, said = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=DRAIN_SECONDS), []
+    state, _ = handle(state, Ready(), 1.0)
+    now = 1.0
+    while state.phase is Phase.SERVING:
+        now += 61.0
+        state, commands = handle(state, Exited("rank 0", -9), now)
+        said += [command.text for command in commands if isinstance(command, Say)]
+    assert len(said) == MOST_DEATHS_SLOW - 1
+    assert said[0].endswith("starting it again")
+    assert said[1].endswith("starting it again (it ended 2 times within an hour)")
+    assert "it ended 20 times in 3600 s" in state.failure
+
+
+def test_a_part_that_ends_now_and_then_is_started_again_for_ever() -> None:
+    state = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=DRAIN_SECONDS)
+    state, _ = handle(state, Ready(), 1.0)
+    for turn in range(1000):
+        state, _ = handle(state, Exited("rank 0", -9), 200.0 * turn)
+    assert state.phase is Phase.SERVING
+    assert len(state.deaths) < MOST_DEATHS_SLOW
+
+
+def words_of(*exits: Exited) -> tuple[str, list[str]]:
+    """The failure, and what else is said, when parts end in this order while the replica starts."""
+    state, said = begin(GROUPS, 0.0, ready_seconds=60.0, drain_seconds=DRAIN_SECONDS), []
+    for event in exits:
+        state, commands = handle(state, event, 2.0)
+        said += [command.text for command in commands if isinstance(command, Say)]
+    return state.failure, said
+
+
+def test_why_a_start_has_failed_is_told_once_whoever_ends_first() -> None:
+    rank = Exited("rank 0", 1, "CRITICAL medha.rank: too little memory", "too little memory")
+    controller = Exited("controller", 1, "", "rank 0: OutOfMemory: too little memory")
+    other = Exited("rank 1", 1, "", "too little memory")
+    failure, said = words_of(rank, controller, other)
+    assert failure == "before the replica was ready, rank 0 exited with status 1 because: too little memory"
+    assert said == []
+    failure, said = words_of(controller, other, rank)
+    assert failure.endswith("controller exited with status 1 because: rank 0: OutOfMemory: too little memory")
+    assert said == []
+
+
+def test_parts_that_end_for_other_reasons_than_the_first_are_told_too() -> None:
+    rank = Exited("rank 0", 1, "", "too little memory")
+    _, said = words_of(rank, Exited("rank 1", 1, "", "no such file"), Exited("router", 0, "bye"))
+    assert said == ["rank 1 exited with status 1 because: no such file"]
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:

@@ -146,6 +146,17 @@ def test_a_part_that_fails_at_the_start_ends_the_run_and_is_named_with_its_last_
     assert "READY" not in run.output
 
 
+def test_a_part_that_says_why_it_fails_is_quoted_once(start: Start) -> None:
+    run = start(controller="last-words")
+    assert run.end() == 1
+    assert (
+        "failure: before the replica was ready, controller exited with status 3 because: the model is"
+        in run.output
+    )
+    assert run.output.count("upside down") == 1
+    assert run.output.count("no words") == 1, "another line came behind it"
+
+
 def test_not_becoming_ready_in_time_is_a_failure(start: Start) -> None:
     run = start(ready_seconds=0.5, rank_0="mute")
     assert run.end() == 1

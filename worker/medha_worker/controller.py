@@ -630,14 +630,14 @@ def main(settings_file: Path) -> None:
     try:
         controller = Controller(settings, read_bundle(settings.model_directory), settings_file)
     except MedhaError as error:
-        _log.error("%s", error)
+        _log.critical("%s", error)
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: controller.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains us by SIGTERM
     try:
         controller.run(Watchdog())
     except MedhaError as error:
-        _log.error("%s", error)
+        _log.critical("%s", error)
         sys.exit(1)
     finally:
         controller.close()

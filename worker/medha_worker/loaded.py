@@ -33,7 +33,7 @@ from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.model.weights import Shard
 from medha_worker.recorder import StepRecorder
-from medha_worker.warmup import Progress, WarmUp, times, warm_up
+from medha_worker.warmup import Progress, WarmUp, times, typical, warm_up
 
 MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
 PROGRESS_SECONDS = 2.0
@@ -226,8 +226,8 @@ class Loaded:
             ran_out=ran_out,
             progress=progress,
         )
-        _log.info("warmed up in %.1f s", time.monotonic() - started)
-        _log.debug("steps of the warm-up: %s", times(warm.steps))
+        _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
+        _log.debug("all steps of the warm-up: %s", times(warm.steps))
         return replace(warm, activation_bytes=warm.activation_bytes + self._exchange_bytes(model))
 
     def _exchange_bytes(self, model: Transformer) -> int:

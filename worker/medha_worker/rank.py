@@ -344,14 +344,14 @@ def main(settings_file: Path) -> None:
     try:
         rank = Rank(settings)
     except MedhaError as error:
-        _log.error("%s", error)
+        _log.critical("%s", error)
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: rank.stop())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us by SIGTERM
     try:
         rank.run()
     except MedhaError as error:
-        _log.error("%s", error)
+        _log.critical("%s", error)
         rank.report(error)
         sys.exit(1)
     except Exception as error:  # noqa: BLE001 - a bug of ours must reach the controller before we end

@@ -96,6 +96,17 @@ def shape_name(works: Shape) -> str:
     return f"{first.count:,} token{'s' if first.count > 1 else ''}{behind}"
 
 
+def typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """One token, the largest chunk, and the most sequences at a time."""
+    alone = [step for step in steps if len(step.works) == 1]
+    chosen = (
+        steps[0],
+        max(alone, key=lambda step: step.tokens),
+        max(steps, key=lambda step: len(step.works)),
+    )
+    return list(dict.fromkeys(chosen))
+
+
 def times(steps: Sequence[MeasuredStep]) -> str:
     """What steps took, in milliseconds, for people."""
     return "; ".join(f"{shape_name(step.works)}: {1e3 * step.seconds:.3g} ms" for step in steps)

@@ -75,7 +75,7 @@ class Watchdog:
             while True:
                 overdue = self._promise.broken(time.monotonic())
                 if overdue is not None:
-                    _log.critical("stuck in %s; this process ends, to be started again", overdue)
+                    _log.critical("stuck in %s", overdue)
                     os.kill(os.getpid(), signal.SIGKILL)
                 self._beat(sender)
                 time.sleep(BEAT_SECONDS)

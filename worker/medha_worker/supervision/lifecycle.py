@@ -39,6 +39,7 @@ MOST_DEATHS_SLOW = (
     20  # the same within SLOW_DEATHS_SECONDS: a loop that is slower than that must not go on unseen
 )
 SLOW_DEATHS_SECONDS = 3600.0
+_BECAUSE = " because: "  # before a part's last words
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
@@ -58,11 +59,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A part has ended: `status` as subprocess gives it (negative: by that signal), and its last line."""
+    """A part has ended: `status` as subprocess gives it (negative: by that signal), and its last line.
+
+    `last_words` are why it ended, if it has said so: nobody has read them yet.
+    """
 
     part: str
     status: int
     last_line: str = ""
+    last_words: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +244,8 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
             else:
                 state, commands = _fail(state, now, f"while draining, {_how(event)}")
         case Phase.STOPPING | Phase.KILLING | Phase.ENDED:
-            pass
+            if event.last_words and not _is_told(state.failure, event.last_words):
+                commands = [Say(_how(event))]
     if not state.running:
         state = replace(state, phase=Phase.ENDED, deadline=math.inf)
     return state, commands
@@ -333,6 +339,11 @@ def _ask_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Comma
     return state, []
 
 
+def _is_told(failure: str, words: str) -> bool:
+    """Whether a failure says the same: a rank tells its controller why it ends, and both of them say so."""
+    return words in failure or failure.rpartition(_BECAUSE)[2] in words
+
+
 def _how(event: Exited) -> str:
     if event.status < 0:
         try:
@@ -346,4 +357,6 @@ def _how(event: Exited) -> str:
             " (an instruction that this CPU announces but lacks, as some virtual machines do with AMX: set "
             "model.dtype to float32, or ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 in the environment)"
         )
+    if event.last_words:
+        return f"{event.part} {how}{_BECAUSE}{event.last_words}"
     return f"{event.part} {how}" + (f"; its last line: {event.last_line}" if event.last_line else "")

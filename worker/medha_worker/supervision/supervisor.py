@@ -281,6 +281,15 @@ class _Inbox:
             return TimePassed()
 
 
+def last_words(line: str) -> str:
+    """Why a part ends, if this line says so: they are told with its end, and not as a line.
+
+    A part logs it as critical, and nothing after it.
+    """
+    level, _, rest = line.partition(" ")
+    return rest.partition(": ")[2] if level == "CRITICAL" else ""
+
+
 class _Process:
     """One running part. Only the main thread signals and reaps it, so its id is never another process's."""
 
@@ -288,7 +297,7 @@ class _Process:
         self._name = part.name
         self._end_signal = part.end_signal
         self._events = events
-        self._last_line = ""
+        self._last_line = self._last_words = ""
         self._process = subprocess.Popen(
             part.argv,
             stdin=subprocess.DEVNULL,
@@ -328,9 +337,14 @@ class _Process:
         with output:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace").rstrip()
+                at = local_time()
+                if self._last_words:  # they were none
+                    self._events.put(Printed(self._name, self._last_line, at))
+                self._last_words = last_words(line)
                 if line:
                     self._last_line = line
-                self._events.put(Printed(self._name, line, local_time()))
+                if not self._last_words:
+                    self._events.put(Printed(self._name, line, at))
 
     def _await_end(self) -> None:
         # WNOWAIT leaves the process to be reaped by the main thread, which may be about to signal it.
@@ -339,4 +353,4 @@ class _Process:
         os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind, such as a tokenizer pool
         self._reader.join(LAST_LINES_SECONDS)
         status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self._events.put(Exited(self._name, status, self._last_line))
+        self._events.put(Exited(self._name, status, self._last_line, self._last_words))
