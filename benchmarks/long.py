@@ -33,7 +33,7 @@ COMMANDS = (
 READ = {
     "tests/core": ("core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
     "tests/reconcile": ("core", "operator"),
-    "tests/router": ("core", "router"),
+    "tests/router": ("core", "router", "worker"),
     "tests/serving": (
         "cli", "core", "examples", "router", "worker", *(f":(exclude)cli/medha_cli/{name}.py" for name in COMMANDS),
     ),
