@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,9 +52,9 @@ class Bundle:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _json_object(files, "tokenizer_config.json")
-        special_tokens = {**_json_object(files, "special_tokens_map.json"), **config}
+        special_tokens = _special_tokens(config, _json_object(files, "special_tokens_map.json"))
         source = _template_source(files, config)
-        self.chat_template = ChatTemplate(source, _texts(special_tokens)) if source is not None else None
+        self.chat_template = ChatTemplate(source, special_tokens) if source is not None else None
         self.defaults = _sampling_defaults(_json_object(files, "generation_config.json"))
         self.token_bytes = token_bytes(self._tokenizer)
         self.longest_token_bytes = max(map(len, self.token_bytes.values()))
@@ -67,16 +67,16 @@ class Bundle:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.asarray(encoding.ids, dtype=np.int32)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens included.
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` as a whole text: special tokens included, without the space that some tokenizers put in front.
 
         Raises:
             RequestInvalid: an id is not of this vocabulary.
         """
-        try:
-            return b"".join([self.token_bytes[number] for number in ids]).decode("utf-8", "replace")
-        except KeyError as error:
-            raise RequestInvalid(f"token id {error} is not in the vocabulary", param="tokens") from error
+        for number in ids:
+            if number not in self.token_bytes:
+                raise RequestInvalid(f"token id {number} is not in the vocabulary", param="tokens")
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
         """The prompt text of a conversation.
@@ -114,16 +114,13 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
     return template if isinstance(template, str) else None
 
 
-def _texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name; a config writes each as text or as an object with `content`."""
-    texts = {}
-    for name in _SPECIAL_TOKENS:
-        value = config.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            texts[name] = value
-    return texts
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens by name; a file writes each as text or as an object with `content`."""
+    named = {name: config[name] for name in _SPECIAL_TOKENS if name in config} | dict(special_map)
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _sampling_defaults(config: Mapping[str, Any]) -> SamplingDefaults:

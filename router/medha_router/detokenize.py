@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Sequence
-from typing import Any
 
 from tokenizers import Tokenizer
 
+from medha.bundle import Spelling, spelling_of
 from medha.errors import CheckpointInvalid
+
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -25,47 +28,35 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet
 
 
+_BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
+
+
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The UTF-8 bytes that each token stands for inside a text.
 
-    Byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2, Mistral) are known. The
-    latter's decoders strip the space in front of a whole text; what is generated continues a prompt and keeps it.
-
     Raises:
-        CheckpointInvalid: the tokenizer decodes in another way.
+        CheckpointInvalid: the tokenizer decodes in a way that is not known.
     """
-    decoder = json.loads(tokenizer.to_str())["decoder"]
-    steps = _decoder_steps(decoder)
+    try:
+        spelling = spelling_of(json.loads(tokenizer.to_str())["decoder"])
+    except CheckpointInvalid as error:
+        raise CheckpointInvalid(f"tokenizer.json: {error}") from error
+    bytes_of = _byte_level_bytes if spelling.byte_level else _spaced_bytes
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    if "ByteLevel" in steps:
-        alphabet = _byte_level_alphabet()
-        table = {}
-        for token, number in vocabulary.items():
-            try:
-                table[number] = bytes([alphabet[character] for character in token])
-            except KeyError:  # an added token is literal text
-                table[number] = token.encode("utf-8")
-        return table
-    if steps & {"ByteFallback", "Metaspace", "Replace"}:
-        return {
-            number: _sentencepiece_bytes(token, "ByteFallback" in steps)
-            for token, number in vocabulary.items()
-        }
-    raise CheckpointInvalid(f"tokenizer.json: decoder {sorted(steps) or None} is not supported")
+    return {number: bytes_of(token, spelling) for token, number in vocabulary.items()}
 
 
-def _decoder_steps(decoder: dict[str, Any] | None) -> set[str]:
-    if decoder is None:
-        return set()
-    if decoder["type"] == "Sequence":
-        return {step["type"] for step in decoder["decoders"]}
-    return {str(decoder["type"])}
+def _byte_level_bytes(token: str, _: Spelling) -> bytes:
+    try:
+        return bytes([_BYTE_LEVEL_ALPHABET[character] for character in token])
+    except KeyError:  # an added token is literal text
+        return token.encode("utf-8")
 
 
-def _sentencepiece_bytes(token: str, byte_fallback: bool) -> bytes:
-    if byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+def _spaced_bytes(token: str, spelling: Spelling) -> bytes:
+    if spelling.byte_tokens and _BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
-    return token.replace("\u2581", " ").encode("utf-8")
+    return token.replace(spelling.space, " ").encode("utf-8")
 
 
 class TextStream:

@@ -206,7 +206,16 @@ def _encode(
     at_least = -(-len(text) // bundle.longest_token_bytes)
     if at_least > terms.max_model_len:  # spares tokenising what cannot fit
         raise _too_long(terms, f"at least {at_least}", None, param)
-    return bundle.encode(text, add_special_tokens=add_special_tokens)
+    ids = bundle.encode(text, add_special_tokens=add_special_tokens)
+    largest = int(ids.max(initial=0))
+    if largest >= terms.vocab_size:  # checkpoints add tokens, such as a pad token, that have no embedding
+        name = bundle.token_bytes[largest].decode("utf-8", "replace")
+        message = (
+            f"`{param}` holds {name[:80]!r}, which is the token {largest} of the tokenizer; the model has the tokens "
+            f"0 to {terms.vocab_size - 1} only, so leave that text out"
+        )
+        raise RequestInvalid(message, param=param, code="invalid_value")
+    return ids
 
 
 def _too_long(terms: ModelTerms, prompt: str, output: int | None, param: str) -> RequestInvalid:

@@ -8,6 +8,7 @@ from pathlib import Path
 from medha.bundle import BUNDLE_FILES, bundle_digest
 from medha.errors import CheckpointInvalid
 from medha_worker.readable import require_readable
+from medha_worker.tokenizer_files import whole_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +18,11 @@ class Bundle:
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """The bundle of a checkpoint directory.
+    """The bundle of a checkpoint directory, its tokenizer made whole.
 
     Raises:
-        CheckpointInvalid: there is no tokenizer.json, which no router can do without, or a file may not be read.
+        CheckpointInvalid: there is no tokenizer.json, which no router can do without; it cannot be served exactly; or a file
+            may not be read.
     """
     for name in BUNDLE_FILES:
         require_readable(directory / name)
@@ -29,4 +31,5 @@ def read_bundle(directory: Path) -> Bundle:
         raise CheckpointInvalid(
             f"{directory / 'tokenizer.json'} is missing; fetch the checkpoint with its tokenizer"
         )
+    files |= whole_tokenizer(directory)
     return Bundle(bundle_digest(files), files)
