@@ -15,8 +15,6 @@ from medha.wire import TokenIds
 from medha_router.api_error import ApiError
 from medha_router.bundle import Bundle, SamplingDefaults
 from medha_router.schema import (
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMPLETION,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -24,6 +22,7 @@ from medha_router.schema import (
     GenerationRequest,
     TokenizeRequest,
     refuse_unsupported,
+    shown,
     validate,
 )
 
@@ -127,16 +126,18 @@ def _parse(body: bytes | bytearray) -> dict[str, Any]:
     except ValueError as error:
         raise RequestInvalid(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(fields, dict):
-        kind = type(fields).__name__
-        raise RequestInvalid(f"the body is a JSON {kind}, expected an object", code="invalid_json")
+        raise RequestInvalid(f"the body is {shown(fields)}, expected a JSON object", code="invalid_json")
     return fields
 
 
 def _prepare_chat(
     fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
 ) -> Prepared:
-    refuse_unsupported(fields, UNSUPPORTED_CHAT)
+    refuse_unsupported(ChatRequest, fields)
     request = validate(ChatRequest, fields)
+    if request.top_logprobs and not request.logprobs:
+        text = f"`top_logprobs` is {request.top_logprobs}, which needs `logprobs: true`; add that, or leave it out"
+        raise RequestInvalid(text, param="top_logprobs", code="invalid_value")
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
     text = bundle.render(
@@ -151,11 +152,8 @@ def _prepare_chat(
 def _prepare_completion(
     fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle], max_samples: int
 ) -> Prepared:
-    refuse_unsupported(fields, UNSUPPORTED_COMPLETION)
+    refuse_unsupported(CompletionRequest, fields)
     request = validate(CompletionRequest, fields)
-    if fields.get("best_of") not in (None, request.n or 1):
-        text = "`best_of` other than `n` is not supported by this server; leave it out"
-        raise RequestInvalid(text, param="best_of", code="unsupported_parameter")
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
     given = _prompt_list(request.prompt)
@@ -323,6 +321,7 @@ def _sampling(
 
 
 def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle]) -> Prepared:
+    refuse_unsupported(TokenizeRequest, fields)
     request = validate(TokenizeRequest, fields)
     terms = catalog.terms(request.model)
     bundle = bundle_of(terms.digest)
@@ -345,6 +344,7 @@ def _tokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str
 
 
 def _detokenize(fields: dict[str, Any], catalog: Catalog, bundle_of: Callable[[str], Bundle]) -> Prepared:
+    refuse_unsupported(DetokenizeRequest, fields)
     request = validate(DetokenizeRequest, fields)
     terms = catalog.terms(request.model)
     ids = _token_ids(request.tokens, terms.vocab_size, "tokens")

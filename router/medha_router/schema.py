@@ -1,17 +1,19 @@
 """The fields of OpenAI's requests that are served, their bounds, and a clear answer to those that are not.
 
-Unknown fields are ignored, as OpenAI's servers do. Known fields that are not served get a 400 that names them:
-a client that asks for tools must not get plain text.
+Fields that nobody knows are ignored, as vLLM and SGLang do. Fields that OpenAI, vLLM or SGLang know are never ignored:
+one that asks for something that is not served gets a 400 that names it, its value and what to do. A client that asks for
+tools must not get plain text.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails, to_json
 
 from medha.errors import RequestInvalid
 
@@ -19,12 +21,15 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
-MAX_CACHE_SALT_CHARACTERS = 256
+MAX_CACHE_SALT_CHARACTERS = 1024
 _INT32_MAX = 2**31 - 1
 
 
 def _stop_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    """One text is a list of one; the empty text asks for nothing, as at OpenAI."""
+    if isinstance(value, str):
+        return [value] if value else []
+    return value
 
 
 class _Request(BaseModel):
@@ -59,7 +64,8 @@ class GenerationRequest(_Request):
     ) = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    # Smaller ones would make logits infinite.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
         Annotated[
             dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
@@ -148,66 +154,168 @@ class DetokenizeRequest(_Request):
     tokens: Any
 
 
-@dataclass(frozen=True)
-class _Unsupported:
-    """A known field that is not served, and the values with which it asks for nothing."""
+_HINTS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "session_id"})
+"""Known fields that ask for nothing of the answer, whatever they hold: labels, and what other servers guess a cache by."""
 
-    field: str
-    harmless: tuple[Any, ...] = (None,)
-
-
-_UNSUPPORTED_ANYWHERE = (
-    _Unsupported("prompt_logprobs"),
-    _Unsupported("use_beam_search", (None, False)),
-    _Unsupported("echo", (None, False)),
-    _Unsupported("structured_outputs"),
-    _Unsupported("guided_json"),
-    _Unsupported("guided_regex"),
-    _Unsupported("guided_choice"),
-    _Unsupported("guided_grammar"),
-    _Unsupported("allowed_token_ids"),
-    _Unsupported("bad_words", (None, [])),
-    _Unsupported("logits_processors"),
-    _Unsupported("truncate_prompt_tokens"),
-    _Unsupported("kv_transfer_params"),
-    _Unsupported("prompt_embeds"),
+_OFF = (None, False)
+_ON = (None, True)
+_EMPTY_LIST: tuple[Any, ...] = (None, [])
+_EMPTY_OBJECT: tuple[Any, ...] = (None, {})
+_ONLY_NULL = (None,)
+_HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        # OpenAI's
+        "audio": _ONLY_NULL,
+        "best_of": _ONLY_NULL,  # and what `n` is
+        "echo": _OFF,
+        "function_call": (None, "none"),
+        "functions": _EMPTY_LIST,
+        "max_completion_tokens": _ONLY_NULL,
+        "messages": _ONLY_NULL,
+        "modalities": (None, ["text"]),
+        "moderation": _ONLY_NULL,
+        "parallel_tool_calls": (None, True, False),  # of tools, which are not served
+        "prediction": _ONLY_NULL,
+        "prompt": _ONLY_NULL,
+        "prompt_cache_options": _ONLY_NULL,
+        "prompt_cache_retention": (None, "in_memory"),
+        "reasoning_effort": _ONLY_NULL,
+        "response_format": (None, {"type": "text"}),
+        "store": _OFF,
+        "suffix": (None, ""),
+        "tool_choice": (None, "none"),
+        "tools": _EMPTY_LIST,
+        "top_logprobs": (None, 0),
+        "verbosity": (None, "medium"),
+        "web_search_options": _ONLY_NULL,
+        # vLLM's, of this year and the last
+        "add_generation_prompt": _ON,
+        "add_special_tokens": _OFF,
+        "allowed_token_ids": _ONLY_NULL,
+        "bad_words": _EMPTY_LIST,
+        "chat_template": _ONLY_NULL,
+        "chat_template_kwargs": _EMPTY_OBJECT,
+        "continue_final_message": _OFF,
+        "detokenize": _ON,
+        "documents": _EMPTY_LIST,
+        "ec_transfer_params": _ONLY_NULL,
+        "guided_choice": _ONLY_NULL,
+        "guided_decoding_backend": _ONLY_NULL,
+        "guided_grammar": _ONLY_NULL,
+        "guided_json": _ONLY_NULL,
+        "guided_regex": _ONLY_NULL,
+        "guided_whitespace_pattern": _ONLY_NULL,
+        "include_reasoning": _ON,
+        "kv_transfer_params": _ONLY_NULL,
+        "length_penalty": (None, 1, 1.0),
+        "logits_processors": _EMPTY_LIST,
+        "logprob_token_ids": _ONLY_NULL,
+        "media_io_kwargs": _EMPTY_OBJECT,
+        "mm_processor_kwargs": _EMPTY_OBJECT,
+        "priority": (None, 0),
+        "prompt_embeds": _ONLY_NULL,
+        "prompt_logprobs": _ONLY_NULL,
+        "repetition_detection": _ONLY_NULL,
+        "request_id": _ONLY_NULL,
+        "return_mm_kwargs": _ON,
+        "return_prompt_text": _OFF,
+        "return_token_ids": _OFF,
+        "return_token_offsets": _OFF,
+        "return_token_strs": _OFF,
+        "return_tokens_as_token_ids": _OFF,
+        "routed_experts_prompt_start": (None, 0),
+        "spaces_between_special_tokens": _ON,
+        "stream_interval": (None, 1),
+        "structured_outputs": _ONLY_NULL,
+        "thinking_token_budget": (None, -1),
+        "truncate_prompt_tokens": _ONLY_NULL,
+        "truncation_side": _ONLY_NULL,
+        "use_beam_search": _OFF,
+        "vllm_xargs": _EMPTY_OBJECT,
+        "watermarking": _OFF,
+        # SGLang's
+        "bootstrap_host": _ONLY_NULL,
+        "bootstrap_port": _ONLY_NULL,
+        "bootstrap_room": _ONLY_NULL,
+        "custom_labels": _EMPTY_OBJECT,
+        "custom_logit_processor": _ONLY_NULL,
+        "custom_params": _EMPTY_OBJECT,
+        "data_parallel_rank": _ONLY_NULL,
+        "disagg_prefill_dp_rank": _ONLY_NULL,
+        "ebnf": _ONLY_NULL,
+        "extra_key": _ONLY_NULL,
+        "images_config": _EMPTY_OBJECT,
+        "input_ids": _ONLY_NULL,
+        "json_schema": _ONLY_NULL,
+        "lora_path": _ONLY_NULL,
+        "max_dynamic_patch": _ONLY_NULL,
+        "min_dynamic_patch": _ONLY_NULL,
+        "ngram_corpus_id": _ONLY_NULL,
+        "no_stop_trim": _OFF,
+        "reasoning": _ONLY_NULL,
+        "regex": _ONLY_NULL,
+        "return_cached_tokens_details": _OFF,
+        "return_hidden_states": _OFF,
+        "return_meta_info": _OFF,
+        "return_prompt_token_ids": _OFF,
+        "return_routed_experts": _OFF,
+        "rid": _ONLY_NULL,
+        "routed_dp_rank": _ONLY_NULL,
+        "routed_experts_start_len": (None, 0),
+        "separate_reasoning": _OFF,
+        "session_params": _ONLY_NULL,
+        "stop_regex": (None, []),
+        "stream_reasoning": _ON,
+        "structural_tag": _ONLY_NULL,
+        "task": _ONLY_NULL,
+        "use_audio_in_video": _OFF,
+    }
 )
-UNSUPPORTED_CHAT = (
-    *_UNSUPPORTED_ANYWHERE,
-    _Unsupported("tools", (None, [])),
-    _Unsupported("tool_choice", (None, "none")),
-    _Unsupported("functions", (None, [])),
-    _Unsupported("function_call", (None, "none")),
-    _Unsupported("response_format", (None, {"type": "text"})),
-    _Unsupported("audio"),
-    _Unsupported("modalities", (None, ["text"])),
-    _Unsupported("prediction"),
-    _Unsupported("web_search_options"),
-    _Unsupported("documents", (None, [])),
-    _Unsupported("chat_template"),
-    _Unsupported("continue_final_message", (None, False)),
-)
-UNSUPPORTED_COMPLETION = (
-    *_UNSUPPORTED_ANYWHERE,
-    _Unsupported("suffix", (None, "")),
-    _Unsupported("response_format", (None, {"type": "text"})),
+"""Known fields that an endpoint may not serve, and the values with which they ask for nothing."""
+
+_FIXES: Mapping[str, str] = MappingProxyType(
+    {
+        "add_special_tokens": "the chat template adds them; leave it out",
+        "best_of": "make it equal to `n`, or leave it out",
+        "extra_key": "use `cache_salt` to keep caches apart, or leave it out",
+        "max_completion_tokens": "use `max_tokens`",
+        "no_stop_trim": "use `include_stop_str_in_output`",
+        "reasoning_effort": "where the model's template knows it, put it into `chat_template_kwargs`; else leave it out",
+        "request_id": "use the header x-request-id",
+        "rid": "use the header x-request-id",
+    }
 )
 
 
-def refuse_unsupported(body: Mapping[str, Any], fields: tuple[_Unsupported, ...]) -> None:
+def is_known(kind: type[_Request], field: str) -> bool:
+    """Whether a field of a request is served, refused, or accepted for asking nothing; others are ignored."""
+    return field in kind.model_fields or field in _HARMLESS or field in _HINTS
+
+
+def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
     """
     Raises:
         RequestInvalid: names the first field that asks for something that is not served.
     """
-    for unsupported in fields:
-        value = body.get(unsupported.field)
-        # Compared with their types: False and 0 are equal in Python and not in JSON.
-        if not any(type(value) is type(harmless) and value == harmless for harmless in unsupported.harmless):
-            raise RequestInvalid(
-                f"`{unsupported.field}` is not supported by this server; leave it out",
-                param=unsupported.field,
-                code="unsupported_parameter",
-            )
+    for field, value in body.items():
+        harmless = _HARMLESS.get(field)
+        if harmless is None or field in kind.model_fields or _is_among(value, harmless):
+            continue
+        if field == "best_of" and _is_among(value, (body.get("n") or 1,)):
+            continue
+        raise RequestInvalid(
+            f"`{field}` is {shown(value)}, which this server does not serve here; {_FIXES.get(field, 'leave it out')}",
+            param=field,
+            code="unsupported_parameter",
+        )
+    options = body.get("stream_options")
+    if isinstance(options, dict) and not _is_among(options.get("include_obfuscation"), _OFF):
+        raise RequestInvalid(
+            f"`stream_options.include_obfuscation` is {shown(options['include_obfuscation'])}, which this server does not "
+            "serve; leave it out",
+            param="stream_options.include_obfuscation",
+            code="unsupported_parameter",
+        )
     messages = body.get("messages")
     if not isinstance(messages, list):
         return
@@ -215,13 +323,24 @@ def refuse_unsupported(body: Mapping[str, Any], fields: tuple[_Unsupported, ...]
         _refuse_unsupported_message(message, f"messages.{index}")
 
 
+def _is_among(value: object, values: tuple[Any, ...]) -> bool:
+    # Compared with their types: False and 0 are equal in Python and not in JSON.
+    return any(type(value) is type(one) and value == one for one in values)
+
+
+def shown(value: object) -> str:
+    """A value of a request as its client wrote it, in JSON, cut short."""
+    text = to_json(value).decode()
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _refuse_unsupported_message(message: object, where: str) -> None:
     if not isinstance(message, dict):
         return
-    for field in ("tool_calls", "function_call", "audio"):
+    for field in ("tool_calls", "function_call", "audio", "refusal"):
         if message.get(field):
             raise RequestInvalid(
-                f"`{where}.{field}` is not supported by this server",
+                f"`{where}.{field}` is {shown(message[field])}, which this server does not serve; leave it out",
                 param=f"{where}.{field}",
                 code="unsupported_parameter",
             )
@@ -230,13 +349,28 @@ def _refuse_unsupported_message(message: object, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise RequestInvalid(
-                f"content parts of type {kind[:40]!r} are not supported: this server takes text only",
+                f"`{where}.content.{part_index}.type` is {shown(kind)}; this server takes text only",
                 param=f"{where}.content.{part_index}.type",
                 code="unsupported_parameter",
             )
 
 
 RequestKind = TypeVar("RequestKind", bound=_Request)
+
+
+_EXPECTED: Mapping[str, str] = MappingProxyType(
+    {
+        "bool_type": "true or false",
+        "dict_type": "an object",
+        "float_type": "a number",
+        "int_type": "an integer",
+        "list_type": "a list",
+        "model_attributes_type": "an object",
+        "model_type": "an object",
+        "string_type": "a text",
+    }
+)
+"""What pydantic's kinds of problems mean to a client who knows JSON and no Python."""
 
 
 def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
@@ -247,12 +381,26 @@ def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        # Union branches and key markers are pydantic's; a client knows field names and indices alone.
-        path = [str(part) for part in problem["loc"] if isinstance(part, int) or str(part).isidentifier()]
-        where = ".".join(part for part in path if part not in ("str", "TextPart"))
-        if problem["type"] == "missing":
+        problems = error.errors(include_url=False, include_context=False)
+        # Of the branches of a union the one that got furthest was meant; those that got equally far are alternatives.
+        paths = [_where(problem["loc"]) for problem in problems]
+        furthest = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
+        meant = [problem for problem, path in zip(problems, paths, strict=True) if path == furthest]
+        where, value = ".".join(furthest), meant[0]["input"]
+        if meant[0]["type"] == "missing":
             message = f"`{where}` is missing"
         else:
-            message = f"`{where}`: {problem['msg']} (found {str(problem['input'])[:80]!r})"
+            expected = " or ".join(dict.fromkeys(_expected(problem) for problem in meant))
+            message = f"`{where}` is {shown(value)}; it must be {expected}"
         raise RequestInvalid(message, param=where or None, code="invalid_value") from error
+
+
+def _where(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """A field's path as a client knows it: names and indices, without the union branches and key marks of pydantic."""
+    path = [str(part) for part in location if isinstance(part, int) or part.replace("_", "").isalnum()]
+    return tuple(part for part in path if part not in ("str", "TextPart"))
+
+
+def _expected(problem: ErrorDetails) -> str:
+    known = _EXPECTED.get(problem["type"])
+    return known or problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")

@@ -52,7 +52,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "parallelism.kv": ([2, 3], [0]),
     "kvCache.size": (["1Gi", "512Mi"], ["1GB", "-1"]),
     "router.maxBodyBytes": (["1Mi", "8M"], ["1MB"]),
-    "router.allowedHosts": ([["chat.example", "::1"]], ["chat.example", ["a b"], ["https://x"]]),
+    "router.allowedHosts": ([["chat.example", "::1"], ["a"]], ["chat.example", ["a b"], ["https://x"]]),
     "router.allowedOrigins": (
         [["https://chat.example:8443"], ["*"]],
         ["*", ["chat.example"], ["https://x/path"]],

@@ -1,11 +1,15 @@
 """The bad-input table: each row over real HTTP, each answer OpenAI's error object that names the field."""
 
 import signal
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import psutil
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+
+from medha_router.schema import ChatRequest, CompletionRequest, is_known
 
 from .conftest import MAX_MODEL_LEN, MODEL, Router, ScriptedReplica
 
@@ -60,17 +64,21 @@ CHAT_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"stop": [""]}, "stop.0"),
     ({"stop": 5}, "stop"),
     ({"logit_bias": {"x": 1}}, "logit_bias.x"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"logit_bias": {"999999": 1}}, "logit_bias"),
     ({"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
     ({"logprobs": 5}, "logprobs"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+    ({"repetition_penalty": 5e-324}, "repetition_penalty"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"service_tier": "platinum"}, "service_tier"),
     ({"cache_salt": ""}, "cache_salt"),
-    ({"cache_salt": "x" * 257}, "cache_salt"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
     ({"cache_salt": 5}, "cache_salt"),
 ]
 
@@ -99,6 +107,32 @@ UNSUPPORTED_ROWS: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"suffix": "x"}, "suffix"),
     (TEXT, {"best_of": 3}, "best_of"),
     (TEXT, {"best_of": 3, "n": 2}, "best_of"),
+    (CHAT, {"best_of": 2}, "best_of"),
+    (
+        CHAT,
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    (CHAT, {"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.0.refusal"),
+    (TEXT, {"messages": GOOD_CHAT["messages"]}, "messages"),
+    (TEXT, {"top_logprobs": 3}, "top_logprobs"),
+    (TEXT, {"max_completion_tokens": 3}, "max_completion_tokens"),
+    (CHAT, {"prompt": "x"}, "prompt"),
+    (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
+    ("/tokenize", {"return_token_strs": True}, "return_token_strs"),
+    ("/tokenize", {"continue_final_message": True}, "continue_final_message"),
+]
+UNSERVED: dict[str, Any] = {
+    "regex": "a+", "ebnf": "root ::= x", "json_schema": "{}", "structural_tag": "{}", "guided_json": {}, "guided_regex": "a",
+    "structured_outputs": {"regex": "a"}, "priority": 3, "return_token_ids": True, "detokenize": False,
+    "length_penalty": 0.5, "lora_path": "x", "reasoning_effort": "low", "verbosity": "low", "store": True, "moderation": {},
+    "prompt_cache_retention": "24h", "prompt_cache_options": {}, "request_id": "x", "rid": "x", "extra_key": "x",
+    "use_beam_search": True, "spaces_between_special_tokens": False, "include_reasoning": False, "separate_reasoning": True,
+    "thinking_token_budget": 5, "stop_regex": "a", "no_stop_trim": True, "return_hidden_states": True, "input_ids": [1],
+    "repetition_detection": {}, "logprob_token_ids": [1], "vllm_xargs": {"a": 1}, "custom_params": {"a": 1},
+}  # fmt: skip
+UNSUPPORTED_ROWS += [
+    (path, {field: value}, field) for path in (CHAT, TEXT) for field, value in UNSERVED.items()
 ]
 
 
@@ -107,14 +141,88 @@ def test_an_unsupported_field_is_refused_by_name_and_never_ignored(
     router: Router, path: str, change: dict[str, Any], param: str
 ) -> None:
     good = GOOD_CHAT if path == CHAT else GOOD_TEXT
-    assert_error(router.post(path, {**good, **change}), 400, param, "unsupported_parameter")
+    answer = router.post(path, {**good, **change})
+    assert_error(answer, 400, param, "unsupported_parameter")
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"`{param}` is ")
+    assert "; " in message, "it says what to do"
+
+
+OPENAI = {
+    CHAT: (ChatRequest, chat_params.CompletionCreateParamsStreaming),
+    TEXT: (CompletionRequest, text_params.CompletionCreateParamsStreaming),
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_every_parameter_of_the_openai_package_is_known(path: str) -> None:
+    kind, parameters = OPENAI[path]
+    names = get_type_hints(parameters).keys()
+    assert {"model", "stream", "temperature", "service_tier" if path == CHAT else "suffix"} <= names
+    assert [name for name in names if not is_known(kind, name)] == []
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_null_asks_for_nothing_in_any_parameter_that_is_known(router: Router, path: str) -> None:
+    kind, parameters = OPENAI[path]
+    good = GOOD_CHAT if path == CHAT else GOOD_TEXT
+    names = {*get_type_hints(parameters), *UNSERVED, *kind.model_fields} - good.keys()
+    assert router.post(path, {**dict.fromkeys(names), **good}).status_code == 200
+
+
+SAYS = [
+    (CHAT, {"messages": None}, "`messages` is null; it must be a list"),
+    (CHAT, {"messages": ["x"]}, '`messages.0` is "x"; it must be an object'),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": 5}]},
+        "`messages.0.content` is 5; it must be a text or a list",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "`messages.0.content.0.text` is missing",
+    ),
+    (CHAT, {"stream": "yes"}, '`stream` is "yes"; it must be true or false'),
+    (CHAT, {"max_tokens": True}, "`max_tokens` is true; it must be an integer"),
+    (CHAT, {"max_tokens": 0}, "`max_tokens` is 0; it must be greater than or equal to 1"),
+    (
+        CHAT,
+        {"tools": [{"type": "function"}]},
+        '`tools` is [{"type":"function"}], which this server does not serve',
+    ),
+    (CHAT, {"logit_bias": {"5": None}}, "`logit_bias.5` is null; it must be a number"),
+    (CHAT, {"top_logprobs": 3}, "`top_logprobs` is 3, which needs `logprobs: true`"),
+    (CHAT, {"reasoning_effort": "low"}, "put it into `chat_template_kwargs`"),
+    (TEXT, {"best_of": 3}, "`best_of` is 3, which this server does not serve here; make it equal to `n`"),
+]
+
+
+@pytest.mark.parametrize(("path", "change", "said"), SAYS)
+def test_errors_speak_of_json_and_of_the_clients_own_names(
+    router: Router, path: str, change: dict[str, Any], said: str
+) -> None:
+    answer = router.post(path, {**(GOOD_CHAT if path == CHAT else GOOD_TEXT), **change})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"), [(b"null", "is null"), (b"true", "is true"), (b"[]", "is []"), (b'"x"', 'is "x"')]
+)
+def test_a_body_that_is_no_object_is_shown_as_json(router: Router, body: bytes, said: str) -> None:
+    answer = router.http.post(TEXT, content=body, headers=JSON)
+    assert f"the body {said}, expected a JSON object" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
-        {"no_such_field": 1, "priority": 3, "metadata": {"a": "b"}, "store": False, "user": "me"},
+        {"no_such_field": 1, "metadata": {"a": "b"}, "store": False, "user": "me", "stop": ""},
+        {"prompt_cache_key": "k", "safety_identifier": "s", "session_id": "x", "parallel_tool_calls": False},
+        {"priority": 0, "length_penalty": 1, "best_of": 2, "n": 2, "verbosity": "medium", "top_logprobs": 0},
+        {"stream_options": {"include_obfuscation": False}, "stream": True, "add_special_tokens": False},
     ],
 )
 def test_fields_that_ask_for_nothing_and_unknown_ones_are_ignored(
