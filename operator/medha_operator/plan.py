@@ -154,7 +154,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     waiting = _stays(observed, status)
     again = _soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
-    made = [*kept, *_objects(owner, spec, revision, observed)]
+    made = [*kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
         made, budget = [*budget, *made], []
     confirmed: tuple[Action, ...] = ()
@@ -191,11 +191,13 @@ def _revision(
     return fresh, [Apply(controller_revision(owner, fresh)), *told]
 
 
-def _objects(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
+def _objects(
+    owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed, settings: OperatorSettings
+) -> list[Action]:
     """Whatever pods need and is missing or differs, in the order in which it is needed."""
     wanted = [
         service(owner),
-        network_policy(owner),
+        network_policy(owner, settings.metrics_from),
         config_map(owner, spec, revision.name),
         *([group] if (group := gang_object(owner, spec, revision.name)) is not None else []),
     ]

@@ -14,8 +14,10 @@ import uuid
 from datetime import UTC, datetime
 from pathlib import Path
 
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 
+from medha_links.bounded_http import BoundedWsgiServer
+from medha_links.limits import raise_file_limit
 from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.index import Index
 from medha_operator.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
@@ -68,7 +70,9 @@ class Program:
             ExceptionGroup: the lease is lost, or one of the tasks has broken; the others were ended.
         """
         telemetry = self._telemetry
-        server, thread = start_http_server(self._settings.metrics_port, registry=telemetry.registry)
+        raise_file_limit()
+        server = BoundedWsgiServer("0.0.0.0", self._settings.metrics_port, make_wsgi_app(telemetry.registry))
+        server.start("metrics")
         limit = write_seconds(self._settings.lease_seconds)
         cluster = await Cluster.connect(self._tenure.covers, telemetry.wrote, limit)
         lease = Lease(cluster, self._tenure, self._holder, self._settings)
@@ -102,7 +106,6 @@ class Program:
             await cluster.close()
             server.shutdown()
             server.server_close()
-            thread.join()
 
     def _reflectors(self, cluster: Cluster, kind: Kind) -> list[Reflector]:
         namespaces = (self._settings.namespaces if kind.is_namespaced else ()) or (None,)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +126,12 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
     }
 
 
-def network_policy(owner: Owner) -> Manifest:
-    """Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone."""
+def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manifest:
+    """Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
+
+    `metrics_from` are the peers of a NetworkPolicy's rule that may; none means everybody.
+    """
+    scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}
     return _object(owner, "networking.k8s.io/v1", "NetworkPolicy", owner.name) | {
         "spec": {
@@ -134,7 +139,7 @@ def network_policy(owner: Owner) -> Manifest:
             "policyTypes": ["Ingress"],
             "ingress": [
                 {"from": [{"podSelector": mine}]},
-                {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]},
+                {"ports": [{"protocol": "TCP", "port": METRICS_PORT}]} | scrapers,
             ],
         }
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -41,4 +41,6 @@ class OperatorSettings(BaseModel):
     lease_seconds: float = Field(default=15.0, gt=1)
     metrics_port: int = Field(default=9402, ge=0, le=65535)
     """Where Prometheus scrapes the operator."""
+    metrics_from: tuple[dict[str, Any], ...] = ()
+    """Who may read the metrics of replicas, as peers of a NetworkPolicy's rule; none means everybody."""
     routers: tuple[RouterSite, ...] = ()

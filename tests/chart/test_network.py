@@ -56,7 +56,13 @@ class Site:
 
     def __init__(self, manifests: list[Manifest]) -> None:
         self.policies = [each for each in manifests if each["kind"] == "NetworkPolicy"]
-        self.policies += [network_policy(A), network_policy(B)]
+        (mounted,) = [
+            each["data"]["settings.json"]
+            for each in manifests
+            if each["kind"] == "ConfigMap" and each["metadata"]["name"] == "medha-operator"
+        ]
+        settings = OperatorSettings.model_validate_json(mounted)
+        self.policies += [network_policy(owner, settings.metrics_from) for owner in (A, B)]
         made = pods(manifests)
         self.router = pod("router", NAMESPACE, made["medha-router"])
         self.operator = pod("operator", NAMESPACE, made["medha-operator"])
@@ -122,6 +128,9 @@ def test_clients_and_scrapers_can_be_named(helm: Helm) -> None:
     assert site.open_ports(site.client, site.router) == [8000]
     assert site.open_ports(site.prometheus, site.router) == [8000]
     assert site.open_ports(site.prometheus, site.operator) == [9402]
+    assert site.open_ports(site.prometheus, site.a[0]) == [9400]
+    for other in (site.client, site.neighbour, site.b[0], site.world):
+        assert site.open_ports(other, site.a[0]) == []
     assert site.open_ports(site.client, site.operator) == []
     assert site.open_ports(site.neighbour, site.router) == []
     assert site.open_ports(site.world, site.router) == []

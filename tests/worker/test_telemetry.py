@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from medha.errors import ConfigInvalid
+from medha_links.bounded_http import MOST_CONNECTIONS
 from medha_worker.telemetry import AskStatus, AskTrace, Questions, Telemetry, serve
 
 
@@ -134,6 +136,18 @@ def test_a_loop_that_does_not_answer_is_told_not_waited_for(
 def test_a_controller_that_ends_refuses(questions: Questions) -> None:
     questions.close()
     assert get(questions, "/status")[0] == "503 Service Unavailable"
+
+
+def test_connections_that_ask_nothing_take_few_threads_and_keep_no_scraper_from_its_page(
+    questions: Questions,
+) -> None:
+    url = serve(CollectorRegistry(), questions, "127.0.0.1", 0)
+    before = threading.active_count()
+    with ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0)))
+        assert httpx.get(url, timeout=30).status_code == 200
+        assert threading.active_count() - before <= MOST_CONNECTIONS + 1
 
 
 def test_the_pages_are_served_over_real_http_beside_each_other(questions: Questions, loop: Loop) -> None:

@@ -30,8 +30,8 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
-from medha_worker.model.weights import Shard
 from medha_worker.recorder import StepRecorder
 from medha_worker.warmup import Progress, WarmUp, times, typical, warm_up
 
@@ -287,7 +287,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
     )
-    dtype = config.dtype if spec.model.dtype == "auto" else _DTYPES[spec.model.dtype]
+    dtype = DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype]
     _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
     model = Transformer.load(
@@ -309,7 +309,6 @@ def _total(grid: Grid, count: int) -> int:
 
 
 _NO_POOL = 2**62
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:

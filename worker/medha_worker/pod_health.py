@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 from medha.errors import ConfigInvalid
+from medha_links.bounded_http import BoundedHandler, BoundedServer
 from medha_worker.pod_watch import Answer, PodWatch
 
 
@@ -27,8 +26,8 @@ class HealthServer:
             "/live": lambda: watch.live(time.monotonic()),
         }
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:  # the base class's name
+        class Handler(BoundedHandler):
+            def do_GET(self) -> None:  # noqa: N802 (http.server's name)
                 ask = answers.get(self.path.partition("?")[0])
                 if ask is None:
                     self._send(404, {"error": f"{self.path[:80]!r} is not here: {', '.join(answers)}"})
@@ -44,17 +43,13 @@ class HealthServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the base class's)
-                """Say nothing: probes come every few seconds."""
-
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = BoundedServer(host, port, Handler)
         except OSError as error:
             raise ConfigInvalid(
                 f"health: cannot listen on {host} port {port}: {error.strerror}; another pod has this address"
             ) from error
-        self._server.daemon_threads = True
-        Thread(target=self._server.serve_forever, name="health", daemon=True).start()
+        self._server.start("health")
 
     def close(self) -> None:
         self._server.shutdown()

@@ -25,7 +25,7 @@ def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -
     shape = spec.parallelism
     config.require_tensor_size(shape.tensor)
     stage_layers(config.num_layers, shape.stream)
-    dtype = config.dtype_name if spec.model.dtype == "auto" else spec.model.dtype
+    dtype = config.dtype if spec.model.dtype == "auto" else spec.model.dtype
     ranks = shape.tensor * shape.stream * shape.kv
     needed = ranks * RANK_BYTES + shape.kv * config.parameters * ELEMENT_BYTES[dtype]
     if needed > free_bytes:

@@ -26,10 +26,10 @@ from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.sampler import SequenceSampler, draw
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES
 from medha_worker.profile_fit import MeasuredStep
 
 BLOCK_TOKENS = 16
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -199,7 +199,7 @@ def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int
     """
     torch.set_num_threads(threads or os.cpu_count() or 1)
     config = ModelConfig.from_directory(directory, max_model_len)
-    torch_dtype = config.dtype if dtype == "auto" else _DTYPES[dtype]
+    torch_dtype = DTYPES[config.dtype if dtype == "auto" else dtype]
     kernels = choose_kernels(config, torch_dtype, torch.device("cpu"))
     return Transformer.load(directory, config, dtype=torch_dtype, kernels=kernels)
 

@@ -19,16 +19,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from socketserver import ThreadingMixIn
-from threading import Thread
 from typing import Any, get_args
 from urllib.parse import parse_qs
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from medha.errors import ConfigInvalid
 from medha.status import MOST_REQUESTS, Order
+from medha_links.bounded_http import BoundedWsgiServer
 
 ANSWER_SECONDS = 2.0
 """How long the controller's loop may take to answer; it looks between two messages."""
@@ -174,19 +172,6 @@ def _number(query: dict[str, list[str]], name: str, default: float, least: float
     return value
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _SilentHandler(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the base class's)
-        """Say nothing: scrapes come every few seconds."""
-
-
 def serve(registry: CollectorRegistry, questions: Questions, host: str, port: int) -> str:
     """Answer from threads of its own; returns the URL of the metrics. Port 0 takes any free one.
 
@@ -194,11 +179,10 @@ def serve(registry: CollectorRegistry, questions: Questions, host: str, port: in
         ConfigInvalid: nothing can listen there.
     """
     try:
-        family = _Server6 if ":" in host else _Server
-        server = make_server(host, port, Telemetry(registry, questions), family, _SilentHandler)
+        server = BoundedWsgiServer(host, port, Telemetry(registry, questions))
     except OSError as error:
         raise ConfigInvalid(
             f"spec.metrics: cannot listen on {host} port {port}: {error.strerror}; set spec.metrics.port to 0"
         ) from error
-    Thread(target=server.serve_forever, name="telemetry", daemon=True).start()
+    server.start("telemetry")
     return f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"

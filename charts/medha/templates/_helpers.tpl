@@ -112,6 +112,7 @@ priorityClassName: {{ . }}
   "image_pull_policy" .Values.image.pullPolicy
   "namespaces" (include "medha.namespaces" . | fromJsonArray)
   "gang_apis" .Values.operator.gangApis
+  "metrics_from" (ternary .Values.networkPolicy.metricsFrom (list) .Values.networkPolicy.enabled)
   "routers" (include "medha.routers" . | fromJsonArray)
   "concurrent_replicas" .Values.operator.concurrentReplicas
   "resync_seconds" .Values.operator.resyncSeconds

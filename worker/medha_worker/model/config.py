@@ -11,14 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
-
-if TYPE_CHECKING:
-    import torch
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number, by the data types that can be served."""
@@ -34,7 +31,7 @@ class ModelConfig:
         qkv_bias, output_bias, mlp_bias: Which linears add a bias.
         qk_norm: Queries and keys pass an RMSNorm over each head (Qwen3).
         tie_word_embeddings: The output head is the embedding.
-        dtype_name: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
+        dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
     """
@@ -54,18 +51,9 @@ class ModelConfig:
     qk_norm: bool
     tie_word_embeddings: bool
     rope: RopeConfig
-    dtype_name: str
+    dtype: str
     max_position_tokens: int
     max_model_len: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """torch's name of `dtype_name`."""
-        import torch
-
-        dtype = getattr(torch, self.dtype_name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
 
     @property
     def parameters(self) -> int:
@@ -153,7 +141,7 @@ class ModelConfig:
             qk_norm=architecture == "Qwen3ForCausalLM",
             tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
             rope=rope,
-            dtype_name=_dtype(fields),
+            dtype=_dtype(fields),
             max_position_tokens=limit,
             max_model_len=served,
         )

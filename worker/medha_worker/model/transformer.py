@@ -19,7 +19,7 @@ from medha_worker.model.memory import ran_out
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
-from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
+from medha_worker.model.weights import DTYPES, LayerWeights, Progress, Shard, Weights, load_weights
 
 # Rows of the MLP computed together on a CPU.
 _MLP_ROWS = 512
@@ -82,7 +82,7 @@ class Transformer:
         """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
         shard = shard or Shard.whole(config)
         weights = load_weights(
-            directory, config, shard, dtype=dtype or config.dtype, device=device, progress=progress
+            directory, config, shard, dtype=dtype or DTYPES[config.dtype], device=device, progress=progress
         )
         return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
 

@@ -20,6 +20,9 @@ from medha.errors import CheckpointInvalid, ModelUnsupported
 from medha_worker.model.config import ModelConfig
 from medha_worker.readable import require_readable
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""torch's own names of what a configuration may ask for."""
+
 # Called with the bytes of weights read so far, and of all that are to be read, both in the run dtype.
 Progress = Callable[[int, int], None]
 
