@@ -23,7 +23,7 @@ from medha.api_cluster import (
     RestartSpec,
     RouterReference,
 )
-from medha.api_fields import HostName, Model, Origin, Quantity, live, restart, rules
+from medha.api_fields import HostName, Model, Origin, Quantity, epoch, live, restart, rules
 from medha.errors import ConfigInvalid
 
 API_VERSION = "medha.dev/v1alpha1"
@@ -96,8 +96,24 @@ class ModelSpec(Model):
     """Default: read from the checkpoint when the ranks start."""
 
 
+MOST_PODS = 256
+"""Pods of one replica, `stream` x `kv`: a typing error must not flood a cluster with them."""
+MOST_RANKS = 2048
+"""Ranks of one replica: 256 pods of 8 accelerators, sixteen times the largest grids that were published (128)."""
+_TOO_MANY_PODS = f"parallelism.stream x kv is more than {MOST_PODS} pods; make one of them smaller, or serve several replicas"
+_TOO_MANY_RANKS = f"parallelism.tensor x stream x kv is more than {MOST_RANKS} ranks; make one of them smaller, or serve several replicas"
+
+
 class ParallelismSpec(Model):
-    """The shape of the grid: tensor x stream x kv ranks."""
+    """The shape of the grid: tensor x stream x kv ranks, in stream x kv pods. At most 2,048 ranks in 256 pods: larger ones are
+    taken for typing errors."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            (f"self.stream * self.kv <= {MOST_PODS}", _TOO_MANY_PODS),
+            (f"self.tensor * self.stream * self.kv <= {MOST_RANKS}", _TOO_MANY_RANKS),
+        )
+    )
 
     tensor: int = Field(default=1, ge=1, le=64, json_schema_extra=restart())
     """Ranks that split each layer (TP)."""
@@ -105,6 +121,14 @@ class ParallelismSpec(Model):
     """Pipeline stages that the chunks of a prompt stream through (SPP)."""
     kv: int = Field(default=1, ge=1, le=256, json_schema_extra=restart())
     """Lanes that long contexts are spread over (KVP); each holds all weights."""
+
+    @model_validator(mode="after")
+    def _is_bounded(self) -> ParallelismSpec:
+        if self.stream * self.kv > MOST_PODS:
+            raise ValueError(_TOO_MANY_PODS)
+        if self.tensor * self.stream * self.kv > MOST_RANKS:
+            raise ValueError(_TOO_MANY_RANKS)
+        return self
 
 
 class KvCacheSpec(Model):
@@ -126,21 +150,21 @@ class SchedulingSpec(Model):
     """How steps are formed (DESIGN §5)."""
 
     policy: Literal["fcfs", "edf", "lrs", "srpt", "lars", "guarded"] = Field(
-        default="guarded", json_schema_extra=live()
+        default="guarded", json_schema_extra=epoch()
     )
     """Order of prefills. `guarded` keeps the largest set of requests that can still all be on time; `lars` is
     length-aware relative slack (paper B §4); all are compared in docs/scheduling.md."""
-    lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=live())
+    lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=epoch())
     """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
-    given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=live())
+    given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=epoch())
     """What `guarded` guarantees to requests that can no longer all be on time, as a part of the time of prefills: one that
     is given up ends within (the work given up before it + its own) / share. More means sooner, and more such requests."""
     profile: str | None = Field(default=None, min_length=1, json_schema_extra=restart())
     """File that `medha profile` wrote; relative paths start at the manifest's folder. Default: a few steps that each
     rank measures when it starts."""
-    max_step_seconds: float = Field(default=0.5, ge=0.001, le=60, json_schema_extra=live())
+    max_step_seconds: float = Field(default=0.5, ge=0.001, le=60, json_schema_extra=epoch())
     """Bound of a step when nothing decodes, so that an arriving request is seen within it. Seconds."""
-    min_chunk_tokens: int = Field(default=32, ge=1, le=8192, json_schema_extra=live())
+    min_chunk_tokens: int = Field(default=32, ge=1, le=8192, json_schema_extra=epoch())
     """Smallest efficient prefill chunk: below it attention loses efficiency (paper B: 11 % at 32)."""
     max_chunk_tokens: int = Field(default=2048, ge=1, le=1_048_576, json_schema_extra=restart())
     """Largest prefill chunk of a step, all requests together; activations are sized by it."""
@@ -152,20 +176,20 @@ class SchedulingSpec(Model):
     The others are context parallelism: all lanes compute a part of each chunk, and keys and values (`passKv`), or
     queries (`passQ`), go around the ring of lanes; `auto` takes per chunk the one whose messages are better hidden, and
     `striped` is `passKv` with positions dealt out one by one instead of in balanced runs (docs/parallelism.md)."""
-    min_prefill_share: float = Field(default=0.1, ge=0, le=0.9, json_schema_extra=live())
+    min_prefill_share: float = Field(default=0.1, ge=0, le=0.9, json_schema_extra=epoch())
     """Share of step time that the most urgent prefill gets even when decodes alone exceed their target."""
-    space_sharing_cap: float = Field(default=0.4, ge=0, le=0.9, json_schema_extra=live())
+    space_sharing_cap: float = Field(default=0.4, ge=0, le=0.9, json_schema_extra=epoch())
     """Largest share of a step that a long prefill yields to others (paper B)."""
-    long_threshold_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1, json_schema_extra=live())
+    long_threshold_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1, json_schema_extra=epoch())
     """KV length from which a request is long. Default: where attention FLOPs pass linear FLOPs."""
     max_running: int = Field(default=256, ge=1, le=65536, json_schema_extra=restart())
     """Sequences that hold KV at a time."""
-    max_waiting: int = Field(default=1024, ge=0, le=1_000_000, json_schema_extra=live())
+    max_waiting: int = Field(default=1024, ge=0, le=1_000_000, json_schema_extra=epoch())
     """Sequences that wait for KV in the replica before it refuses more with `capacity`."""
-    max_running_long: int = Field(default=32, ge=1, le=65536, json_schema_extra=live())
+    max_running_long: int = Field(default=32, ge=1, le=65536, json_schema_extra=epoch())
     """Long prompts in prefill at a time. One that waits gets KV only at its turn, and their share of the pool is bounded
     by `shortHeadroom`, so that few are half done; this bounds them whatever happens."""
-    short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=live())
+    short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=epoch())
     """Share of the KV pool that long prompts leave to short ones at admission."""
 
 
@@ -182,18 +206,18 @@ class ServiceClass(Model):
     )
 
     name: str = Field(
-        min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", json_schema_extra=live()
+        min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", json_schema_extra=epoch()
     )
     """What a request names in `service_tier`."""
-    ttft_floor_seconds: float = Field(default=2.0, gt=0, le=86400, json_schema_extra=live())
+    ttft_floor_seconds: float = Field(default=2.0, gt=0, le=86400, json_schema_extra=epoch())
     """Time to first token that even the shortest prompt is given. Seconds."""
-    ttft_factor: float = Field(default=3.0, ge=1, le=1000, json_schema_extra=live())
+    ttft_factor: float = Field(default=3.0, ge=1, le=1000, json_schema_extra=epoch())
     """Time to first token of longer ones, as a multiple of what their prefill would take alone."""
-    tpot_target_seconds: float = Field(default=0.05, gt=0, le=60, json_schema_extra=live())
+    tpot_target_seconds: float = Field(default=0.05, gt=0, le=60, json_schema_extra=epoch())
     """Time per output token, from which the step budget is taken."""
-    tpot_floor_seconds: float = Field(default=0.01, gt=0, le=60, json_schema_extra=live())
+    tpot_floor_seconds: float = Field(default=0.01, gt=0, le=60, json_schema_extra=epoch())
     """Tightest TPOT target that a request of this class may ask for; tighter ones are clamped to it."""
-    default_output_tokens: int = Field(default=4096, ge=1, le=2**31 - 1, json_schema_extra=live())
+    default_output_tokens: int = Field(default=4096, ge=1, le=2**31 - 1, json_schema_extra=epoch())
     """Output tokens that KV is reserved for when a request names no `max_tokens`."""
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """What every model of the manifest is made of: spelling, quantities, and what a field says of itself.
 
-A field's description gives its unit, its default's reason and, in `x-apply`, whether a change is applied `live` or
-by a `restart`. A rule over several fields is written twice, side by side: as a validator, for who reads manifests
+A field's description gives its unit, its default's reason and, in `x-apply`, whether a change is applied `live`,
+with the next `epoch` or by a `restart`. A rule over several fields is written twice, side by side: as a validator, for who reads manifests
 without a cluster, and as CEL in `x-kubernetes-validations`, for the API server.
 """
 
@@ -72,6 +72,11 @@ Label = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_
 def live() -> dict[str, Any]:
     """Mark of a field whose change reaches a running replica."""
     return {"x-apply": "live"}
+
+
+def epoch() -> dict[str, Any]:
+    """Mark of a field whose change reaches a running replica with the next epoch, which it ends the present one for."""
+    return {"x-apply": "epoch"}
 
 
 def restart() -> dict[str, Any]:

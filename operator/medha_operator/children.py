@@ -10,6 +10,7 @@ from medha.api import MedhaReplicaSpec, ReplicaTemplate
 from medha_operator.observed import Object, seconds
 from medha_operator.revision import Revision, digest, find
 from medha_operator.status import DeploymentStatus
+from medha_operator.words import QUOTA
 
 DEPLOYMENT_LABEL = "medha.dev/deployment"
 TEMPLATE_LABEL = "medha.dev/deployment-revision"
@@ -18,8 +19,9 @@ MAY_DRAIN = "medha.dev/may-drain"
 `status.newestMember`, so that the gang that comes after it is not drained by the same word."""
 NO_PODS = "CreatingPods"
 """Reason of a replica some of whose pods are not made, and no earlier one is in their way: soon they are, or a quota
-lets nobody make them, which is a lack of room as any."""
-_NO_ROOM = ("InsufficientCapacity", "WaitingForGang", NO_PODS)
+lets nobody make them, which is a lack of room as any. Once the quota is known by its words, the reason is its own."""
+_NOT_MADE = (NO_PODS, QUOTA)
+_NO_ROOM = ("InsufficientCapacity", "WaitingForGang", *_NOT_MADE)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
     is_accepted = not _is(conditions.get("Accepted"), "False")
     is_asked_for = is_accepted or has_pods_for(document["spec"], running)
     # Nobody makes pods of what is refused before they are asked for: that is told by the refusal.
-    lacks_room = placed is not None and _lacks_room(placed) and (placed["reason"] != NO_PODS or is_accepted)
+    lacks_room = (
+        placed is not None and _lacks_room(placed) and (placed["reason"] not in _NOT_MADE or is_accepted)
+    )
     is_untold = serving is None and gang is not None and has_pods_for(document["spec"], running)
     return Child(
         index=index,
@@ -154,7 +158,7 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
         serving_since=_since(serving) if serves and is_asked_for and not is_going else None,
         may_serve=(serves and not is_asked_for) or is_untold,
         unplaced_since=_since(placed) if placed and lacks_room else None,
-        has_no_pods=placed is not None and placed["reason"] == NO_PODS,
+        has_no_pods=placed is not None and placed["reason"] in _NOT_MADE,
         is_suspended=document["spec"].get("suspend") is True,
         waits_to_drain=drains and gang is not None and granted != gang,
         may_drain=drains and granted is not None and granted == gang,

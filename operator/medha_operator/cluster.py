@@ -166,6 +166,12 @@ class Cluster:
         query = {"force": "true" if version is not None else "false"}
         return await self._write("PATCH", path, manifest, query, "application/apply-patch+yaml")
 
+    async def patch(self, key: Key, patch: Mapping[str, Any], uid: str, version: str) -> Document:
+        """Merge `patch` into the object if it is still the one with this UID and resourceVersion."""
+        body = {**patch, "metadata": {"uid": uid, "resourceVersion": version}}
+        path = KINDS[key.kind].path(key.namespace, key.name)
+        return await self._write("PATCH", path, body, content_type="application/merge-patch+json")
+
     async def create(self, manifest: Manifest) -> Document | None:
         """Make an object that is never written again; None where one of its name is there."""
         try:

@@ -17,6 +17,8 @@ TERMINAL = frozenset(
         "Invalid",
         "GangUnavailable",
         "Refused",
+        "PodSecurityRefused",
+        "AdmissionRefused",
         "NameTaken",
         "ImagePullFailed",
         "ContainerNotCreated",
@@ -150,16 +152,13 @@ def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
 
 
 def _hindrance(observed: Observed) -> tuple[str, str]:
-    """What keeps pods from being made, as far as pods tell: an earlier one keeps its name until it has ended."""
+    """What keeps pods from being made: an earlier one keeps its name until it has ended, or somebody refuses them."""
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
         key=lambda pod: (not pod.is_held, pod.name),
     )
     if not ending:
-        return (
-            "CreatingPods",
-            "if it stays so, a quota or a policy refuses them: see the events of the StatefulSets",
-        )
+        return observed.unmade or ("CreatingPods", "if it stays so, see the events of the StatefulSets")
     if ending[0].is_held:
         text = f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
         return "EndingPods", text
@@ -179,6 +178,9 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
         "ContainerNotCreated",
         "ModelFetchFailed",
         "CrashLooping",
+        "RouterNotFound",
+        "SecretNotFound",
+        "VolumeUnavailable",
         "StartingContainers",
         "RendezvousFailed",
     )

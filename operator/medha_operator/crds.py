@@ -29,6 +29,10 @@ LONGEST_DEPLOYMENT_NAME = LONGEST_REPLICA_NAME - len("-9999")
 
 APPLIED = {
     "live": "A change reaches the running replica.",
+    "epoch": (
+        "A change reaches the running replica by a new epoch, which begins once no request is open, or after a minute: "
+        "requests that are open then are computed again, and cached prefixes are lost."
+    ),
     "restart": "A change replaces the replica's pods.",
 }
 _KEPT = (
@@ -66,6 +70,8 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
     for limit, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if limit in node:
             result[bound], result[limit] = node[limit], True
+    if node.get("type") == "number":
+        _bound_by_rules(result)
     if node.get("type") == "integer":
         result["format"] = "int64" if node.get("maximum", 0) > 2**31 - 1 else "int32"
     if node.get("type") == "array":
@@ -84,6 +90,24 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
         else:
             result["x-kubernetes-preserve-unknown-fields"] = True
     return result
+
+
+def _bound_by_rules(result: Schema) -> None:
+    """Say bounds that are no whole numbers as rules.
+
+    The API server rounds such a bound towards 0 for a value that is written as a whole number: 1 would be refused as more than 0
+    where 0.98 is allowed, and 0 taken where 0.01 is the least.
+    """
+    for bound, exclusive, words, signs in (
+        ("minimum", "exclusiveMinimum", ("at least", "more than"), (">=", ">")),
+        ("maximum", "exclusiveMaximum", ("at most", "less than"), ("<=", "<")),
+    ):
+        limit = result.get(bound)
+        if limit is not None and limit != int(limit):
+            del result[bound]
+            which = bool(result.pop(exclusive, False))
+            rule = {"rule": f"self {signs[which]} {limit}", "message": f"must be {words[which]} {limit}"}
+            result["x-kubernetes-validations"] = [*result.get("x-kubernetes-validations", ()), rule]
 
 
 def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:

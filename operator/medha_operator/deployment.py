@@ -47,6 +47,7 @@ from medha_operator.render import MANAGER, Manifest
 from medha_operator.revision import restart_fields
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
+from medha_operator.words import REFUSED
 
 
 def plan_deployment(observed: ObservedDeployment, now: float, settings: OperatorSettings) -> Plan:
@@ -314,7 +315,7 @@ def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
 def _is_refused(observed: ObservedDeployment) -> bool:
     """Whether the API server has refused what the deployment itself asked for, as its status tells."""
     return any(
-        one.type == "Accepted" and one.status == "False" and one.reason == "Refused"
+        one.type == "Accepted" and one.status == "False" and one.reason in REFUSED
         for one in observed.status.conditions
     )
 

@@ -119,6 +119,8 @@ class Observed:
     nodes: Mapping[str, Node] = field(default_factory=dict)
     any_heard_since: float | None = None
     """Since when some node of the cluster has been heard of; None: none is. It matters where a pod's node is silent."""
+    unmade: tuple[str, str] | None = None
+    """Reason and message of why a StatefulSet makes no pods, as its events tell; None: not asked, or they tell nothing."""
     room: Room | None = None
     """Asked for where a pod's node is being emptied and no deployment brings up another replica first; None: not asked."""
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
 from medha_operator.conditions import judge, judge_refused, problems_in, refuse, stamped
+from medha_operator.drift import additions
 from medha_operator.gang import KINDS
 from medha_operator.nodes import (
     LET_GO,
@@ -83,6 +84,20 @@ class Apply:
 
 
 @dataclass(frozen=True)
+class Prune:
+    """Take away what others have added to an object where it does harm, if it is still the one that was looked at."""
+
+    kind: str
+    name: str
+    uid: str
+    resource_version: str
+    patch: Mapping[str, Any]
+    """A merge patch."""
+    paths: tuple[str, ...]
+    """What it takes away."""
+
+
+@dataclass(frozen=True)
 class Delete:
     """Delete one object, if it is still the one that was looked at."""
 
@@ -120,7 +135,7 @@ class Tell:
     is_warning: bool = False
 
 
-Action = CreateKeys | CopyEnrolment | Apply | Delete | SetStatus | Confirm | Tell
+Action = CreateKeys | CopyEnrolment | Apply | Prune | Delete | SetStatus | Confirm | Tell
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     replaced, status, later = _gang(observed, restart, expected, revision.name, gone, opened, now)
     status = _described(_after(observed, status, (*lost, *replaced)), spec, revision, owner, now)
     waiting = _stays(observed, status)
-    again = _soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
+    again = soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
     made = [*kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
@@ -258,9 +273,17 @@ def _makes_only(revision: str, observed: Observed) -> bool:
 
 
 def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
-    """What brings it about that the object is there as `manifest` says."""
+    """What brings it about that the object is there as `manifest` says, with nothing added that does harm."""
     found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
-    return [] if found is not None and holds(found, manifest) else [Apply(manifest)]
+    if found is None or not holds(found, manifest):
+        return [Apply(manifest)]
+    patch, paths = additions(found, manifest)
+    if not paths:
+        return []
+    metadata = found["metadata"]
+    return [
+        Prune(manifest["kind"], metadata["name"], metadata["uid"], metadata["resourceVersion"], patch, paths)
+    ]
 
 
 def _history(observed: Observed, current: Revision) -> list[Action]:
@@ -443,7 +466,8 @@ def _served_seconds(status: ReplicaStatus, now: float) -> float:
     return float("-inf")
 
 
-def _soonest(*waits: float | None) -> float | None:
+def soonest(*waits: float | None) -> float | None:
+    """The shortest of some waits, seconds; None: there is none."""
     return min((wait for wait in waits if wait is not None), default=None)
 
 
@@ -534,11 +558,11 @@ def _refused(
         judged = judge_refused(left, revision.name, expected, reason, message)
         counts = _counts(left, revision.name, stages_of(revision), len(revision.templates))
         status = status.model_copy(update=counts)
-        again = _soonest(again, later)
+        again = soonest(again, later)
     conditions = stamped(judged, observed.status.conditions, observed.generation, now)
     status = status.model_copy(update={"observed_generation": observed.generation, "conditions": conditions})
     waiting = _stays(alone, status)
-    again = _soonest(again, _unsettled_seconds(status, restart, now), waiting.again_seconds)
+    again = soonest(again, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     told = () if is_told else (Tell(reason, message, is_warning=True),)

@@ -22,7 +22,7 @@ from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.index import Index
 from medha_operator.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
 from medha_operator.lease import Lease, Tenure, write_seconds
-from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, REFUSALS, Reconciler
+from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, Reconciler, is_refusal
 from medha_operator.reflector import Reflector
 from medha_operator.settings import OperatorSettings
 from medha_operator.store import Document
@@ -176,5 +176,5 @@ def _unix_seconds() -> float:
 
 def least_pause(error: ApiError) -> float:
     """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
-    lasts = error.status in REFUSALS or error.reason in (NAME_TAKEN, GANG_UNAVAILABLE)
+    lasts = is_refusal(error) or error.reason in (NAME_TAKEN, GANG_UNAVAILABLE)
     return error.retry_after_seconds or (_REFUSED_SECONDS if lasts else 0.0)

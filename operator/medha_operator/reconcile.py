@@ -17,8 +17,9 @@ from medha_operator.conditions import Judgement, refuse, stamped
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
-from medha_operator.kinds import DEPLOYMENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
+from medha_operator.kinds import DEPLOYMENT, EVENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
 from medha_operator.nodes import asks_for_room
+from medha_operator.observed import Observed
 from medha_operator.plan import (
     Action,
     Apply,
@@ -27,16 +28,29 @@ from medha_operator.plan import (
     CreateKeys,
     Delete,
     Plan,
+    Prune,
     SetStatus,
     Tell,
     plan,
+    soonest,
 )
 from medha_operator.render import Manifest, Owner
+from medha_operator.repairs import Repairs
 from medha_operator.rooms import Rooms
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
 from medha_operator.store import Document
 from medha_operator.telemetry import Telemetry
+from medha_operator.words import (
+    AGAIN_SECONDS,
+    PATIENCE_SECONDS,
+    RECENT_SECONDS,
+    explained,
+    in_doubt,
+    latest_words,
+    refusal_of,
+    schema_problem,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +58,7 @@ Versions = dict[tuple[str, str], str]
 """(kind, name) -> resourceVersion."""
 
 REFUSALS = frozenset({400, 403, 422})
-"""Answers that do not change by themselves: a user must hear of them."""
+"""Answers that do not change by themselves: a user must hear of them. So is a 500 for a field that no pod has."""
 NAME_TAKEN = "NameTaken"
 """Reason of a resource one of whose objects would have the name of somebody else's."""
 GANG_UNAVAILABLE = "GangUnavailable"
@@ -114,9 +128,13 @@ class Reconciler:
         self._now = now
         self._rooms = Rooms(cluster, index, lambda: asyncio.get_running_loop().time())
         self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
+        self._pruned: dict[Key, tuple[Any, Any]] = {}  # patched in vain, and what was there then
+        self._again: dict[Key, float] = {}  # when to look for what was left for now
         self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
         self._failures: dict[Key, int] = {}  # looks in a row that have failed
         self._troubles: dict[Key, Trouble] = {}  # what is told until a look succeeds
+        self._repairs = Repairs()
+        self._words: dict[Key, tuple[str, float, str]] = {}  # of whose events, read when, and what they say
 
     async def look(self, key: Key) -> Look:
         """Look at `key` once.
@@ -141,6 +159,8 @@ class Reconciler:
             self._failures.pop(key, None)
             self._troubles.pop(key, None)
             self._index.waiting_for_room.discard(key)
+            self._words.pop(key, None)
+            self._again.pop(key, None)
             return Look()
         planned = Plan(())
         try:
@@ -156,11 +176,46 @@ class Reconciler:
         self._failures.pop(key, None)
         if self._troubles.pop(key, None) is not None:
             writes += 1  # the status without them is yet to be written
-        return Look(writes, goes_on, planned.again_seconds)
+        return Look(writes, goes_on, soonest(planned.again_seconds, self._again.pop(key, None)))
+
+    async def _is_held_back(self, key: Key, resource: Document, target: Key) -> bool:
+        """Whether what others have changed again and again is left for now; it is told when that begins."""
+        wait = self._repairs.wait_seconds(target, self._now())
+        if wait <= 0:
+            return False
+        self._again[key] = soonest(self._again.get(key), wait) or wait
+        if self._repairs.begins_to_wait(target):
+            told = (
+                f"{target.kind} {target.name} is changed by somebody else again and again, and is put back more and more "
+                "seldom: find out who, by `kubectl get --show-managed-fields -o yaml`"
+            )
+            await self._tell(key, resource, Tell("Contended", told, is_warning=True))
+        return True
+
+    async def _prune(self, key: Key, resource: Document, action: Prune) -> bool:
+        """Take away what does harm, unless that was done in vain; whether it changed anything."""
+        target = Key(action.kind, key.namespace, action.name)
+        there = self._facts(target)
+        if there is not None and self._pruned.get(target) == (action.patch, there):
+            return False
+        if await self._is_held_back(key, resource, target):
+            return False
+        written = await self._cluster.patch(target, action.patch, action.uid, action.resource_version)
+        self._index.offer(written)
+        self._pruned.pop(target, None)
+        if written["metadata"]["resourceVersion"] == action.resource_version:
+            self._pruned[target] = (action.patch, self._facts(target))
+            return False
+        self._repairs.done(target, self._now())
+        text = f"{action.kind} {action.name}: {', '.join(action.paths)} was added by somebody else, and is taken away"
+        await self._tell(key, resource, Tell("DriftRepaired", text, is_warning=True))
+        return True
 
     def forget(self) -> None:
         """Take nothing for done any more because it was done once, unless what was seen then is seen still."""
         self._applied = {key: done for key, done in self._applied.items() if self._facts(key) == done[1]}
+        self._pruned = {key: done for key, done in self._pruned.items() if self._facts(key) == done[1]}
+        self._repairs.forget(lambda key: self._facts(key) is not None, self._now())
         self._answers = {key: answer for key, answer in self._answers.items() if self._facts(key) is not None}
         self._index.forget_secrets()
 
@@ -189,8 +244,32 @@ class Reconciler:
             observed = replace(latest, room=room)
         else:
             self._index.waiting_for_room.discard(key)
+        observed, again = await self._explained(key, observed, now)
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
-        return plan(observed, now, self._settings), found
+        planned = plan(observed, now, self._settings)
+        return replace(planned, again_seconds=soonest(planned.again_seconds, again)), found
+
+    async def _explained(self, key: Key, observed: Observed, now: float) -> tuple[Observed, float | None]:
+        """With what events tell of pods that are not made or do not start; and when to look for them again."""
+        doubt = in_doubt(observed)
+        if doubt is None:
+            self._words.pop(key, None)
+            return observed, None
+        left = doubt.since + PATIENCE_SECONDS - now
+        if left > 0:
+            return observed, left
+        uid, at, words = self._words.get(key, ("", 0.0, ""))
+        if uid != doubt.uid or not at <= now < at + RECENT_SECONDS:
+            try:
+                events, _ = await self._cluster.list(
+                    EVENT, observed.namespace, "", f"involvedObject.uid={doubt.uid},type=Warning"
+                )
+            except ApiError as error:
+                _log.info("%s: events cannot be read: %s", key, error)
+                return observed, AGAIN_SECONDS
+            words = latest_words(events)
+            self._words[key] = (doubt.uid, now, words)
+        return explained(observed, doubt, words), AGAIN_SECONDS
 
     async def _carry_out(
         self,
@@ -231,7 +310,9 @@ class Reconciler:
                 )
                 self._index.secrets.setdefault(metadata["uid"], set()).add(name)
             case Apply(manifest):
-                return await self._apply(manifest, versions)
+                return await self._apply(key, resource, manifest, versions)
+            case Prune():
+                return await self._prune(key, resource, action)
             case Delete(kind, name, uid, version):
                 _log.info("%s: deletes %s %s: %s", key, kind, name, action.reason)
                 target = Key(kind, key.namespace, name)
@@ -264,7 +345,7 @@ class Reconciler:
             found = await self._cluster.get(KINDS[target.kind], target.namespace, target.name)
             store.correct(target.namespace, target.name, seen, found)
 
-    async def _apply(self, manifest: Manifest, versions: Versions) -> bool:
+    async def _apply(self, of: Key, resource: Document, manifest: Manifest, versions: Versions) -> bool:
         """Apply, unless that was done before and nothing has changed since; whether it changed anything.
 
         The API server writes some values in its own words (`1000m` is `1`): such an object never equals its manifest.
@@ -275,12 +356,20 @@ class Reconciler:
         if there is not None and self._applied.get(key) == (manifest, there):
             return False
         version = versions.get((kind, key.name))
+        is_repair = version is not None and self._repairs.is_written(key, manifest)
+        if is_repair and await self._is_held_back(of, resource, key):
+            return False
         written = await (
             self._make(key, manifest) if version is None else self._cluster.apply(manifest, version)
         )
         self._index.offer(written)
         answer = written["metadata"]["resourceVersion"]
         is_changed = answer not in (version, self._answers.get(key))
+        self._repairs.written(key, manifest)
+        if is_repair and is_changed:
+            self._repairs.done(key, self._now())
+            text = f"{kind} {key.name} was changed by somebody else, and is put back"
+            await self._tell(of, resource, Tell("DriftRepaired", text, is_warning=True))
         self._answers[key] = answer
         self._applied.pop(key, None)
         if not is_changed:
@@ -377,7 +466,7 @@ def _target(key: Key, action: Action) -> Key:
     match action:
         case Apply(manifest):
             return Key(manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"])
-        case Delete(kind, name):
+        case Delete(kind, name) | Prune(kind, name):
             return Key(kind, key.namespace, name)
         case _:
             return key
@@ -416,8 +505,12 @@ def _trouble_of(error: Exception, failures: int) -> Trouble | None:
     """What to tell after so many looks in a row that have failed, the last one with `error`; None: nothing new yet."""
     if isinstance(error, ApiError) and error.reason in TOLD_REASONS:
         return Trouble(error.reason, str(error), is_refusal=True)
+    if isinstance(error, ApiError) and (problem := schema_problem(str(error))) is not None:
+        return Trouble("Refused", problem, is_refusal=True)
     if isinstance(error, ApiError) and error.status in REFUSALS:
-        return Trouble("Refused", f"the API server refused: {error}", is_refusal=True)
+        reason, fix = refusal_of(str(error)) or ("Refused", "")
+        text = f"the API server refused: {error}"
+        return Trouble(reason, f"{text}: {fix}" if fix else text, is_refusal=True)
     if failures < TOLD_FAILURES:
         return None
     if isinstance(error, ApiError):
@@ -425,6 +518,11 @@ def _trouble_of(error: Exception, failures: int) -> Trouble | None:
         return Trouble("ApiServerFails", text, is_refusal=False)
     text = f"a mistake of the operator: {type(error).__name__}: {error}"
     return Trouble("OperatorFails", text, is_refusal=False)
+
+
+def is_refusal(error: ApiError) -> bool:
+    """Whether the answer does not change by itself."""
+    return error.status in REFUSALS or schema_problem(str(error)) is not None
 
 
 def _no_gang(target: Key) -> ApiError:

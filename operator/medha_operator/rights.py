@@ -1,6 +1,6 @@
 """Everything that the operator may do, as rules of RBAC. The chart's roles say the same; a test compares the two.
 
-What is watched can be read; Secrets can be made and, those of replicas, never read. Nothing of a user's resource can
+What is watched can be read, and events, which tell why pods are not made or do not start; Secrets can be made and, those of replicas, never read. Nothing of a user's resource can
 be written but its status.
 """
 
@@ -45,7 +45,7 @@ def namespaced_rules() -> list[Rule]:
         _rule(POD, [*_WATCH, "delete"]),
         *made,
         _rule(SECRET, ["create"]),
-        _rule(EVENT, ["create", "get", "patch"]),
+        _rule(EVENT, ["create", "get", "list", "patch"]),
         # An owner reference that blocks deletion needs the right to set its owner's finalizers, where that is checked.
         _rule(REPLICA, ["update"], "finalizers"),
         _rule(DEPLOYMENT, ["update"], "finalizers"),

@@ -8,6 +8,7 @@ and `_BESIDE`; a field that is in neither and that no rule covers is an error, s
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -184,9 +185,18 @@ def _values(path: str, node: Schema) -> tuple[list[Any], list[Any]]:
 
 def _numbers(node: Schema) -> tuple[list[Any], list[Any]]:
     """Edges of the range, where there are, and what lies beyond."""
-    low, high = node.get("minimum", 0), node.get("maximum", 2**31 - 1)
+    low, high = node.get("minimum", _ruled(node, ">", 0)), node.get("maximum", _ruled(node, "<", 2**31 - 1))
     is_open = node.get("exclusiveMinimum", False)
     least = low + (1 if node["type"] == "integer" else 0.125) if is_open else low
     near = least + 1 if least + 1 <= high else (least + high) / 2
     valid = [value for value in (least, near, high) if value != node.get("default")]
-    return valid, [low if is_open else low - 1, "many", *([high + 1] if "maximum" in node else [])]
+    return valid, [low if is_open else low - 1, "many", *([high + 1] if high < 2**31 - 1 else [])]
+
+
+def _ruled(node: Schema, sign: str, otherwise: float) -> float:
+    """The bound that a rule says, as crds.py does of those that are no whole numbers."""
+    for one in node.get("x-kubernetes-validations", ()):
+        found = re.fullmatch(rf"self {sign}=? ([0-9.]+)", one["rule"])
+        if found is not None:
+            return float(found[1])
+    return otherwise

@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.api import OWNED, Api, condition
 from medha.api import MedhaReplicaSpec
+from medha_operator.drift import additions
 from medha_operator.kinds import DEPLOYMENT, POD, REPLICA
 from medha_operator.overlay import holds
 from medha_operator.render import (
@@ -78,6 +79,8 @@ def _wrong_children(replica: Document, present: dict[tuple[str, str], Document])
         there = present.pop(key, None)
         if there is None or not holds(there, manifest):
             found.append(f"{' '.join(key)} {'is missing' if there is None else 'is another'}")
+        elif additions(there, manifest)[1]:
+            found.append(f"{' '.join(key)} has more than it should")
     if present.pop(("Secret", keys_name(owner)), None) is None:
         found.append("the Secret is missing")
     if ("ControllerRevision", config_name(owner, revision)) not in present:

@@ -291,7 +291,7 @@ def _applied(actions: Iterable[Action]) -> Iterator[Document]:
 
 
 def _is_live(mutation: Mutation) -> bool:
-    return mutation.applied == "live" and mutation.path != "suspend"
+    return mutation.applied in ("live", "epoch") and mutation.path != "suspend"
 
 
 def _difference(before: dict[str, Document], after: dict[str, Document]) -> str:

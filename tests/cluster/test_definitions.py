@@ -81,6 +81,18 @@ REFUSED = [
     ),
     ({"scheduling": {"minChunkTokens": 4096}}, "scheduling.maxChunkTokens is below minChunkTokens"),
     ({"parallelism": {"tensor": 0}}, "should be greater than or equal to 1"),
+    ({"parallelism": {"stream": 32, "kv": 32}}, "parallelism.stream x kv is more than 256 pods"),
+    (
+        {"parallelism": {"tensor": 64, "stream": 8, "kv": 8}},
+        "parallelism.tensor x stream x kv is more than 2048 ranks",
+    ),
+    (
+        {"kvCache": {"memoryFraction": 1}},
+        "spec.kvCache.memoryFraction: Invalid value: 1: must be at most 0.98",
+    ),
+    ({"kvCache": {"memoryFraction": 0.99}}, "must be at most 0.98"),
+    ({"scheduling": {"givenUpShare": 0}}, "must be at least 0.01"),
+    ({"scheduling": {"maxStepSeconds": 0}}, "must be at least 0.001"),
     ({"scheduling": {"policy": "lifo"}}, 'supported values: "fcfs"'),
     ({"paralellism": {"tensor": 1}}, 'unknown field "spec.paralellism"'),
 ]
@@ -91,6 +103,21 @@ def test_what_cannot_be_meant_is_refused_in_words(
     plane: ControlPlane, spec: dict[str, Any], told: str
 ) -> None:
     assert told in create(plane, replica(**spec))
+
+
+@pytest.mark.parametrize("grid", [(8, 16, 16), (64, 32, 1), (1, 256, 1), (1, 1, 256), (8, 4, 4)])
+def test_the_largest_grids_that_can_be_meant_are_taken(
+    plane: ControlPlane, grid: tuple[int, int, int]
+) -> None:
+    tensor, stream, kv = grid
+    taken = replica(
+        parallelism={"tensor": tensor, "stream": stream, "kv": kv}, kvCache={"memoryFraction": 0.98}
+    )
+    assert json.loads(create(plane, taken))["spec"]["parallelism"] == {
+        "tensor": tensor,
+        "stream": stream,
+        "kv": kv,
+    }
 
 
 @pytest.mark.parametrize(("spec", "told"), REFUSED, ids=[str(index) for index in range(len(REFUSED))])
@@ -160,6 +187,8 @@ def test_a_deployment_has_a_scale_subresource(plane: ControlPlane) -> None:
 def test_kubectl_explain_tells_units_bounds_and_how_a_change_is_applied(plane: ControlPlane) -> None:
     said = plane.kubectl("explain", "mr.spec.scheduling.maxStepSeconds")
     assert "Bound of a step when nothing decodes" in said
+    assert "A change reaches the running replica by a new epoch" in " ".join(said.split())
+    said = plane.kubectl("explain", "mr.spec.lifecycle.restart.stableSeconds")
     assert "A change reaches the running replica." in " ".join(said.split())
 
 

@@ -205,6 +205,122 @@ def test_what_the_api_server_refuses_is_told_to_the_user(running: Operator, api:
     ready(api, "r", home)
 
 
+def judged(api: Api, namespace: str, kind: str = "Ready") -> tuple[str, str, str]:
+    """Status, reason and message of a condition of `r`."""
+    found = api.get(REPLICA, "r", namespace)
+    for one in (found or {}).get("status", {}).get("conditions", ()):
+        if one["type"] == kind:
+            return one["status"], one["reason"], one["message"]
+    return "Unknown", "", ""
+
+
+HOST_PATH = {"model": {"name": "m", "source": {"hostPath": {"path": "/models/m"}}}}
+
+
+@pytest.mark.parametrize(
+    ("level", "spec", "fix"),
+    [
+        ("baseline", HOST_PATH, "model.source.pvc"),
+        ("restricted", HOST_PATH, "model.source.pvc"),
+        ("restricted", {}, ""),
+    ],
+)
+def test_a_namespace_whose_pod_security_refuses_the_pods_is_named_as_the_cause(
+    running: Operator, api: Api, home: str, level: str, spec: Document, fix: str
+) -> None:
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    api.call("PATCH", f"/api/v1/namespaces/{home}", {"metadata": {"labels": labels}})
+    api.apply(replica("r", home, **spec))
+    if not fix:  # what is rendered by itself passes every level
+        ready(api, "r", home)
+        return
+    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "PodSecurityRefused")
+    assert status == "False"
+    assert fix in message
+    assert f'violates PodSecurity "{level}' in message
+    assert judged(api, home, "Stalled")[:2] == ("True", "PodSecurityRefused")
+
+
+def test_a_quota_that_refuses_the_pods_is_named_as_the_cause_and_raising_it_is_enough(
+    running: Operator, api: Api, home: str
+) -> None:
+    quota = {"metadata": {"name": "few"}, "spec": {"hard": {"pods": "1"}}}
+    made = api.call("POST", f"/api/v1/namespaces/{home}/resourcequotas", quota)
+    eventually(
+        lambda: api.call("GET", f"/api/v1/namespaces/{home}/resourcequotas/few").get("status", {}).get("hard")
+    )
+    api.apply(replica("r", home))
+    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "QuotaExceeded")
+    assert status == "False"
+    assert "exceeded quota: few" in message
+    assert "raise that ResourceQuota" in message
+    assert judged(api, home, "Stalled")[0] == "False"
+    path = f"/api/v1/namespaces/{home}/resourcequotas/{made['metadata']['name']}"
+    api.call("PATCH", path, {"spec": {"hard": {"pods": "9"}}})
+    ready(api, "r", home)
+
+
+def test_a_quota_on_the_objects_themselves_is_told_apart_from_a_wrong_object(
+    running: Operator, api: Api, home: str
+) -> None:
+    quota = {"metadata": {"name": "none"}, "spec": {"hard": {"count/statefulsets.apps": "0"}}}
+    api.call("POST", f"/api/v1/namespaces/{home}/resourcequotas", quota)
+    eventually(
+        lambda: (
+            api.call("GET", f"/api/v1/namespaces/{home}/resourcequotas/none").get("status", {}).get("hard")
+        )
+    )
+    api.apply(replica("r", home))
+    eventually(lambda: judged(api, home), lambda seen: seen[1] == "QuotaExceeded")
+
+
+def test_a_misspelt_field_of_the_pods_is_named_with_its_path(running: Operator, api: Api, home: str) -> None:
+    api.apply(replica("r", home, template={"spec": {"nodeSelektor": {"a": "b"}}}))
+    status, _, message = eventually(lambda: judged(api, home), lambda seen: seen[1] == "Refused")
+    assert status == "False"
+    assert (
+        "spec.template.spec.nodeSelektor is no field of a pod: correct its spelling or remove it" in message
+    )
+    assert judged(api, home, "Stalled")[:2] == ("True", "Refused")
+
+
+DRIFT: dict[str, tuple[str, Document]] = {
+    "Service": ("r", {"selector": {"release": "blue"}}),
+    "NetworkPolicy": ("r", {"podSelector": {"matchLabels": {"release": "blue"}}}),
+    "peer": ("r", {"ingress": [{"from": [{"podSelector": {}, "namespaceSelector": {}}]}, {}]}),
+    "PodDisruptionBudget": ("r", {"selector": {"matchLabels": {"release": "blue"}}}),
+    "StatefulSet": ("r-l0", {"template": {"spec": {"nodeSelector": {"release": "blue"}}}}),
+}
+
+
+@pytest.mark.parametrize("case", DRIFT)
+def test_what_somebody_adds_where_it_does_harm_is_taken_away_and_labels_stay(
+    running: Operator, api: Api, home: str, case: str
+) -> None:
+    name, spec = DRIFT[case]
+    kind = KINDS["NetworkPolicy" if case == "peer" else case]
+    api.apply(replica("r", home))
+    ready(api, "r", home)
+    before = api.get(kind, name, home)
+    assert before is not None
+    pods = pod_uids(api, "r", home)
+    own = {"labels": {"team": "search"}, "annotations": {"example.com/note": "a"}}
+    added = api.call("PATCH", kind.path(home, name), {"metadata": own, "spec": spec}, fieldManager="other")
+    assert added["spec"] != before["spec"]
+    after = eventually(
+        lambda: api.get(kind, name, home), lambda seen: seen is not None and seen["spec"] == before["spec"]
+    )
+    assert after is not None
+    assert own["labels"].items() <= after["metadata"]["labels"].items()
+    assert own["annotations"].items() <= after["metadata"]["annotations"].items()
+    told = eventually(
+        lambda: [event for event in api.list(EVENT, home) if event["reason"] == "DriftRepaired"]
+    )
+    assert f"{kind.name} {name}" in told[0]["message"]
+    assert pod_uids(api, "r", home) == pods
+    ready(api, "r", home)
+
+
 @pytest.mark.parametrize("kind", ["Service", "NetworkPolicy", "StatefulSet"])
 def test_what_belongs_to_somebody_else_is_never_overwritten(
     running: Operator, api: Api, home: str, kind: str

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from medha.api import MOST_PODS, MOST_RANKS
 from medha_operator.crds import deployment_crd, files, replica_crd
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,12 +54,19 @@ def test_every_field_says_what_it_is_and_every_number_of_the_spec_has_bounds(crd
                 assert len(told.split()) > 1, f"{path}.{name} has no words of its own"
     for path, node in _nodes(root["spec"], "spec"):
         if node.get("type") in ("integer", "number"):
-            assert {"minimum", "exclusiveMinimum"} & node.keys(), f"{path} has no least value"
-            assert {"maximum", "exclusiveMaximum"} & node.keys(), f"{path} has no greatest value"
+            rules = " ".join(one["rule"] for one in node.get("x-kubernetes-validations", ()))
+            assert "minimum" in node or "self >" in rules, f"{path} has no least value"
+            assert "maximum" in node or "self <" in rules, f"{path} has no greatest value"
+            whole = [node.get(bound, 0) for bound in ("minimum", "maximum")]
+            assert all(bound == int(bound) for bound in whole), f"the API server rounds a bound of {path}"
 
 
 def test_how_a_change_is_applied_is_told_where_kubectl_explain_shows_it() -> None:
     spec = yaml.safe_load(files()["medhareplicas.yaml"])["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     fields = spec["properties"]["spec"]["properties"]
     assert "replaces the replica's pods" in fields["parallelism"]["properties"]["tensor"]["description"]
-    assert "reaches the running replica" in fields["scheduling"]["properties"]["policy"]["description"]
+    assert "by a new epoch" in fields["scheduling"]["properties"]["policy"]["description"]
+    assert "by a new epoch" in fields["serviceClasses"]["items"]["properties"]["ttftFactor"]["description"]
+    live = fields["lifecycle"]["properties"]["restart"]["properties"]["stableSeconds"]["description"]
+    assert live.endswith("A change reaches the running replica.")
+    assert f"{MOST_RANKS:,} ranks in {MOST_PODS} pods" in fields["parallelism"]["description"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaDeployment, MedhaReplica, SchedulingSpec, parse_replica
+from medha.api import MOST_PODS, MOST_RANKS, MedhaDeployment, MedhaReplica, SchedulingSpec, parse_replica
 from medha.api_fields import quantity_bytes
 from medha.config import derive
 from medha.errors import ConfigInvalid
@@ -82,6 +82,14 @@ _MODEL: dict[str, Any] = {"name": "m", "source": {"path": "checkpoint"}}
 BAD = [
     # the spec's fields, and everything that the message must name: field, value or limit, mend
     ({"parallelism": {"tensor": 0}}, ["spec.parallelism.tensor", "greater than or equal to 1", "found 0"]),
+    (
+        {"parallelism": {"stream": 32, "kv": 32}},
+        ["spec.parallelism", f"stream x kv is more than {MOST_PODS} pods", "serve several replicas"],
+    ),
+    (
+        {"parallelism": {"tensor": 64, "stream": 8, "kv": 8}},
+        ["spec.parallelism", f"tensor x stream x kv is more than {MOST_RANKS} ranks"],
+    ),
     ({"parallelism": {"tensor": 2.5}}, ["spec.parallelism.tensor", "valid integer", "found 2.5"]),
     ({"parallelism": {"tesnor": 2}}, ["spec.parallelism.tesnor", "remove it or correct its spelling"]),
     ({"paralellism": {}}, ["spec.paralellism", "remove it or correct its spelling"]),

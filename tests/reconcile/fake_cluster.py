@@ -82,6 +82,13 @@ class FakeCluster:
             raise ApiError(409, "Conflict", "the object has been modified")
         return self.put(manifest)
 
+    async def patch(self, key: Key, patch: Mapping[str, Any], uid: str, version: str) -> Document:
+        self._begin("patch", key.kind)
+        found = self.objects[key]
+        if (found["metadata"]["uid"], found["metadata"]["resourceVersion"]) != (uid, version):
+            raise ApiError(409, "Conflict", "the object has been modified")
+        return self.put(merged(found, patch))
+
     async def create(self, manifest: Document) -> Document | None:
         self._begin("create", manifest["kind"])
         return None if _name(manifest) in self.objects else self.put(manifest)
@@ -112,6 +119,8 @@ class Stage:
         self.settings = settings or OperatorSettings()
         self.index = Index(self.queue.add, self.settings.gang_apis)
         self.cluster = cluster
+        self.now = 1893456000.0
+        """Unix time, seconds."""
         self.restart()
 
     def restart(self) -> None:
@@ -122,7 +131,7 @@ class Stage:
             self.settings,
             Telemetry(self.index, self.queue),
             holder="test",
-            now=lambda: 1893456000.0,
+            now=lambda: self.now,
         )
 
     def see(self, document: Document) -> Key:
@@ -173,6 +182,20 @@ def resource(kind: str, spec: Mapping[str, Any] = GRID, name: str = "r") -> Docu
 def _name(document: Mapping[str, Any]) -> tuple[str, str, str]:
     metadata = document["metadata"]
     return document["kind"], metadata["namespace"], metadata["name"]
+
+
+def merged(found: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:
+    """`found` with a merge patch applied (RFC 7386)."""
+    result = dict(found)
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, Mapping):
+            here = result.get(name)
+            result[name] = merged(here if isinstance(here, Mapping) else {}, value)
+        else:
+            result[name] = value
+    return result
 
 
 def _has(values: Mapping[str, Any], term: str) -> bool:

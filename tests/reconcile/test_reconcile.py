@@ -80,12 +80,12 @@ def test_a_refusal_in_the_same_words_is_not_written_again_whatever_else_the_plan
         before = stage.cluster.calls_of("status")
         await fail_again(stage, key, 3)
         assert stage.cluster.calls_of("status") == before
-        assert stage.condition(key, "Progressing")[:2] == ("False", "Refused")
+        assert stage.condition(key, "Progressing")[:2] == ("False", "QuotaExceeded")
         stage.cluster.refuse = lambda verb, kind: None
         stage.queue.add(key)
         await stage.work()
-        assert stage.condition(key)[1] != "Refused"
-        assert stage.condition(key, "Accepted")[1] != "Refused"
+        assert stage.condition(key)[1] != "QuotaExceeded"
+        assert stage.condition(key, "Accepted")[1] != "QuotaExceeded"
         assert stage.condition(key, "Progressing")[0] == "True"
 
     def refuse(verb: str, kind: str) -> None:
@@ -256,7 +256,7 @@ def test_a_refusal_is_written_once_however_often_the_operator_starts(child: str)
             stage.restart()
             await fail_again(stage, key, 2)
         assert stage.cluster.calls_of("status") == before
-        assert stage.condition(key)[1] == "Refused"
+        assert stage.condition(key)[1] == "QuotaExceeded"
         stage.cluster.refuse = lambda verb, kind: None
         stage.queue.add(key)
         assert await stage.work() == []

@@ -18,6 +18,7 @@ from medha_operator.plan import (
     CreateKeys,
     Delete,
     Plan,
+    Prune,
     SetStatus,
     Tell,
     plan,
@@ -25,6 +26,7 @@ from medha_operator.plan import (
 from medha_operator.revision import Revision
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import ReplicaStatus
+from reconcile.fake_cluster import merged
 
 SETTINGS = OperatorSettings()
 GRID: dict[str, Any] = {"parallelism": {"tensor": 2, "stream": 2, "kv": 2}}
@@ -46,6 +48,8 @@ class World:
         self.nodes: dict[str, Node] = {}
         self.other_nodes: list[Node] = [Node(heard_since=0.0)]
         """Those without pods of the replica."""
+        self.unmade: tuple[str, str] | None = None
+        """What events tell of pods that are not made."""
         self.room = Room(True)
         """What is answered when the replica asks for room elsewhere."""
         self.held: set[str] = set()
@@ -83,7 +87,7 @@ class World:
             nodes=dict(self.nodes),
             any_heard_since=any_heard_since([*self.nodes.values(), *self.other_nodes]),
         )
-        return replace(observed, room=self.room if asks_for_room(observed) else None)
+        return replace(observed, unmade=self.unmade, room=self.room if asks_for_room(observed) else None)
 
     def plan(self) -> Plan:
         return plan(self.observe(), self.now, SETTINGS)
@@ -98,6 +102,10 @@ class World:
                     self.objects["Secret", name] = self._stored(
                         {"kind": "Secret", "metadata": {"name": name}}
                     )
+                case Prune(kind=kind, name=name, uid=uid, patch=patch):
+                    found = self.objects[kind, name]
+                    assert found["metadata"]["uid"] == uid
+                    self.objects[kind, name] = self._stored(merged(found, patch))
                 case Delete(kind="Pod", name=name, uid=uid):
                     if name in self.pods and self.pods[name].uid == uid:
                         self._end_pod(self.pods[name], is_forced=action.is_forced)

@@ -1,0 +1,86 @@
+"""What others have added to objects of ours where it does harm, and the patch that takes it away.
+
+Server-side apply puts back what others have changed and leaves what they have added, which is right for labels and annotations. A
+key more in a selector empties a Service, one more peer opens a NetworkPolicy, and a node selector keeps the next pods
+from being placed: these fields are to be what we render and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_PLACING = (
+    "nodeSelector",
+    "affinity",
+    "schedulingGates",
+    "topologySpreadConstraints",
+    "nodeName",
+    "schedulerName",
+)
+EXACT: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "Service": (("spec", "selector"),),
+    "NetworkPolicy": (("spec",),),
+    "PodDisruptionBudget": (("spec",),),
+    "StatefulSet": (("spec", "ordinals"), *(("spec", "template", "spec", field) for field in _PLACING)),
+}
+"""Kind -> the fields in which nothing may be added."""
+_DEFAULTS: Mapping[tuple[str, ...], str] = {
+    ("spec", "template", "spec", "schedulerName"): "default-scheduler"
+}
+"""What the API server adds to such a field by itself."""
+
+
+def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The merge patch that takes from `found` what it has beyond `wanted` in such fields, and their paths; both may be empty."""
+    patch: dict[str, Any] = {}
+    paths: list[str] = []
+    for path in EXACT.get(wanted["kind"], ()):
+        here, there = _at(found, path), _at(wanted, path)
+        if here == _DEFAULTS.get(path, ()) and there is None:
+            continue
+        if _is_same(here, there):
+            continue
+        change, names = _taken_away(here, there, ".".join(path))
+        paths += names
+        _put(patch, path, change)
+    return patch, tuple(paths)
+
+
+def _taken_away(found: Any, wanted: Any, path: str) -> tuple[Any, list[str]]:
+    """What a merge patch says of one field, and the paths of what it changes there."""
+    if not (isinstance(found, Mapping) and isinstance(wanted, Mapping)):
+        return wanted, [path]
+    change: dict[str, Any] = {}
+    names: list[str] = []
+    for name in sorted({*found, *wanted}):
+        if not _is_same(found.get(name), wanted.get(name)):
+            change[name], below = _taken_away(found.get(name), wanted.get(name), f"{path}.{name}")
+            names += below
+    return change, names
+
+
+def _is_same(found: Any, wanted: Any) -> bool:
+    """Whether both say the same. What is zero, false or an empty list may be missing: the API server leaves it out.
+
+    An empty map says something: as a selector it selects everything.
+    """
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        return all(_is_same(found.get(name), wanted.get(name)) for name in {*found, *wanted})
+    if isinstance(found, list) and isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
+    says_something = found or wanted or isinstance(found, Mapping) or isinstance(wanted, Mapping)
+    return bool(found == wanted) or not says_something
+
+
+def _at(document: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    found: Any = document
+    for name in path:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _put(patch: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for name in path[:-1]:
+        patch = patch.setdefault(name, {})
+    patch[path[-1]] = value
