@@ -580,6 +580,12 @@ class RouterCore:
         """The replica for `sequence`: where its prompt just went, else where its first token is expected soonest."""
         tokens, prefix = sequence.tokens, sequence.new.prefix
         fitting = [replica for replica in replicas if replica.card.longest_request_tokens > tokens]
+        whole = sequence.new.prompt_length + (sequence.new.sampling.max_tokens or 1)
+        able = [replica for replica in fitting if replica.card.longest_request_tokens >= whole]
+        if len(able) < len(fitting) and any(
+            replica.card.longest_request_tokens >= whole for replica in self._serving(sequence.request)
+        ):
+            fitting = able  # the others would end the output before its time
         if sequence.losses:  # beside another suspect nobody could say which of them it was
             fitting = [
                 one for one in fitting if not any(self._is_on_trial(it, now) for it in one.open.values())

@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # which tells every event
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)  # which tells every probe
     # A search for cycles comes once in so many new objects, not in 700: it looks at all documents that are known, and
     # each that is read is hundreds of objects, so that it took up to a tenth of the CPU.
     gc.freeze()

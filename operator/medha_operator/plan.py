@@ -161,6 +161,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         return _refused(observed, lost, again, "GangUnavailable", told, now)
     opened = open_since(observed, now)
     budget = _budget(owner, opened, observed)
+    adopted = _adopted(owner, observed)
     revision, kept = _revision(owner, spec, observed, settings)
     gone = {action.name for action in lost if isinstance(action, Delete)}
     restart, expected = spec.lifecycle.restart, _expected_pods(spec)
@@ -169,7 +170,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     waiting = _stays(observed, status)
     again = soonest(again, later, _unsettled_seconds(status, restart, now), waiting.again_seconds)
     said, lanes = _status(observed, status), _lanes(owner, spec, revision, observed)
-    made = [*kept, *_objects(owner, spec, revision, observed, settings)]
+    made = [*adopted, *kept, *_objects(owner, spec, revision, observed, settings)]
     if _is_any_missing(budget, observed):
         made, budget = [*budget, *made], []
     confirmed: tuple[Action, ...] = ()
@@ -204,6 +205,16 @@ def _revision(
     fresh = replace(fresh, templates=pod_templates(owner, spec, fresh.name, settings))
     told = [Tell("RevisionStarted", f"revision {fresh.name} begins")] if observed.revisions else []
     return fresh, [Apply(controller_revision(owner, fresh)), *told]
+
+
+def _adopted(owner: Owner, observed: Observed) -> list[Action]:
+    """Kept revisions that a replica of this name has left behind (`kubectl delete --cascade=orphan`): they go with this one."""
+    return [
+        Apply(controller_revision(owner, one))
+        for one in observed.revisions
+        if (found := observed.objects.get(("ControllerRevision", config_name(owner, one.name)))) is not None
+        and not holds(found["metadata"].get("ownerReferences", []), [owner.reference])
+    ]
 
 
 def _objects(
@@ -446,8 +457,9 @@ def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
 
 
 def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> ReplicaStatus:
-    """A gang that has served long enough begins with no wait again."""
-    if status.restarts and _served_seconds(status, now) >= restart.stable_seconds:
+    """A gang that has served long enough begins with no wait again; and where no restart is on record, there was none."""
+    is_forgotten = status.last_restart_time is None or _served_seconds(status, now) >= restart.stable_seconds
+    if status.restarts and is_forgotten:
         return status.model_copy(update={"restarts": 0})
     return status
 

@@ -137,7 +137,8 @@ class ReplicaLink:
                 continue
             known = models.get(card.model)
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
-            models[card.model] = ModelTerms(card.digest, card.max_model_len, longest, card.vocab_size)
+            length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
+            models[card.model] = ModelTerms(card.digest, length, longest, card.vocab_size)
         return Catalog(models, tuple(self.core.models_seen - models.keys()))
 
     def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> asyncio.Queue[Outcome]:

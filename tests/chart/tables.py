@@ -89,7 +89,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "no policies": {"networkPolicy": {"enabled": False}},
     "nothing judged": {"admission": {"enabled": False}},
     "definitions that go": {"crds": {"keep": False}},
-    "an Ingress for any host": {"router": {"ingress": {"enabled": True}}},
+    "an Ingress for any host": {"router": {"ingress": {"enabled": True, "hosts": ["*"]}}},
     "a stopped router": {"router": {"replicas": 0, "leaveSeconds": 0}},
     "monitoring of the operator": {
         "router": {"enabled": False},

@@ -366,7 +366,7 @@ def test_a_pod_that_only_the_merge_makes_unsafe_is_not_made_and_the_replica_says
     with operator_of(helm.render(**VALUES), accepting, tmp_path):
         found = eventually(
             lambda: user.get(REPLICA, "merged", JUDGED),
-            lambda seen: condition(seen, "Stalled") == ("True", "Refused"),
+            lambda seen: condition(seen, "Stalled") == ("True", "AdmissionRefused"),
             PATIENCE_SECONDS,
         )
     assert found is not None

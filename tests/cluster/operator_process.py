@@ -30,6 +30,7 @@ class Operator:
         self._module = module
         self.log = folder / f"{name}.log"
         self.metrics_port = free_port("127.0.0.1")
+        self.health_port = free_port("127.0.0.1")
         settings = {
             "lease_namespace": "default",
             "lease_seconds": 6.0,
@@ -51,7 +52,8 @@ class Operator:
             # `setpriv` ends it when we die, however we die.
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "kopf", "run"]  # noqa: RUF005
-                + ["--standalone", "--all-namespaces", "-m", self._module],
+                + ["--standalone", "--all-namespaces", "-m", self._module]
+                + [f"--liveness=http://127.0.0.1:{self.health_port}/healthz"],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

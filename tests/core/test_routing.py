@@ -777,6 +777,23 @@ def test_a_long_sequence_waits_for_the_replica_that_holds_it_without_holding_up_
     assert [(replica, submit.id) for replica, submit in sent] == [("large", "long")]
 
 
+def test_a_request_goes_only_to_a_replica_that_holds_all_of_its_output_as_long_as_there_is_one() -> None:
+    """Replicas of one model may be made with different lengths: the shorter would end the text before its time."""
+    core = balanced("long")
+    announce(core, replica="short", longest_request_tokens=100, waiting_limit=1000)
+    announce(core, replica="long", longest_request_tokens=10_000, waiting_limit=2, waiting=2)
+    whole = NewSequence("whole", "p", 50, 7, sampling=Sampling(max_tokens=51))
+    assert submits(core.handle(Arrive("m", "d", (whole,)), 0.0)) == []
+    fits = NewSequence("fits", "q", 50, 7, sampling=Sampling(max_tokens=50))
+    sent = submits(core.handle(Arrive("m", "d", (fits,)), 0.0))
+    assert [(replica, submit.id) for replica, submit in sent] == [("short", "fits")]
+    sent = submits(announce(core, replica="long", longest_request_tokens=10_000, waiting_limit=2, waiting=1))
+    assert [(replica, submit.id) for replica, submit in sent] == [("long", "whole")]
+    announce(core, replica="long", longest_request_tokens=10_000, ready=False)
+    left = submits(core.handle(Arrive("m", "d", (replace(whole, id="left"),)), 0.0))
+    assert ("short", "left") in [(replica, submit.id) for replica, submit in left]
+
+
 def test_ten_thousand_queued_sequences_are_looked_at_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is announced in between: the cost of dispatching follows from what is forwarded."""
     looked_at = Counter[str]()

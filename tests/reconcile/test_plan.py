@@ -476,3 +476,39 @@ def test_whatever_happens_it_ends_where_a_fresh_replica_of_the_spec_ends(
         for one in (mine, theirs):
             one["metadata"] = {k: v for k, v in one["metadata"].items() if k in ("name", "labels")}
         assert mine == theirs
+
+
+def test_restarts_that_no_time_stands_beside_are_somebody_elses_word() -> None:
+    world = World(**GRID)
+    world.settle()
+    world.status = world.status.model_copy(update={"restarts": 1_000_000})
+    world.settle()
+    assert world.status.restarts == 0
+    del world.pods["r-l1-0"]
+    world.settle()
+    assert world.status.restarts == 1
+
+
+def test_revisions_that_were_left_behind_go_with_the_next_replica_of_the_name() -> None:
+    """As by `kubectl delete --cascade=orphan`: the garbage collector has taken away their owner."""
+    world = World(**GRID)
+    world.settle()
+    (revision,) = (one for (kind, _), one in world.objects.items() if kind == "ControllerRevision")
+    owners = revision["metadata"].pop("ownerReferences")
+    before = uids(world)
+    assert world.settle() == 0
+    (adopted,) = (one for (kind, _), one in world.objects.items() if kind == "ControllerRevision")
+    assert adopted["metadata"]["ownerReferences"] == owners
+    assert adopted["data"] == revision["data"]
+    assert uids(world) == before
+
+
+def test_an_annotation_of_the_pods_restarts_them_as_docs_say() -> None:
+    world = World(**GRID)
+    world.settle()
+    before = uids(world)
+    world.spec["template"] = {"metadata": {"annotations": {"restarted-at": "2030-01-01T00:00:00Z"}}}
+    world.generation += 1
+    assert world.settle() == 0
+    assert not uids(world) & before
+    assert world.status.restarts == 0

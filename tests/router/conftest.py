@@ -107,6 +107,8 @@ class ScriptedReplica:
     files: dict[str, bytes]
     name: str = "r0"
     script: Script = field(default_factory=Script)
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Of its announcements, where they are to differ."""
     submits: list[Submit] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
     prompts: dict[str, list[int]] = field(default_factory=dict)
@@ -138,6 +140,7 @@ class ScriptedReplica:
                 ServiceClassTerms("batch", 60.0, 3.0, 0.5, 0.1, 4096),
             ),
         )
+        self.card = replace(self.card, **self.fields)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -18,7 +18,7 @@ from medha.messages import Emit
 from medha_links.keys import KeyFiles
 from medha_router.bundle import Bundle
 
-from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
+from .conftest import MAX_MODEL_LEN, MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
 
 BODY = {"model": MODEL, "prompt": "x"}
 
@@ -179,4 +179,38 @@ def test_a_prompt_goes_where_its_beginning_went(
         assert all(first == second for first, second in went.values()), went
     finally:
         for replica in replicas:
+            replica.stop()
+
+
+@pytest.mark.parametrize("short", ["r0", "r1"])
+def test_a_shorter_replica_of_a_model_takes_what_it_can_and_shrinks_it_for_nobody(
+    lone_router: Router, bundle_files: dict[str, bytes], bundle: Bundle, short: str
+) -> None:
+    """As one of another namespace may be, with a smaller `maxModelLen`."""
+    lengths = {name: MAX_MODEL_LEN // 2 if name == short else MAX_MODEL_LEN for name in ("r0", "r1")}
+    replicas = {
+        name: ScriptedReplica(
+            lone_router,
+            bundle_files,
+            name=name,
+            script=Script(tokens=say(bundle, "Hi")),
+            fields={"max_model_len": length, "longest_request_tokens": length},
+        )
+        for name, length in lengths.items()
+    }
+    try:
+        end = time.monotonic() + 20
+        while lone_router.metric('medha_router_replicas{model="tiny",state="ready"}') < 2:
+            assert time.monotonic() < end, "both replicas should be heard"
+            time.sleep(0.02)
+        asked = {"model": MODEL, "prompt": "a"}
+        assert lone_router.post("/tokenize", asked).json()["max_model_len"] == MAX_MODEL_LEN
+        for _ in range(4):
+            whole = {"model": MODEL, "prompt": [5] * 8, "max_tokens": MAX_MODEL_LEN - 8}
+            answer = lone_router.post("/v1/completions", whole)
+            assert answer.status_code == 200, answer.text
+        assert len(replicas[short].submits) == 0
+        assert lone_router.post("/v1/completions", {**whole, "max_tokens": MAX_MODEL_LEN}).status_code == 400
+    finally:
+        for replica in replicas.values():
             replica.stop()
