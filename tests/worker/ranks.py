@@ -21,6 +21,7 @@ from medha_worker.cpu.choose import choose_kernels
 from medha_worker.executor import Executor, PlannedStep
 from medha_worker.grid import Grid
 from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernels import Kernels
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.spread import positions
@@ -118,11 +119,13 @@ class Ranks:
         kv_blocks: int,
         block_tokens: int,
         steps_ahead: int = 1,
+        kernels: Kernels | None = None,
     ) -> tuple[list[Sample], dict[tuple[str, int], torch.Tensor]]:
         """All steps on new KV pools: what was drawn, and the logits behind every position, by request and position.
 
         Each rank runs them one after the other, as far ahead of the others as its inputs allow. Before it runs one, it
-        plans so many that follow, as `Rank` does with those that come while it is busy.
+        plans so many that follow, as `Rank` does with those that come while it is busy. `kernels`: others than those that a
+        rank takes on this machine.
         """
 
         if not self._grids:
@@ -130,7 +133,8 @@ class Ranks:
 
         def work(rank: int) -> tuple[list[Sample], list[torch.Tensor]]:
             grid = self._grids[rank]
-            model = self._models[rank].in_grid(grid.tensor_group, grid)
+            model = self._models[rank]
+            model = (model.with_kernels(kernels) if kernels else model).in_grid(grid.tensor_group, grid)
             recording = Recording(model)
             executor = Executor(
                 recording,

@@ -39,6 +39,8 @@ from medha.messages import (
 )
 from medha.prefix import PrefixHasher
 from medha.topology import Topology
+from medha_worker.model import attention
+from medha_worker.model.kernels import Kernels
 
 from .ranks import Ranks
 from .test_model_transformer import save_reference
@@ -203,6 +205,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         max_running=st.sampled_from([4, 16]),
         seed=st.integers(0, 10_000),
         steps_ahead=st.integers(0, 2),
+        kernels=st.sampled_from([Kernels(), None]),
     )
     @settings(max_examples=examples, deadline=None)
     def run(
@@ -215,6 +218,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         max_running: int,
         seed: int,
         steps_ahead: int,
+        kernels: Kernels | None,
     ) -> None:
         deals = strategy is not None and topology.kv > 1
         config = ReplicaConfig(
@@ -241,6 +245,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         samples, logits = ranks.run(
             life.steps, {one.prompt: one.ids for one in asked.values()},
             kv_blocks=config.kv_blocks, block_tokens=block_tokens, steps_ahead=steps_ahead,
+            kernels=kernels,
         )  # fmt: skip
         for name, one in asked.items():
             drawn = [sample.token for sample in samples if sample.id == name]
@@ -256,4 +261,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
             found = torch.stack([logits[name, position] for position in computed])
             assert float((found - wanted[computed]).abs().max()) <= TOLERANCE, name
 
-    run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_IN_PLACE_TOKENS", 8)  # the pools are small
+        patch.setattr(attention, "_GATHERED_TOKENS", 32)
+        run()

@@ -6,31 +6,27 @@ Steps are written here, at random, and run by real ranks: they meet over gloo, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
-from medha.pools import KvPools, Placed
-from medha.prefix import PrefixHasher
 from medha.topology import Topology
+from medha_worker.model import attention
+from medha_worker.model.kernels import Kernels
 
+from .random_steps import STRATEGIES, Asked, Cut, Planner, Running, asked
 from .ranks import Ranks
 from .test_model_transformer import save_reference
 
 TOLERANCE = 1e-4
 BLOCK_TOKENS = 4
 KV_BLOCKS = 256
-VOCAB = 160
-GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 ARCHITECTURES = ("llama", "llama-biased", "mistral", "qwen2", "qwen3")
 # Eight stages need as many layers, eight tensor ranks as many heads: four times as many as there are KV heads.
@@ -64,167 +60,10 @@ CASES = [
     for index, shape in enumerate(SHAPES)
 ]
 
-Cut = Callable[[int, int, int], list[tuple[Extent, ...]]]
-STRATEGIES: tuple[tuple[str, Cut], ...] = (
-    (OWNER, balanced),
-    (PASS_KV, balanced),
-    (PASS_Q, balanced),
-    (PASS_KV, striped),
-    (PASS_Q, striped),
-)
 
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt, and how much is drawn behind it. Prompts of one family begin alike; a fork has another's prompt."""
-
-    prompt_tokens: int
-    output_tokens: int
-    family: int = 0
-    fork: bool = False
-
-
-@dataclass
-class Running:
-    name: str
-    asked: Asked
-    prompt: str
-    computed: int
-    strategies: list[tuple[str, Cut]]
-    there: int = 0  # computed by others
-
-    @property
-    def length(self) -> int:
-        """Positions that will have been computed when it ends: the last token drawn is not."""
-        return self.asked.prompt_tokens + self.asked.output_tokens - 1
-
-
-@dataclass
-class Planner:
-    """Writes steps: the replica's ledgers are real, what goes into a step is a matter of chance."""
-
-    lanes: int
-    tokens_per_lane: int
-    deals: bool
-    rng: np.random.Generator
-    kv_blocks: int = KV_BLOCKS
-    chunks: tuple[int, ...] = ()  # of each prompt, one per step; none: of any size, at any step
-    joined: int = 0  # grows on to a further lane
-    steps: list[Step] = field(default_factory=list)
-    prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
-    running: list[Running] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pools = KvPools(
-            lanes=self.lanes,
-            kv_blocks=self.kv_blocks,
-            block_size_tokens=BLOCK_TOKENS,
-            tokens_per_lane=self.tokens_per_lane,
-            deals_prompts=self.deals,
-        )
-        self.hasher = PrefixHasher(BLOCK_TOKENS, b"secret")
-
-    def admit(self, asked: Asked, strategies: list[tuple[str, Cut]]) -> Admit:
-        """Give a request its KV: shared with one of the same prompt, cached, or new."""
-        name = f"r{len(self.prompts)}"
-        parent = next(
-            (one for one in self.running if asked.fork and one.computed >= one.asked.prompt_tokens), None
-        )
-        if parent is not None:
-            asked = Asked(parent.asked.prompt_tokens, asked.output_tokens, parent.asked.family)
-            self.prompts[name] = self.prompts[parent.name]
-        else:
-            ids = np.random.default_rng(asked.family).integers(0, VOCAB, asked.prompt_tokens)
-            self.prompts[name] = ids.astype(np.int32)
-        reserved = asked.prompt_tokens
-        reserved += asked.output_tokens if self.rng.random() < 0.5 else 0  # else it grows
-        placed: Placed | None
-        if parent is not None:
-            shared = asked.prompt_tokens - 1
-            placed = self.pools.fork(parent.name, name, shared, reserved)
-        else:
-            shared = 0
-            hashes = self.hasher.hashes(self.prompts[name])
-            placed = self.pools.admit(name, asked.prompt_tokens, reserved, block_hashes=hashes)
-        assert placed is not None, "the pools of this test are large enough"
-        there = shared or placed.cached_tokens
-        self.running.append(Running(name, asked, name, there, strategies, there))
-        return Admit(
-            id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1,
-            sampling=GREEDY, reserved_tokens=placed.shards.tokens, fork_of=parent.name if parent else None,
-            shared_tokens=shared, segments=placed.segments, deals=placed.deals, cached_tokens=placed.cached_tokens,
-            prefixes=placed.prefixes, evictions=placed.evictions,
-        )  # fmt: skip
-
-    def grow(self) -> list[Grow]:
-        """Room for the next output of those that have used up theirs; ahead of admits, as ranks replay it."""
-        grows = []
-        for one in self.running:
-            shards = self.pools.shards(one.name)
-            if one.computed >= shards.tokens:
-                grow = self.pools.grow(one.name, one.computed + 1 + int(self.rng.integers(6)))
-                assert grow is not None, "the pools of this test are large enough"
-                grows.append(grow)
-                self.joined += self.pools.shards(one.name).lanes != shards.lanes
-        return grows
-
-    def step(self, admits: list[Admit], grows: list[Grow]) -> None:
-        """A step of some of the running requests; those that it finishes leave."""
-        entries: list[StepEntry] = []
-        publishes, releases = (
-            self.pools.take_publishes(),
-            self.pools.take_releases(),
-        )
-        for one in self.running:
-            if not self.chunks and self.rng.random() < 0.3:
-                continue
-            left = one.asked.prompt_tokens - one.computed
-            count = self._chunk(one, left) if left > 0 else 1
-            entries += self._entries(one, count)
-            one.computed += count
-        lanes = {lane for entry in entries for lane in self._lanes(entry)}
-        if self.rng.random() < 0.3:  # some take part without being needed
-            lanes = set(range(self.lanes))
-        self.steps.append(
-            Step(
-                step_id=len(self.steps), epoch=0, entries=tuple(entries), grows=tuple(grows), admits=tuple(admits),
-                publishes=publishes, releases=releases, lanes=tuple(sorted(lanes)), state_hashes=self.pools.state_hashes(),
-            )
-        )  # fmt: skip
-        for one in self.running:
-            self.pools.computed(one.name, min(one.computed, one.asked.prompt_tokens))
-        for one in [one for one in self.running if one.computed == one.length]:
-            self.running.remove(one)
-            self.pools.release(one.name, one.computed)
-
-    def _chunk(self, one: Running, left: int) -> int:
-        if not self.chunks:
-            return min(left, int(self.rng.choice([1, 7, 16, 33, left])))
-        ends = np.cumsum(self.chunks)
-        return min(left, int(ends[ends.searchsorted(one.computed, side="right")]) - one.computed)
-
-    def _entries(self, one: Running, count: int) -> list[StepEntry]:
-        shards = self.pools.shards(one.name)
-        start, stop = one.computed, one.computed + count
-        samples = stop >= one.asked.prompt_tokens
-        if len(shards.lanes) == 1:
-            return [StepEntry(one.name, shards.owner, (Extent(start, count),), samples)]
-        strategy, cut = one.strategies[int(self.rng.integers(len(one.strategies)))]
-        extents: list[tuple[Extent, ...]] = [(Extent(start, count),)]
-        if strategy != OWNER and stop <= one.asked.prompt_tokens:  # outputs are known to the owner alone
-            extents = cut(start, stop, len(shards.lanes))
-        return [
-            StepEntry(one.name, lane, runs, samples and lane == shards.owner, strategy, shards.version)
-            for lane, runs in zip(shards.lanes, extents, strict=False)
-            if runs
-        ]
-
-    def _lanes(self, entry: StepEntry) -> set[int]:
-        """Those that a step with the entry needs."""
-        shards = self.pools.shards(entry.id)
-        if entry.strategy in (PASS_KV, PASS_Q):
-            return set(shards.lanes)
-        return {entry.lane, *shards.participants(entry.extents[-1].start + entry.extents[-1].count)}
+def new_planner(lanes: int, tokens_per_lane: int, deals: bool, seed: int, **more: Any) -> Planner:
+    fields = {"kv_blocks": KV_BLOCKS, "block_tokens": BLOCK_TOKENS, **more}
+    return Planner(lanes, tokens_per_lane, deals, np.random.default_rng(seed), **fields)
 
 
 def check(
@@ -236,18 +75,13 @@ def check(
     steps_ahead: int,
     *,
     one_by_one: bool = False,
+    kernels: Kernels | None = None,
 ) -> dict[str, Running]:
     """Run random steps of these requests, and compare the logits of every position that was computed."""
-    waiting = list(asked)
-    everyone: dict[str, Running] = {}
-    while waiting or planner.running:
-        grows, admits = planner.grow(), []
-        if waiting and (not planner.running or (not one_by_one and planner.rng.random() < 0.5)):
-            admits.append(planner.admit(waiting.pop(0), strategies))
-            everyone[admits[0].id] = planner.running[-1]
-        planner.step(admits, grows)
+    everyone = planner.run(asked, strategies, one_by_one=one_by_one)
     samples, logits = ranks.run(
-        planner.steps, planner.prompts, kv_blocks=planner.kv_blocks, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead
+        planner.steps, planner.prompts, kv_blocks=planner.kv_blocks, block_tokens=BLOCK_TOKENS, steps_ahead=steps_ahead,
+        kernels=kernels,
     )  # fmt: skip
     for name, one in everyone.items():
         drawn = [sample.token for sample in samples if sample.id == name]
@@ -262,11 +96,6 @@ def check(
         greedy = wanted[one.asked.prompt_tokens - 1 :].argmax(-1)
         assert drawn == greedy.tolist()
     return everyone
-
-
-def asked(most: int) -> st.SearchStrategy[Asked]:
-    lengths = st.one_of(st.integers(1, 12), st.integers(13, most), st.sampled_from([16, 32, 48, 64]))
-    return st.builds(Asked, lengths, st.integers(1, 5), st.integers(0, 1), st.booleans())
 
 
 @pytest.fixture(scope="module")
@@ -297,17 +126,21 @@ def replica(
 def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module, int]) -> None:
     """Short and long requests, forks and cached prefixes in one batch; lanes join, help each other, share prefills.
 
-    Steps are planned ahead of those that run, as they are in a rank that is busy when they come.
+    Steps are planned ahead of those that run, as they are in a rank that is busy when they come. The pools are in fragments
+    when the first request comes, so that a chunk meets runs of all lengths, in any order. The kernels are those that this
+    machine takes, or the ones that it would take in another number format.
     """
     ranks, reference, examples = replica
 
     @given(
         requests=st.lists(asked(150), min_size=1, max_size=5),
         strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=5),
-        tokens_per_lane=st.sampled_from([16, 24, 60]),
+        tokens_per_lane=st.sampled_from([16, 24, 60, 100]),
         deals=st.booleans(),
         seed=st.integers(0, 1000),
         steps_ahead=st.integers(0, 3),
+        crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
+        kernels=st.sampled_from([Kernels(), None]),
     )
     @settings(max_examples=examples)
     def run(
@@ -317,23 +150,28 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         deals: bool,
         seed: int,
         steps_ahead: int,
+        crumbs: tuple[int, ...],
+        kernels: Kernels | None,
     ) -> None:
-        planner = Planner(ranks.topology.kv, tokens_per_lane, deals, np.random.default_rng(seed))
-        check(ranks, reference, planner, requests, strategies, steps_ahead)
+        planner = new_planner(ranks.topology.kv, tokens_per_lane, deals, seed)
+        planner.crumble(crumbs)
+        check(ranks, reference, planner, requests, strategies, steps_ahead, kernels=kernels)
 
-    run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_IN_PLACE_TOKENS", 2 * BLOCK_TOKENS)  # the pools are small
+        patch.setattr(attention, "_GATHERED_TOKENS", 8 * BLOCK_TOKENS)
+        run()
 
 
 def test_ranks_that_get_nothing_of_a_small_vocabulary_embed_and_draw_with_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Nine tokens over eight tensor ranks: two each, then one, then none."""
-    monkeypatch.setitem(globals(), "VOCAB", 9)
     reference = save_reference(
         tmp_path, "llama", **SIZES | {"num_hidden_layers": 1, "vocab_size": 9}, head_dim=16
     )
     ranks = Ranks(Topology(8, 1, 1), tmp_path)
-    planner = Planner(1, 60, False, np.random.default_rng(1))
+    planner = new_planner(1, 60, False, 1, vocab=9)
     check(ranks, reference, planner, [Asked(5, 3, 0), Asked(30, 2, 1)], STRATEGIES[:1], 1)
     ranks.close()
 
@@ -347,7 +185,7 @@ def test_outputs_grow_on_to_a_further_lane_and_whole_prompts_are_found_cached(
         ranks = Ranks(Topology(*shape), directory)
         try:
             for seed in (0, 1):
-                planner = Planner(2, 1000, False, np.random.default_rng(seed), kv_blocks=12)
+                planner = new_planner(2, 1000, False, seed, kv_blocks=12)
                 requests = [Asked(30, 46), Asked(30, 50), Asked(40, 3, 1), Asked(40, 3, 1), Asked(38, 4, 1)]
                 everyone = check(ranks, reference, planner, requests, [STRATEGIES[0]], seed, one_by_one=True)
                 assert planner.joined >= 1
@@ -375,7 +213,7 @@ def test_chunks_may_end_at_the_borders_of_shards(
 ) -> None:
     """The shards behind a chunk are empty when it runs. Of the second prompt, which is cached, a block is computed."""
     ranks, reference = four_lanes
-    planner = Planner(4, 16, False, np.random.default_rng(0), chunks=chunks)
+    planner = new_planner(4, 16, False, 0, chunks=chunks)
     everyone = check(
         ranks, reference, planner, [Asked(64, 3), Asked(64, 3)], [strategy], len(chunks) % 3, one_by_one=True
     )

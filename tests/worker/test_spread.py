@@ -9,29 +9,44 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
+from medha.blocks import BlockLedger
+from medha.context_parallel import OWNER
 from medha.messages import Extent
 from medha.shards import Segment, ShardMap
-from medha_worker.model.attention import TorchAttention
+from medha_worker.model import attention
+from medha_worker.model.attention import AttentionBackend, TorchAttention
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.spread import Landing, Rows, SpreadPlan, SpreadStep
 from medha_worker.spread import SpreadEntry, plan_spread, positions
 
+from .random_steps import STRATEGIES, Cut
+from .test_model_attention import compiled
+
 BLOCK_TOKENS = 4
-KV_HEADS, GROUP, HEAD_DIM = 2, 2, 8
+KV_HEADS, GROUP, HEAD_DIM = 2, 2, 16
 HEADS = KV_HEADS * GROUP
 
-Cut = Callable[[int, int, int], list[tuple[Extent, ...]]]
-STRATEGIES: tuple[tuple[str, Cut], ...] = (
-    (OWNER, balanced),
-    (PASS_KV, balanced),
-    (PASS_Q, balanced),
-    (PASS_KV, striped),
-    (PASS_Q, striped),
+
+@dataclass(frozen=True)
+class Kind:
+    """Attention as a model of this number format gets it."""
+
+    name: str
+    backend: Callable[[], AttentionBackend]
+    dtype: torch.dtype
+    tolerance: float  # of outputs near 1; the formats round K, V and each partial result to 2^-8 and 2^-11
+
+
+KINDS = (
+    Kind("torch", TorchAttention, torch.float32, 3e-6),
+    Kind("compiled", lambda: compiled(HEAD_DIM, GROUP), torch.float32, 3e-6),
+    Kind("bfloat16", TorchAttention, torch.bfloat16, 3e-2),
+    Kind("float16", TorchAttention, torch.float16, 4e-3),
 )
 
 
@@ -65,7 +80,8 @@ class LaneMailbox:
 
 def shard_maps(lanes: int) -> st.SearchStrategy[ShardMap]:
     """Segments of whole blocks on any lanes, in any order; neighbours on one lane are allowed."""
-    sizes = st.lists(st.tuples(st.integers(0, lanes - 1), st.integers(1, 5)), min_size=1, max_size=7)
+    blocks = st.integers(1, MOST_SEGMENT_BLOCKS)
+    sizes = st.lists(st.tuples(st.integers(0, lanes - 1), blocks), min_size=1, max_size=MOST_SEGMENTS)
 
     def build(parts: list[tuple[int, int]]) -> ShardMap:
         segments, start = [], 0
@@ -80,16 +96,17 @@ def shard_maps(lanes: int) -> st.SearchStrategy[ShardMap]:
 class Request:
     """One request's queries, keys and values at every position, and where they lie."""
 
-    def __init__(self, shards: ShardMap, seed: int, first_blocks: dict[int, int]) -> None:
+    def __init__(
+        self, name: str, shards: ShardMap, seed: int, ledgers: list[BlockLedger], dtype: torch.dtype
+    ) -> None:
         self.shards = shards
         generator = torch.Generator().manual_seed(seed)
-        self.q = torch.randn(shards.tokens, HEADS, HEAD_DIM, generator=generator)
-        self.k, self.v = torch.randn(2, shards.tokens, KV_HEADS, HEAD_DIM, generator=generator)
+        self.q = torch.randn(shards.tokens, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        self.k, self.v = torch.randn(2, shards.tokens, KV_HEADS, HEAD_DIM, generator=generator).to(dtype)
         self.tables = {}
         for lane in shards.lanes:
-            blocks = -(-shards.tokens_on(lane) // BLOCK_TOKENS)
-            self.tables[lane] = np.arange(first_blocks[lane], first_blocks[lane] + blocks)
-            first_blocks[lane] += blocks
+            assert ledgers[lane].reserve(name, shards.tokens_on(lane))
+            self.tables[lane] = ledgers[lane].table(name)
 
     def entries(
         self, name: str, strategy: str, cut: Cut, start: int, stop: int, lane: int
@@ -124,11 +141,15 @@ class Chunk:
 
 
 def run_step(
-    lanes: int, caches: list[KVCache], requests: list[Request], chunks: list[Chunk]
+    backends: list[AttentionBackend], caches: list[KVCache], requests: list[Request], chunks: list[Chunk]
 ) -> list[torch.Tensor]:
     """One step on all lanes at once. The outputs, chunk by chunk, in the order of positions."""
+    lanes = len(backends)
     boxes = Mailboxes(lanes)
-    outputs = [torch.full((chunk.stop - chunk.start, HEADS, HEAD_DIM), math.nan) for chunk in chunks]
+    dtype = caches[0].keys[0].dtype
+    outputs = [
+        torch.full((chunk.stop - chunk.start, HEADS, HEAD_DIM), math.nan, dtype=dtype) for chunk in chunks
+    ]
 
     def run(lane: int) -> None:
         entries = [
@@ -146,14 +167,14 @@ def run_step(
         ]
         plan = plan_spread(lane, [entry for _, entry in own], foreign, BLOCK_TOKENS)
         at = [torch.from_numpy(positions(entry.extents)) for _, entry in own]
-        empty = torch.empty(0, KV_HEADS, HEAD_DIM)
+        empty = torch.empty(0, KV_HEADS, HEAD_DIM, dtype=dtype)
         q, k, v = (
             torch.cat([nothing, *(getattr(requests[chunks[index].request], name)[rows] for (index, _), rows in zip(own, at, strict=True))])
-            for name, nothing in (("q", torch.empty(0, HEADS, HEAD_DIM)), ("k", empty), ("v", empty))
+            for name, nothing in (("q", torch.empty(0, HEADS, HEAD_DIM, dtype=dtype)), ("k", empty), ("v", empty))
         )  # fmt: skip
         if plan is None:
             plan = local_plan(lane, [entry for _, entry in own])
-        result = SpreadStep(plan, boxes.of(lane), caches[lane], TorchAttention()).attend(0, q, k, v)
+        result = SpreadStep(plan, boxes.of(lane), caches[lane], backends[lane]).attend(0, q, k, v)
         row = 0
         for (index, entry), rows in zip(own, at, strict=True):
             outputs[index][rows - chunks[index].start] = result[row : row + entry.count]
@@ -182,48 +203,74 @@ def local_plan(lane: int, entries: list[SpreadEntry]) -> SpreadPlan:
 
 
 LANES = 3
+MOST_REQUESTS, MOST_SEGMENTS, MOST_SEGMENT_BLOCKS = 4, 7, 5
+FREE_BLOCKS = MOST_REQUESTS * MOST_SEGMENTS * MOST_SEGMENT_BLOCKS
 
 
-@given(
-    maps=st.lists(shard_maps(LANES), min_size=1, max_size=4),
-    strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=6),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=80, deadline=None)
-def test_any_requests_in_any_chunks_on_any_shard_maps_are_exact(
-    maps: list[ShardMap], strategies: list[tuple[str, Cut]], seed: int
+def fragmented(rng: np.random.Generator) -> BlockLedger:
+    """A lane's ledger after churn: as many blocks are free as the requests of a test need, in runs of all lengths."""
+    ledger = BlockLedger(FREE_BLOCKS * 5 // 2, BLOCK_TOKENS)
+    held = []
+    while ledger.reserve(f"held{len(held)}", int(rng.integers(1, 6)) * BLOCK_TOKENS):
+        held.append(f"held{len(held)}")
+    for name in rng.permutation(held).tolist():
+        if ledger.free_blocks < FREE_BLOCKS:
+            ledger.release(name)
+    return ledger
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.long)])
+def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exact(
+    kind: Kind, examples: int
 ) -> None:
     """Lanes help each other both ways at once, in several ways in one step, and from step to step in another one.
 
-    Chunks straddle shards, some lanes have no rows of their own, and some hold nothing yet.
+    Chunks straddle shards and runs of blocks, some lanes have no rows of their own, and some hold nothing yet.
     """
-    rng = np.random.default_rng(seed)
-    first_blocks = dict.fromkeys(range(LANES), 0)
-    requests = [Request(shards, index, first_blocks) for index, shards in enumerate(maps)]
-    caches = [
-        KVCache(
-            num_layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_blocks=max(first_blocks[lane], 1),
-            block_tokens=BLOCK_TOKENS, dtype=torch.float32,
-        )
-        for lane in range(LANES)
-    ]  # fmt: skip
-    at = [0] * len(requests)
-    turns = 0
-    while any(position < request.shards.tokens for position, request in zip(at, requests, strict=True)):
-        chunks = []
-        for index, request in enumerate(requests):
-            left = request.shards.tokens - at[index]
-            size = int(rng.integers(0, min(left, 17) + 1))
-            if size:
-                strategy, cut = strategies[turns % len(strategies)]
-                turns += 1
-                chunks.append(Chunk(index, at[index], at[index] + size, strategy, cut))
-                at[index] += size
-        if not chunks:
-            continue
-        for chunk, found in zip(chunks, run_step(LANES, caches, requests, chunks), strict=True):
-            wanted = requests[chunk.request].wanted(chunk.start, chunk.stop)
-            torch.testing.assert_close(found.double(), wanted, rtol=3e-6, atol=3e-6)
+    backends = [kind.backend() for _ in range(LANES)]
+
+    @given(
+        maps=st.lists(shard_maps(LANES), min_size=1, max_size=MOST_REQUESTS),
+        strategies=st.lists(st.sampled_from(STRATEGIES), min_size=1, max_size=6),
+        seed=st.integers(0, 1000),
+    )
+    @settings(max_examples=examples)
+    def run(maps: list[ShardMap], strategies: list[tuple[str, Cut]], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        ledgers = [fragmented(rng) for _ in range(LANES)]
+        requests = [
+            Request(f"r{index}", shards, index, ledgers, kind.dtype) for index, shards in enumerate(maps)
+        ]
+        caches = [
+            KVCache(
+                num_layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_blocks=ledger.blocks,
+                block_tokens=BLOCK_TOKENS, dtype=kind.dtype,
+            )
+            for ledger in ledgers
+        ]  # fmt: skip
+        at = [0] * len(requests)
+        turns = 0
+        while any(position < request.shards.tokens for position, request in zip(at, requests, strict=True)):
+            chunks = []
+            for index, request in enumerate(requests):
+                left = request.shards.tokens - at[index]
+                size = int(rng.integers(0, min(left, int(rng.choice([17, 17, 60]))) + 1))
+                if size:
+                    strategy, cut = strategies[turns % len(strategies)]
+                    turns += 1
+                    chunks.append(Chunk(index, at[index], at[index] + size, strategy, cut))
+                    at[index] += size
+            if not chunks:
+                continue
+            for chunk, found in zip(chunks, run_step(backends, caches, requests, chunks), strict=True):
+                wanted = requests[chunk.request].wanted(chunk.start, chunk.stop)
+                torch.testing.assert_close(found.double(), wanted, rtol=kind.tolerance, atol=kind.tolerance)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_IN_PLACE_TOKENS", 2 * BLOCK_TOKENS)  # the pools are small
+        patch.setattr(attention, "_GATHERED_TOKENS", 4 * BLOCK_TOKENS)
+        run()
 
 
 def test_lanes_join_only_when_the_context_reaches_them() -> None:

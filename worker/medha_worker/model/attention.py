@@ -3,8 +3,11 @@
 The plain backend runs anywhere. Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place,
 or gathered pieces where runs are short. The query heads that share a KV head are folded into rows of one product:
 the same arithmetic, with larger matrices. A decode (one row) attends to each segment through torch's flash kernel; a
-chunk takes the kernel twice, the segments without a mask and its own tokens causally. Partial results over disjoint
-keys are merged exactly by their log-sum-exp.
+chunk attends to each segment of its context without a mask, and to its own tokens, which are one segment, causally.
+Partial results over disjoint keys are merged exactly by their log-sum-exp.
+
+The causal mask counts keys, so that segment holds them in the order of their positions. What every row sees may come in
+any order.
 
 Float32 on a CPU has a faster backend, in `medha_worker.cpu`.
 """
@@ -86,14 +89,14 @@ class TorchAttention:
 
 class _TorchStep:
     def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
-        self._parts: list[tuple[SequenceSpan, list[Segment], list[Segment]]] = []
+        self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
         for span in spans:
             # A decode sees all that is stored; a chunk its context, and of its own tokens the earlier ones.
             is_chunk = span.is_causal and span.row_count > 1
             context = span.context_length if is_chunk else span.total_length
-            seen_by_all = list(_segments(slot_runs(span, 0, context, block_tokens)))
-            own = list(_segments(slot_runs(span, context, span.total_length, block_tokens)))
-            self._parts.append((span, seen_by_all, own))
+            seen_by_all = list(_in_any_order(slot_runs(span, 0, context, block_tokens)))
+            own = slot_runs(span, context, span.total_length, block_tokens)
+            self._parts.append((span, seen_by_all, _in_token_order(own) if own else None))
 
     def attend(
         self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
@@ -107,7 +110,7 @@ class _TorchStep:
         pool = (pool_keys, pool_values)
         for span, context, own in self._parts:
             outputs, sums = _over_segments(grouped[span.rows], context, pool, scale)
-            if own:
+            if own is not None:
                 causal, causal_sum = _over_own(grouped[span.rows], own, pool, scale, span.stride)
                 outputs.append(causal)
                 sums.append(causal_sum)
@@ -116,21 +119,31 @@ class _TorchStep:
         return output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
 
 
-def _segments(runs: Sequence[SlotRun]) -> Iterator[Segment]:
-    """Long runs as they are, and the short ones collected into pieces to gather; their order does not matter."""
-    short: list[torch.Tensor] = []
+def _in_any_order(runs: Sequence[SlotRun]) -> Iterator[Segment]:
+    """Segments for attention without a mask: long runs as they are, short ones gathered behind those that follow them."""
+    short: list[SlotRun] = []
     gathered_tokens = 0
     for run in runs:
         if run.tokens >= _IN_PLACE_TOKENS or len(runs) == 1:
             yield run
             continue
-        short.append(torch.arange(run.start, run.stop))
+        short.append(run)
         gathered_tokens += run.tokens
         if gathered_tokens >= _GATHERED_TOKENS:
-            yield torch.cat(short)
+            yield _in_token_order(short)
             short, gathered_tokens = [], 0
     if short:
-        yield torch.cat(short)
+        yield _in_token_order(short)
+
+
+def _in_token_order(runs: Sequence[SlotRun]) -> Segment:
+    """The runs as one segment, whose tokens keep their order: a run alone as it is, several gathered at once.
+
+    Of a chunk's own tokens this copies K and V of one layer, so the largest chunk bounds it.
+    """
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 Pool = tuple[torch.Tensor, torch.Tensor]
@@ -160,14 +173,11 @@ def _over_segments(
 
 
 def _over_own(
-    q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float, stride: int
+    q: torch.Tensor, segment: Segment, pool: Pool, scale: float, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk, [rows, kv_heads, group, head_dim], to its own tokens."""
+    """Causal attention of a chunk, [rows, kv_heads, group, head_dim], to its own tokens, in the order of positions."""
     rows, kv_heads, group, head_dim = q.shape
-    loaded = [_load(segment, pool) for segment in segments]
-    keys, values = (
-        loaded[0] if len(loaded) == 1 else (torch.cat(parts, 1) for parts in zip(*loaded, strict=True))
-    )
+    keys, values = _load(segment, pool)
     # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
     output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=stride)

@@ -1,0 +1,277 @@
+"""Steps written at random for real ranks: the replica's ledgers are real, what goes into a step is a matter of chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
+from medha.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
+from medha.pools import KvPools, Placed
+from medha.prefix import PrefixHasher
+
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+
+Cut = Callable[[int, int, int], list[tuple[Extent, ...]]]
+STRATEGIES: tuple[tuple[str, Cut], ...] = (
+    (OWNER, balanced),
+    (PASS_KV, balanced),
+    (PASS_Q, balanced),
+    (PASS_KV, striped),
+    (PASS_Q, striped),
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt, and how much is drawn behind it.
+
+    Prompts of one family begin alike, and end with `own_tokens` that no other has. A fork has another's prompt, and
+    shares all of it but its last `apart_tokens`.
+    """
+
+    prompt_tokens: int
+    output_tokens: int
+    family: int = 0
+    fork: bool = False
+    own_tokens: int = 0
+    apart_tokens: int = 1
+
+
+@dataclass
+class Running:
+    name: str
+    asked: Asked
+    prompt: str
+    computed: int
+    strategies: list[tuple[str, Cut]]
+    there: int = 0  # computed by others
+
+    @property
+    def length(self) -> int:
+        """Positions that will have been computed when it ends: the last token drawn is not."""
+        return self.asked.prompt_tokens + self.asked.output_tokens - 1
+
+
+@dataclass
+class Planner:
+    """Writes the steps of one replica."""
+
+    lanes: int
+    tokens_per_lane: int
+    deals: bool
+    rng: np.random.Generator
+    kv_blocks: int
+    block_tokens: int = 4
+    vocab: int = 160
+    chunks: tuple[int, ...] = ()  # of each prompt, one per step; none: of any size, at any step
+    joined: int = 0  # grows on to a further lane
+    steps: list[Step] = field(default_factory=list)
+    prompts: dict[str, npt.NDArray[np.int32]] = field(default_factory=dict)
+    running: list[Running] = field(default_factory=list)
+    crumbs: list[str] = field(default_factory=list)  # requests that hold blocks and never run
+    _starved: bool = False  # somebody has found no room
+
+    def __post_init__(self) -> None:
+        self.pools = KvPools(
+            lanes=self.lanes,
+            kv_blocks=self.kv_blocks,
+            block_size_tokens=self.block_tokens,
+            tokens_per_lane=self.tokens_per_lane,
+            deals_prompts=self.deals,
+        )
+        self.hasher = PrefixHasher(self.block_tokens, b"secret")
+
+    def run(
+        self, asked: Sequence[Asked], strategies: list[tuple[str, Cut]], *, one_by_one: bool = False
+    ) -> dict[str, Running]:
+        """Write steps until all of these requests have ended. Each of them, by name."""
+        waiting = list(asked)
+        everyone: dict[str, Running] = {}
+        while waiting or self.running:
+            grows, admits = self._grows(), []
+            if waiting and (not self.running or (not one_by_one and self.rng.random() < 0.5)):
+                admit = self._admit(waiting[0], strategies)
+                if admit is not None:
+                    waiting.pop(0)
+                    admits.append(admit)
+                    everyone[admit.id] = self.running[-1]
+            self._step(admits, grows)
+            self._make_room()
+        return everyone
+
+    def crumble(self, run_blocks: Sequence[int]) -> None:
+        """Leave the pools in fragments, by real churn: fill each lane with requests, and end many of them in any order.
+
+        Each holds one of `run_blocks`. They compute nothing. What some of them held stays cached, until it is evicted.
+        """
+        admits = []
+        for lane in range(self.lanes):
+            while True:
+                tokens = int(self.rng.choice(run_blocks)) * self.block_tokens
+                name = f"crumb{len(self.prompts)}"
+                ids = self._own_ids(tokens)
+                hashes = self.hasher.hashes(ids)
+                placed = self.pools.admit(name, tokens, tokens, block_hashes=hashes, owners=[lane])
+                if placed is None:
+                    break
+                self.prompts[name] = ids
+                self.crumbs.append(name)
+                admits.append(_admit_of(name, Asked(tokens, 0), placed))
+        self._tell(admits=admits)
+        for name in self.rng.permutation(self.crumbs).tolist():
+            fate = self.rng.random()
+            if fate < 0.2:
+                self.pools.computed(name, len(self.prompts[name]))
+            if fate < 0.6:  # with fewer, what is free would be in long runs
+                self.crumbs.remove(name)
+                self.pools.release(name)
+        self._tell()
+
+    def _make_room(self) -> None:
+        """A crumb ends where somebody has found no room; the next step tells of it, ahead of what then finds some."""
+        if self._starved:
+            assert self.crumbs or self.running, "the pools of this test are large enough"
+            if self.crumbs:
+                self.pools.release(self.crumbs.pop())
+            self._starved = False
+
+    def _own_ids(self, count: int) -> npt.NDArray[np.int32]:
+        return self.rng.integers(0, self.vocab, count).astype(np.int32)
+
+    def _admit(self, asked: Asked, strategies: list[tuple[str, Cut]]) -> Admit | None:
+        """Give a request its KV, shared with one of the same prompt, cached, or new; None if there is no room."""
+        name = f"r{sum(not one.startswith('crumb') for one in self.prompts)}"
+        parent = next(
+            (one for one in self.running if asked.fork and one.computed >= one.asked.prompt_tokens), None
+        )
+        if parent is not None:
+            asked = replace(
+                asked, prompt_tokens=parent.asked.prompt_tokens, family=parent.asked.family, own_tokens=0
+            )
+            ids = self.prompts[parent.name]
+        else:
+            alike = np.random.default_rng(asked.family).integers(0, self.vocab, asked.prompt_tokens)
+            own_tokens = min(asked.own_tokens, asked.prompt_tokens)
+            ids = alike.astype(np.int32)
+            ids[asked.prompt_tokens - own_tokens :] = self._own_ids(own_tokens)
+        reserved = asked.prompt_tokens
+        reserved += asked.output_tokens if self.rng.random() < 0.5 else 0  # else it grows
+        placed: Placed | None
+        shared = 0
+        if parent is not None:
+            shared = max(asked.prompt_tokens - asked.apart_tokens, 0)
+            placed = self.pools.fork(parent.name, name, shared, reserved)
+        else:
+            hashes = self.hasher.hashes(ids)
+            placed = self.pools.admit(name, asked.prompt_tokens, reserved, block_hashes=hashes)
+        if placed is None:
+            self._starved = True
+            return None
+        self.prompts[name] = ids
+        there = shared or placed.cached_tokens
+        self.running.append(Running(name, asked, name, there, strategies, there))
+        return _admit_of(name, asked, placed, parent.name if parent else None, shared)
+
+    def _grows(self) -> list[Grow]:
+        """Room for the next output of those that have used up theirs; ahead of admits, as ranks replay it."""
+        grows = []
+        for one in self.running:
+            shards = self.pools.shards(one.name)
+            if one.computed >= shards.tokens:
+                grow = self.pools.grow(one.name, one.computed + 1 + int(self.rng.integers(6)))
+                if grow is None:
+                    self._starved = True
+                    continue
+                grows.append(grow)
+                self.joined += self.pools.shards(one.name).lanes != shards.lanes
+        return grows
+
+    def _step(self, admits: list[Admit], grows: list[Grow]) -> None:
+        """A step of some of the running requests; those that it finishes leave."""
+        entries: list[StepEntry] = []
+        for one in self.running:
+            if not self.chunks and self.rng.random() < 0.3:
+                continue
+            if one.computed >= self.pools.shards(one.name).tokens:
+                continue  # no room was left for it to grow
+            left = one.asked.prompt_tokens - one.computed
+            count = self._chunk(one, left) if left > 0 else 1
+            entries += self._entries(one, count)
+            one.computed += count
+        lanes = {lane for entry in entries for lane in self._lanes(entry)}
+        if self.rng.random() < 0.3:  # some take part without being needed
+            lanes = set(range(self.lanes))
+        self._tell(entries, admits, grows, lanes)
+        for one in self.running:
+            self.pools.computed(one.name, min(one.computed, one.asked.prompt_tokens))
+        for one in [one for one in self.running if one.computed == one.length]:
+            self.running.remove(one)
+            self.pools.release(one.name, one.computed)
+
+    def _tell(
+        self,
+        entries: Sequence[StepEntry] = (),
+        admits: Sequence[Admit] = (),
+        grows: Sequence[Grow] = (),
+        lanes: set[int] | None = None,
+    ) -> None:
+        self.steps.append(
+            Step(
+                step_id=len(self.steps), epoch=0, entries=tuple(entries), grows=tuple(grows), admits=tuple(admits),
+                publishes=self.pools.take_publishes(), releases=self.pools.take_releases(), lanes=tuple(sorted(lanes or ())),
+                state_hashes=self.pools.state_hashes(),
+            )
+        )  # fmt: skip
+
+    def _chunk(self, one: Running, left: int) -> int:
+        if not self.chunks:
+            return min(left, int(self.rng.choice([1, 7, 16, 33, left])))
+        ends = np.cumsum(self.chunks)
+        return min(left, int(ends[ends.searchsorted(one.computed, side="right")]) - one.computed)
+
+    def _entries(self, one: Running, count: int) -> list[StepEntry]:
+        shards = self.pools.shards(one.name)
+        start, stop = one.computed, one.computed + count
+        samples = stop >= one.asked.prompt_tokens
+        if len(shards.lanes) == 1:
+            return [StepEntry(one.name, shards.owner, (Extent(start, count),), samples)]
+        strategy, cut = one.strategies[int(self.rng.integers(len(one.strategies)))]
+        extents: list[tuple[Extent, ...]] = [(Extent(start, count),)]
+        if strategy != OWNER and stop <= one.asked.prompt_tokens:  # outputs are known to the owner alone
+            extents = cut(start, stop, len(shards.lanes))
+        return [
+            StepEntry(one.name, lane, runs, samples and lane == shards.owner, strategy, shards.version)
+            for lane, runs in zip(shards.lanes, extents, strict=False)
+            if runs
+        ]
+
+    def _lanes(self, entry: StepEntry) -> set[int]:
+        """Those that a step with the entry needs."""
+        shards = self.pools.shards(entry.id)
+        if entry.strategy in (PASS_KV, PASS_Q):
+            return set(shards.lanes)
+        return {entry.lane, *shards.participants(entry.extents[-1].start + entry.extents[-1].count)}
+
+
+def _admit_of(
+    name: str, asked: Asked, placed: Placed, fork_of: str | None = None, shared_tokens: int = 0
+) -> Admit:
+    return Admit(
+        id=name, prompt=name, tokens=asked.prompt_tokens, prompt_length=asked.prompt_tokens, seed=1, sampling=GREEDY,
+        reserved_tokens=placed.shards.tokens, fork_of=fork_of, shared_tokens=shared_tokens, segments=placed.segments,
+        deals=placed.deals, cached_tokens=placed.cached_tokens, prefixes=placed.prefixes, evictions=placed.evictions,
+    )  # fmt: skip
+
+
+def asked(most: int) -> st.SearchStrategy[Asked]:
+    """Requests with prompts of up to `most` tokens."""
+    lengths = st.one_of(st.integers(1, 12), st.integers(13, most), st.sampled_from([16, 32, 48, 64]))
+    own = st.sampled_from([0, 0, 3, 20])
+    return st.builds(
+        Asked, lengths, st.integers(1, 5), st.integers(0, 1), st.booleans(), own, st.sampled_from([1, 1, 9])
+    )

@@ -1,0 +1,149 @@
+"""Wherever a sequence's blocks lie in the pool, attention is that over its positions: every kernel, against float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medha_worker.cpu import attention as cpu_attention
+from medha_worker.model import attention
+from medha_worker.model.attention import AttentionBackend, TorchAttention
+from medha_worker.model.batch import SequenceSpan
+
+from .test_model_attention import compiled, normal, plain_attention
+
+KV_HEADS = 2
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Attention as a model of this number format and this shape of heads gets it."""
+
+    name: str
+    backend: Callable[[], AttentionBackend]
+    head_dim: int
+    group: int
+    dtype: torch.dtype
+    tolerance: float  # of outputs near 1; the formats round K, V and each partial result to 2^-8 and 2^-11
+
+
+KINDS = (
+    Kind("float32, compiled", lambda: compiled(16, 2), 16, 2, torch.float32, 5e-6),
+    Kind(
+        "float32, compiled, without a decode of its own", lambda: compiled(32, 6), 32, 6, torch.float32, 5e-6
+    ),
+    Kind("float32, heads that do not fill registers", TorchAttention, 10, 2, torch.float32, 5e-6),
+    Kind("float32, torch", TorchAttention, 64, 1, torch.float32, 5e-6),
+    Kind("bfloat16", TorchAttention, 64, 2, torch.bfloat16, 3e-2),
+    Kind("float16", TorchAttention, 80, 2, torch.float16, 4e-3),
+)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Tokens at which the kernels change what they do."""
+
+    in_place: int
+    gathered: int
+    split: int
+
+
+REAL = Thresholds(attention._IN_PLACE_TOKENS, attention._GATHERED_TOKENS, cpu_attention._SPLIT_KEYS)
+SMALL = Thresholds(32, 96, 100)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """The compiled kernel splits decodes only among several."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def table_of(runs: list[int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """A block table of runs of exactly these lengths, each anywhere in the pool."""
+    starts, at = np.zeros(len(runs), dtype=np.int64), 0
+    for index in rng.permutation(len(runs)):
+        starts[index] = at
+        at += runs[index] + 1  # or a run might go on in the next one
+    return np.concatenate([np.arange(start, start + run) for start, run in zip(starts, runs, strict=True)])
+
+
+def spans_of(table: npt.NDArray[np.int64], rng: np.random.Generator) -> list[SequenceSpan]:
+    """A sequence's steps: chunks that end anywhere, the last of them a decode, and rows of other lanes that look on.
+
+    Every step but the last leaves some of what other lanes compute between its rows.
+    """
+    tokens = len(table) * BLOCK_TOKENS - int(rng.integers(BLOCK_TOKENS))
+    spans, row, at = [], 0, 0
+    while at < tokens:
+        left = tokens - at
+        count = min(left, int(rng.choice([1, 2, 17, 64, 130, 300, left])))
+        stride = int(rng.choice([1, 1, 1, 2, 3])) if count > 1 else 1
+        rows = -(-count // stride)
+        spans.append(SequenceSpan(row, rows, at, table, stride=stride if rows > 1 else 1))
+        row += rows
+        at += count
+    spans.append(SequenceSpan(row, 1, tokens - 1, table))
+    spans.append(SequenceSpan(row + 1, 5, tokens, table, is_causal=False))
+    return spans
+
+
+def error_of(backend: AttentionBackend, kind: Kind, spans: list[SequenceSpan]) -> float:
+    """The largest error of a step of these spans over a random pool."""
+    slots = (max(int(np.max(span.blocks)) for span in spans) + 1) * BLOCK_TOKENS
+    rows, heads = sum(span.row_count for span in spans), KV_HEADS * kind.group
+    keys = normal(KV_HEADS, slots, kind.head_dim, seed=1).to(kind.dtype)
+    values = normal(KV_HEADS, slots, kind.head_dim, seed=2).to(kind.dtype)
+    q = (2 * normal(rows, heads, kind.head_dim, seed=3)).to(
+        kind.dtype
+    )  # a few keys decide, so that none can hide
+    found, sums = backend.plan(spans, BLOCK_TOKENS).attend(q, keys, values)
+    error = 0.0
+    for span in spans:
+        positions = np.arange(span.total_length)
+        blocks = np.asarray(span.blocks)[positions // BLOCK_TOKENS]
+        place = torch.from_numpy(blocks * BLOCK_TOKENS + positions % BLOCK_TOKENS)
+        seen = np.full(span.row_count, span.total_length)
+        if span.is_causal:
+            seen = span.context_length + 1 + span.stride * np.arange(span.row_count)
+        hidden = torch.from_numpy(positions >= seen[:, None])
+        by_head = q[span.rows].transpose(0, 1).double() / math.sqrt(kind.head_dim)
+        repeated = [pool[:, place].repeat_interleave(kind.group, dim=0) for pool in (keys, values)]
+        wanted, wanted_sums = plain_attention(by_head, repeated[0], repeated[1], hidden)
+        error = max(error, float((found[span.rows].transpose(0, 1).double() - wanted).abs().max()))
+        error = max(error, float((sums[span.rows].T.double() - wanted_sums).abs().max()))
+    return error
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("thresholds", [REAL, SMALL], ids=["real thresholds", "small thresholds"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("examples", [12, pytest.param(1000, marks=pytest.mark.long)])
+def test_attention_is_exact_in_every_layout(kind: Kind, thresholds: Thresholds, examples: int) -> None:
+    """Runs of every length around each threshold, in any order, and chunks that end anywhere in them."""
+    border = thresholds.in_place // BLOCK_TOKENS
+    lengths = st.sampled_from([border - 1, border, border + 1, 1, 2, 2 * border]) | st.integers(1, 3 * border)
+    backend = kind.backend()
+
+    @given(runs=st.lists(lengths, min_size=1, max_size=8), seed=st.integers(0, 1000))
+    @settings(max_examples=examples)
+    def run(runs: list[int], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        assert error_of(backend, kind, spans_of(table_of(runs, rng), rng)) <= kind.tolerance
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_IN_PLACE_TOKENS", thresholds.in_place)
+        patch.setattr(attention, "_GATHERED_TOKENS", thresholds.gathered)
+        patch.setattr(cpu_attention, "_SPLIT_KEYS", thresholds.split)
+        run()
