@@ -238,8 +238,8 @@ class KvPools:
         shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
         if shards is None:
             return None
-        # What the child computes of the prompt may lie elsewhere than with its parent, and is then not shared.
-        whole = self._whole_blocks(shards, held.prompt_tokens)
+        # From where on the child's part of the prompt lies elsewhere than its parent's, the parent's hashes are not its own.
+        whole = self._whole_blocks(shards, _placed_alike(held.shards, shards, held.prompt_tokens))
         chains = {lane: hash_range(chain, 0, whole.get(lane, 0)) for lane, chain in held.chains.items()}
         prefixes: list[CachedPrefix] = []
         evictions: list[Eviction] = []
@@ -627,6 +627,16 @@ class KvPools:
 def _best(found: Sequence[Match]) -> int:
     """The lane that has most; of several the first."""
     return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
+
+
+def _placed_alike(one: ShardMap, other: ShardMap, tokens: int) -> int:
+    """How many of the first `tokens` positions lie at the same places in both maps."""
+    for here, there in zip(one.pieces(0, tokens), other.pieces(0, tokens), strict=False):
+        if here.lane != there.lane:
+            return here.start
+        if here.stop != there.stop:
+            return min(here.stop, there.stop)
+    return tokens
 
 
 def _changed(before: Sequence[Segment], after: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -113,13 +113,14 @@ class PoolsMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
     @rule(data=st.data(), more=st.integers(0, 20))
     def fork(self, data: st.DataObject, more: int) -> None:
-        """As the controller does: the whole prompt of a sequence that has computed it, but for its last token."""
+        """Of a sequence that has computed its prompt; the controller lets all of it be shared, but for its last token."""
         parents = [name for name, one in self.sequences.items() if one.computed >= one.prompt_tokens]
         if not parents:
             return
         parent = data.draw(st.sampled_from(sorted(parents)))
         one, name = self.sequences[parent], self._new_name()
-        shared = one.prompt_tokens - 1
+        shared = one.prompt_tokens - 1 - data.draw(st.sampled_from([0, 0, 0, 1, 5, 17]))
+        shared = max(shared, 0)
         placed = self.pools.fork(parent, name, shared, one.prompt_tokens + more)
         if placed is None:
             return
@@ -420,3 +421,18 @@ def test_what_a_fork_computes_on_another_lane_than_its_parent_is_not_shared(toke
     for name in ("parent", "child"):
         pools.release(name)
     assert pools.expected(tokens, hashes)[0] == tokens - 1
+
+
+def test_what_a_fork_computes_where_its_parent_has_another_part_of_the_prompt_is_not_shared() -> None:
+    """The parent's prompt is dealt out, eight tokens a turn; the child has all of it on the first lane."""
+    pools = KvPools(lanes=2, kv_blocks=40, block_size_tokens=4, tokens_per_lane=8, deals_prompts=True)
+    hashes = PrefixHasher(4, b"secret").hashes(np.arange(32, dtype=np.int32))
+    parent = pools.admit("parent", 32, 32, block_hashes=hashes)
+    assert parent is not None
+    child = pools.fork("parent", "child", 8, 32)
+    assert child is not None
+    assert [shards.locate(16) for shards in (parent.shards, child.shards)] == [(0, 8), (0, 16)]
+    pools.computed("child", 32)
+    assert [(one.id, one.lane, one.start, one.count) for one in pools.take_publishes()] == [
+        ("child", 0, 0, 2)
+    ]
