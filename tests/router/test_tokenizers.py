@@ -278,6 +278,14 @@ LAID_DOWN = {
     "Llama 2 without a space in front": Made(
         "llama 2", config={"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
     ),
+    "a text that two names mark differently": Made(
+        "llama 2",
+        config={
+            "tokenizer_class": "LlamaTokenizer",
+            "eos_token": {"__type": "AddedToken", "content": "<s>", "single_word": True, "normalized": False},
+            "added_tokens_decoder": {},
+        },
+    ),
     "normalizers of a class that keeps them": Made(
         "llama 2", config={"tokenizer_class": "PreTrainedTokenizerFast"}
     ),

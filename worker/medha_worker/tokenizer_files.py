@@ -240,16 +240,14 @@ def _add_tokens(
     adding: list[_Token] = [token for _, token in sorted(declared.items()) if repr(token) not in known]
     texts = {token.content for token in before.values()} | {str(token) for token in adding}
     for token in (*named.values(), *others):
-        if str(token) not in texts:
-            texts.add(str(token))
+        # A text may be named twice with different flags: the later ones hold.
+        if str(token) not in texts and token not in adding:
             adding.append(token)
     names = {str(token) for token in named.values()}
-    for token in adding:
-        if isinstance(token, str):
-            tokenizer.add_tokens([AddedToken(token, special=True)])
-        else:
-            token.special = token.special or str(token) in names
-            tokenizer.add_tokens([token])
+    tokens = [AddedToken(token, special=True) if isinstance(token, str) else token for token in adding]
+    for token in tokens:
+        token.special = token.special or token.content in names
+    tokenizer.add_tokens(tokens)
     if special_again:
         again = dict.fromkeys(str(token) for token in (*named.values(), *others))
         tokenizer.add_tokens([AddedToken(text, special=True) for text in again])
