@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from datetime import UTC, datetime
 from typing import Any
@@ -17,6 +16,7 @@ from starlette.types import ASGIApp
 
 from medha.messages import ServiceClassTerms
 from medha.slo import FALLBACK_TERMS
+from medha_router.access_log import AccessLog, Entry
 from medha_router.answers import Answers, usage
 from medha_router.api_error import ApiError
 from medha_router.bodies import Bodies, ClientGone
@@ -25,7 +25,6 @@ from medha_router.generation import Generation, Piece
 from medha_router.http import (
     DONE,
     EventStream,
-    RequestIds,
     error_response,
     event,
     json_response,
@@ -74,6 +73,7 @@ class Door:
         if self.draining:
             raise ApiError(503, "this router is stopping", code="unavailable", retry_after_seconds=1)
         self.open_requests += 1
+        entry = Entry.of(request.scope)
         handed_over = False  # to a stream, which outlives this call
         try:
             generation, answers, headers = await self._start(request, endpoint)
@@ -83,23 +83,25 @@ class Door:
                     first = await while_connected(request.receive, _soon(pieces))
                     events = self._events(generation, answers, pieces, first)
                     handed_over = True
-                    return EventStream(events, headers, lambda: self._end(generation))
+                    return EventStream(events, headers, lambda: self._end(generation, entry))
                 whole = await while_connected(request.receive, _collect(pieces))
                 total = _usage(generation)
                 return json_response(answers.whole(whole, total), headers)
             finally:
                 if not handed_over:
-                    generation.close()
+                    _close(generation, entry)
         except ApiError as error:
+            entry.outcome = error.code
             return error_response(error)
         except ClientGone:
+            entry.outcome = "cancelled"
             return Response(status_code=499)  # for nobody; nginx's number
         finally:
             if not handed_over:
                 self.open_requests -= 1
 
-    def _end(self, generation: Generation) -> None:
-        generation.close()
+    def _end(self, generation: Generation, entry: Entry) -> None:
+        _close(generation, entry)
         self.open_requests -= 1
 
     async def _start(
@@ -121,7 +123,7 @@ class Door:
         terms = self._service_class(plan)
         tpot_target = None if tpot_asked is None else max(tpot_asked, terms.tpot_floor_seconds)
         prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
-        request_id = f"{prefix}-{uuid.uuid4().hex}"
+        request_id = f"{prefix}-{Entry.of(request.scope).unique_id}"
         bundle = self._tokenizing.bundle(plan.digest)
         generation = Generation(
             request_id,
@@ -207,6 +209,7 @@ class Door:
         try:
             prepared = await self._prepare(request, endpoint)
         except ClientGone:
+            Entry.of(request.scope).outcome = "cancelled"
             return Response(status_code=499)
         return Response(prepared.answer, media_type="application/json")
 
@@ -266,14 +269,19 @@ def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
     app.add_api_route("/ready", door.ready)
     app.add_api_route("/metrics", door.metrics)
 
-    async def on_api_error(_: Request, error: Exception) -> Response:
+    async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
+        Entry.of(request.scope).outcome = error.code
         return error_response(error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        Entry.of(request.scope).outcome = code
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return error_response(ApiError(error.status_code, message, code="not_found"))
+        response = error_response(ApiError(error.status_code, message, code=code))
+        response.headers.update(error.headers or {})  # such as Allow
+        return response
 
     async def on_bug(_request: Request, _error: Exception) -> Response:
         return error_response(ApiError(500, "internal error of the router", code="internal_error"))
@@ -289,7 +297,17 @@ def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    return RequestIds(Sites(app, sites))
+    return AccessLog(Sites(app, sites))
+
+
+def _close(generation: Generation, entry: Entry) -> None:
+    """End a generation, and write down what came of it."""
+    generation.close()
+    entry.model = generation.plan.model
+    entry.outcome = generation.outcome
+    entry.prompt_tokens = generation.prompt_tokens
+    entry.output_tokens = generation.output_tokens
+    entry.ttft_seconds = generation.ttft_seconds
 
 
 def _usage(generation: Generation) -> dict[str, Any]:

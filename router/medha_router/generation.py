@@ -174,6 +174,16 @@ class Generation:
         self._outcomes = link.submit(self._arrive, prompts)
 
     @property
+    def outcome(self) -> str | None:
+        """How it ended: `stop`, `length`, `cancelled` or the code of an error; None while it runs."""
+        return self._outcome
+
+    @property
+    def ttft_seconds(self) -> float | None:
+        """From arrival to the first token; None before that."""
+        return None if self._first_token_at is None else self._first_token_at - self._arrived_at
+
+    @property
     def output_tokens(self) -> int:
         return sum(choice.output_tokens for choice in self._choices.values())
 

@@ -1,17 +1,15 @@
-"""What HTTP needs and FastAPI does not bring: disconnects, request ids, event streams."""
+"""What HTTP needs and FastAPI does not bring: disconnects, event streams."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi import Response
 from pydantic_core import to_json
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from medha_router.api_error import ApiError
 from medha_router.bodies import ClientGone
@@ -107,25 +105,3 @@ def error_response(error: ApiError) -> Response:
 
 def json_response(value: Any, headers: Mapping[str, str] | None = None) -> Response:
     return Response(to_json(value), headers=headers, media_type="application/json")
-
-
-class RequestIds:
-    """Puts `X-Request-Id` on every response: the client's own if it is sane, else a new one."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        sane = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
-        request_id = given if sane else uuid.uuid4().hex
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)

@@ -33,6 +33,8 @@ from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")
 
+_PARENT = "MEDHA_PARENT_PID"
+"""Set by a supervisor, which puts the time on each line itself."""
 _PARENT_POLL_SECONDS = 0.5
 
 
@@ -163,7 +165,8 @@ def main(settings_file: Path) -> None:
         raise click.ClickException(f"{settings_file}: {error}") from error
     file_limit = raise_file_limit()
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    time = "" if _PARENT in os.environ else "%(asctime)s "
+    logging.basicConfig(level=settings.log_level.upper(), format=f"{time}%(levelname)s %(name)s: %(message)s")
     try:
         sys.exit(uvloop.run(serve(settings, parent_pid, file_limit)))
     except ConfigInvalid as error:

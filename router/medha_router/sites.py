@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from medha_router.access_log import Entry
 from medha_router.api_error import ApiError
 from medha_router.http import error_response
 
@@ -101,6 +102,7 @@ class Sites:
                     given[name].append(value.decode("latin-1"))
             error = self._policy.refusal(scope["path"], given[b"host"], given[b"origin"])
             if error is not None:
+                Entry.of(scope).outcome = error.code
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -90,13 +90,19 @@ def up(manifest: Path, tmp_path: Path) -> Iterator[Up]:
 
 def test_it_shows_a_url_that_answers_and_stops_on_ctrl_c_without_a_trace(up: Up, tmp_path: Path) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-    answer = httpx.post(up.url() + "/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    headers = {"x-request-id": "my-trace-7"}
+    response = httpx.post(up.url() + "/v1/chat/completions", json=body, headers=headers, timeout=60)
+    answer = response.raise_for_status().json()
     assert answer["usage"]["completion_tokens"] <= 3
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
     assert up.left() == []
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "events.jsonl") == []
-    assert '"type":"Submit"' in (tmp_path / "events.jsonl").read_text()
+    record = (tmp_path / "events.jsonl").read_text()
+    assert '"type":"Submit"' in record
+    assert f'"id":"{answer["id"]}-0"' in record
+    assert answer["id"].startswith("chatcmpl-my-trace-7-")
+    assert "POST /v1/chat/completions 200 id=my-trace-7 model=tiny outcome=" in up.output
 
 
 def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: Up, tmp_path: Path) -> None:
