@@ -10,7 +10,10 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +24,8 @@ from medha.errors import ConfigInvalid
 RUN_FILE = "up.json"
 KEYS = "keys"
 """The folder of a run's directory with the keys of its parts."""
+REMOVE_SECONDS = 10.0
+REMOVE_PAUSE_SECONDS = 0.2
 PREFIX = "medha-"
 """Of temporary directories of runs, and of links to others."""
 
@@ -102,6 +107,37 @@ def remove_ended() -> None:
                 here.unlink()
 
 
+@contextmanager
+def removed_if_killed(directory: Path) -> Iterator[None]:
+    """Have what the announced run in `directory` leaves removed soon, should this process be killed meanwhile."""
+    command = [sys.executable, "-m", "medha_cli.runs", str(directory)]
+    # In a session of its own: what ends us, be it a closed terminal, does not end it. It reads until we are gone.
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def _remove_once_killed(directory: Path) -> None:
+    """Wait until whoever holds the other end of stdin is gone, then remove what it has left."""
+    sys.stdin.buffer.read()
+    deadline = time.monotonic() + REMOVE_SECONDS
+    is_temporary = json.loads((directory / RUN_FILE).read_bytes())["is_temporary"]
+    while directory.exists() and time.monotonic() < deadline:  # parts that are about to end may still write
+        remove_ended()
+        if not is_temporary:
+            return
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(REMOVE_PAUSE_SECONDS)
+
+
 def require_unused(directory: Path) -> None:
     """
     Raises:
@@ -166,3 +202,7 @@ def _read(directory: Path) -> Run | None:
     except (OSError, ValueError, KeyError):
         pass
     return None
+
+
+if __name__ == "__main__":
+    _remove_once_killed(Path(sys.argv[1]))

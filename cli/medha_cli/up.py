@@ -31,7 +31,7 @@ from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.results import require_writable
-from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, require_unused
+from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_links.limits import raise_file_limit
 from medha_worker.memory import host_free_bytes
@@ -110,6 +110,7 @@ def command(
         StopRequests() as requests,  # as long as there is anything to be removed
         _run_directory(run_dir) as run,
         announced(run, replica.metadata.name, is_temporary=run_dir is None),
+        removed_if_killed(run),
     ):
         for option, output in (("--record", record), ("--trace", trace)):
             if output is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -32,12 +34,16 @@ spec:
 """
 
 
-class Up:
-    """A running `medha up`, read until it is ready."""
+def command(manifest: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options]
 
-    def __init__(self, manifest: Path, folder: Path, *options: str) -> None:
+
+class Up:
+    """A running `medha up`, read until it is ready, or has printed `until`. It may have 256 files open at first."""
+
+    def __init__(self, manifest: Path, folder: Path, *options: str, until: str = "Ctrl-C drains") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options],
+            ["sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", *command(manifest, *options)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -45,8 +51,12 @@ class Up:
             env={**os.environ, "TMPDIR": str(folder)},
         )
         self.output = ""
+        self.until(until)
+
+    def until(self, text: str) -> None:
+        """Read until `text` was printed; the test's own timeout bounds it."""
         assert self.process.stdout is not None
-        while "Ctrl-C drains" not in self.output:
+        while text not in self.output:
             line = self.process.stdout.readline()
             assert line, self.output
             self.output += line
@@ -79,6 +89,11 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def up(manifest: Path, tmp_path: Path) -> Iterator[Up]:
     running = Up(manifest, tmp_path, "--record", str(tmp_path / "events.jsonl"))
     yield running
+    clear(running)
+
+
+def clear(running: Up) -> None:
+    """End what a test that has failed may have left."""
     for process in running.parts:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -143,19 +158,107 @@ def test_what_it_has_recorded_replays_and_is_simulated_under_other_policies(up: 
 def test_a_rank_that_is_killed_is_started_again_and_all_ends_well(up: Up) -> None:
     killed = next(part for part in up.parts if "medha_worker.rank" in part.cmdline())
     killed.kill()
-    assert up.process.stdout is not None
-    while "epoch 1 begins" not in up.output:
-        line = up.process.stdout.readline()
-        assert line, up.output
-        up.output += line
-    up.parts = psutil.Process(up.process.pid).children(recursive=True)
+    up.until("epoch 1 begins")
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
     assert "rank 0 was killed by SIGKILL" in up.output
     assert up.left() == []
 
 
-def test_no_part_outlives_a_supervisor_that_is_killed(up: Up) -> None:
-    assert len(up.parts) == 3
+def test_nothing_outlives_a_supervisor_that_is_killed(up: Up, tmp_path: Path) -> None:
+    assert [path for path in tmp_path.iterdir() if (path / "keys").is_dir()]
     up.process.kill()
     assert up.left() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_every_part_may_open_as_many_files_as_the_machine_allows(up: Up) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limits = {
+        part.pid: part.rlimit(psutil.RLIMIT_NOFILE) for part in [psutil.Process(up.process.pid), *up.parts]
+    }
+    assert set(limits.values()) == {(hard, hard)}
+
+
+def test_a_second_interrupt_kills_while_a_request_is_open_and_leaves_nothing(up: Up, tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": "z", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", up.url() + "/v1/completions", json=body, timeout=60) as stream:
+        next(stream.iter_lines())
+        up.process.send_signal(signal.SIGSTOP)  # so that it finds both at once
+        up.process.send_signal(signal.SIGINT)
+        up.process.send_signal(signal.SIGTERM)
+        up.process.send_signal(signal.SIGCONT)
+        assert up.end() == 130
+    assert up.left() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["starting real", "loading LlamaForCausalLM"])
+def test_a_signal_while_it_starts_ends_it_and_leaves_nothing(
+    manifest: Path, tmp_path: Path, moment: str, number: signal.Signals
+) -> None:
+    up = Up(manifest, tmp_path, until=moment)
+    try:
+        up.process.send_signal(number)
+        assert up.end() == 0
+        assert "stopping before the replica was ready" in up.output
+        assert up.left() == []
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        clear(up)
+
+
+def test_in_a_terminal_it_shows_how_far_it_is_and_a_closed_terminal_ends_it(
+    manifest: Path, tmp_path: Path
+) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TMPDIR": str(tmp_path), "TERM": "xterm", "COLUMNS": "200"}
+        os.execv(sys.executable, command(manifest))  # noqa: S606 (pty.fork wants it)
+    shown = b""
+    while b"Ctrl-C drains" not in shown:
+        shown += os.read(terminal, 65_536)
+    parts = psutil.Process(pid).children(recursive=True)
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert psutil.wait_procs(parts, timeout=10)[1] == []
+    assert list(tmp_path.iterdir()) == []
+    assert re.search(rb"warms up: step \d+ of \d+, ", shown)
+    assert re.search(rb"\d\d:\d\d:\d\d\.\d{3} .*router ", shown)
+
+
+SEND = """
+import os, socket, sys
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+sender.setblocking(False)
+address = sys.argv[1].replace("@", "\\0")
+sender.sendto(b"STOP", address)
+while True:
+    try:
+        sender.sendto(b"x", address)
+    except BlockingIOError:
+        pass
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_cannot_keep_it_from_ending(up: Up, tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    address = up.parts[-1].environ()["NOTIFY_SOCKET"]
+    sender = [sys.executable, "-S", "-c", SEND, address]
+    with subprocess.Popen(sender, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as attacker:
+        up.process.send_signal(signal.SIGINT)
+        try:
+            assert up.end() == 0
+            assert up.left() == []
+        finally:
+            attacker.kill()
+        assert attacker.stderr is not None
+        assert "PermissionError" in attacker.stderr.read()
+    assert [path.name for path in tmp_path.iterdir()] == ["events.jsonl"]
