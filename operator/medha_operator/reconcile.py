@@ -246,7 +246,7 @@ class Reconciler:
             self._index.waiting_for_room.discard(key)
         observed, again = await self._explained(key, observed, now)
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
-        planned = plan(observed, now, self._settings)
+        planned = plan(observed, self._now(), self._settings)  # to ask took a while
         return replace(planned, again_seconds=soonest(planned.again_seconds, again)), found
 
     async def _explained(self, key: Key, observed: Observed, now: float) -> tuple[Observed, float | None]:

@@ -264,6 +264,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a host path that climbs": ({"admission": {"hostPaths": ["/models/../etc"]}}, "admission/hostPaths/0"),
     "a host path that is none": ({"admission": {"hostPaths": ["models"]}}, "admission/hostPaths/0"),
     "an objective of 95": ({"monitoring": {"rules": {"objective": 95}}}, "monitoring/rules/objective"),
+    "an Ingress without hosts": (
+        {"router": {"ingress": {"enabled": True}}},
+        "router.ingress.hosts: name at least one host",
+    ),
     "a port that cannot be": ({"router": {"service": {"port": 70000}}}, "router/service/port"),
     "a level that nobody logs": ({"router": {"logLevel": "loud"}}, "router/logLevel"),
     "pods that run as root": (
