@@ -30,8 +30,9 @@ FROM build AS router-packages
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages router
 
 FROM build AS worker-packages
-# `--build-arg TORCH=none` leaves torch out: about 5 GB with CUDA, or a volume that is mounted on PYTHONPATH.
-ARG TORCH=pypi
+# Which torch: `cpu` takes a CPU build where pip is offered one, else PyPI's for CUDA without what only a GPU needs;
+# `pypi` takes it whole; `none` leaves it out, for a volume that is mounted on PYTHONPATH.
+ARG TORCH=cpu
 RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf ./packages worker "${TORCH}"
 
 FROM build AS application

@@ -21,9 +21,17 @@ help: ## list the targets
 .PHONY: venv
 venv: $(STAMP) ## create .venv with every pinned package
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer with venv was found: install one (Debian: python3-venv), or name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)" >&2; exit 1; }
-	@test -x $(BIN)/python || { echo "Creating $(VENV) with $(PYTHON)"; "$(PYTHON)" -m venv $(VENV); }
+	@echo "Creating $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv $(VENV)
+
+.PHONY: wheels
+wheels: | $(BIN)/python # torch's, to WHEELS=folder: PIP_FIND_LINKS=folder then has environment and images take them there
+	$(BIN)/python -m pip download --disable-pip-version-check --progress-bar off --only-binary :all: \
+		--constraint constraints.txt --dest $(WHEELS) torch
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@if ! $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith("2."))' 2>/dev/null; then \
 		echo "Installing torch: where only its GPU build is at hand this downloads about 3 GB and takes minutes."; \
 		echo "A CPU build (2.13.0+cpu, 200 MB) is preferred by itself where pip is offered one, e.g. by PIP_FIND_LINKS=folder."; \
@@ -64,16 +72,30 @@ test-long: $(STAMP) ## what does not fit CI: long tests and seeded campaigns; re
 binaries-early: # the same with no environment yet
 	@nice -n 10 "$(PYTHON)" tests/cluster/binaries.py
 
+# Images and clusters need no torch here: without .venv they get an environment of a few megabytes.
+SMALL := .medha/python
+CLUSTER_PYTHON = $(if $(wildcard $(STAMP)),$(BIN),$(SMALL)/bin)/python
+.PHONY: cluster-python
+cluster-python:
+	@test -e $(STAMP) || test -e $(SMALL)/.installed || { \
+		"$(PYTHON)" -m venv $(SMALL); \
+		$(SMALL)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trustme; \
+		touch $(SMALL)/.installed; }
+
+TORCH ?= cpu
 .PHONY: images images-early
-images: $(STAMP) ## build the container images without a registry (Debian's buildah); prints the archives
-	@.ci/row images $(BIN)/python tests/cluster/images.py
-images-early: # the same with no environment yet
-	@nice -n 10 "$(PYTHON)" tests/cluster/images.py >/dev/null
+images: cluster-python ## build the container images without a registry (Debian's buildah); prints the archives; TORCH=cpu|pypi|none
+	@.ci/row images $(CLUSTER_PYTHON) tests/cluster/images.py --torch $(TORCH)
+images-early: # those that tests need, before they need them
+	@nice -n 10 $(BIN)/python tests/cluster/images.py --for-tests >/dev/null
 
 SHAPE ?= one-node
-.PHONY: cluster
-cluster: $(STAMP) ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes IMAGES="ARCHIVE ..."
-	@PYTHONPATH=tests exec $(BIN)/python -m cluster --shape $(SHAPE) $(if $(KWOK),--kwok $(KWOK)) $(IMAGES:%=--image %)
+.PHONY: cluster demo
+cluster: cluster-python ## a Kubernetes of your own until Ctrl-C; SHAPE=control-plane|one-node|two-nodes KWOK=nodes IMAGES="medha|ARCHIVE ..." MODELS=folder
+	@PYTHONPATH=tests exec $(CLUSTER_PYTHON) -m cluster --shape $(SHAPE) --settings .medha/cluster.env \
+		$(if $(KWOK),--kwok $(KWOK)) $(IMAGES:%=--image %) $(if $(MODELS),--models $(MODELS))
+demo: cluster-python ## from nothing to a chat answer of a replica in a cluster of your own, by the README's commands; until Ctrl-C
+	@PYTHONPATH=tests exec $(CLUSTER_PYTHON) -m cluster.demo
 
 .PHONY: campaign
 campaign: simulations faults ## both campaigns: the papers' claims simulated, and the operator under faults; each resumes where it was

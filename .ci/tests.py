@@ -14,7 +14,7 @@ ENGINE = ("tests/serving", "tests/worker", "tests/pods", "tests/cli")
 CLUSTERS = ("tests/cluster",)
 CAMPAIGN = ("tests/campaign", "tests/chart")
 ALL_OTHERS = tuple(f"--ignore={folder}" for folder in (*ENGINE, *CLUSTERS, *CAMPAIGN))
-NEEDED = ("binaries", "images")  # by tests that start Kubernetes
+NEEDED = {"binaries": (), "images": ("--for-tests",)}  # by tests that start Kubernetes
 
 
 def main() -> int:
@@ -34,8 +34,8 @@ def main() -> int:
 def in_turn(first: tuple[str, tuple[str, ...]], then: tuple[str, tuple[str, ...]]) -> bool:
     """Two runs of pytest, names and arguments, with what the second one needs made in between; whether any has failed."""
     failed = row(first[0], "-m", "pytest", *first[1])
-    for needed in NEEDED:
-        failed |= row(needed, f"tests/cluster/{needed}.py")
+    for needed, options in NEEDED.items():
+        failed |= row(needed, f"tests/cluster/{needed}.py", *options)
     return failed | row(then[0], "-m", "pytest", *then[1])
 
 

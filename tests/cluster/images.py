@@ -1,9 +1,9 @@
 """Medha's images, built from the Dockerfile with no registry and no daemon, and kept in the user's cache by content.
 
-    python tests/cluster/images.py [--full] [operator router worker]
+    python tests/cluster/images.py [--torch cpu|pypi|none] [operator router worker]
 
-prints an OCI archive for each. buildah runs every step with chroot isolation; the base image is made of Debian's packages.
-The worker is built without torch unless `--full` asks for it (see docs/images.md). Whatever pip and apt of this
+prints an archive for each, as `docker save` writes it. buildah runs every step with chroot isolation; the base image is made of Debian's packages.
+Most tests take a worker without torch, which they mount (see docs/images.md). Whatever pip and apt of this
 machine are told about indexes, proxies and certificates holds inside the build, and stays out of the images.
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = "0.1.0"
 TARGETS = ("operator", "router", "worker")
+KINDS_OF_TORCH = ("cpu", "pypi", "none")
 DEBIAN = "bookworm"
 _BASE_PACKAGES = ("ca-certificates", "libstdc++6", "passwd", "python3", "python3-venv", "usr-is-merged")
 _BASE = (  # options of mmdebstrap: as little as Python needs, and no trace of where the packages came from
@@ -40,6 +41,9 @@ _BASE = (  # options of mmdebstrap: as little as Python needs, and no trace of w
     '--customize-hook=rm -f "$1"/usr/lib/python3*/EXTERNALLY-MANAGED',
 )
 _PROGRAMS = {"buildah": "buildah", "mmdebstrap": "mmdebstrap", "unshare": "util-linux"}
+_SIZES = """\
+the worker holds torch. Where pip is offered a CPU build (2.13.0+cpu, such as by PIP_FIND_LINKS=folder) it takes that, 200 MB.
+images: Where it finds only PyPI's build for CUDA, it downloads 3 GB and needs up to 20 GB of disk meanwhile."""
 _KEPT_ARCHIVES = 3
 _KEPT_LAYERS = 400
 """Beyond, the store begins anew; a build after a change of code leaves about thirty, of a few megabytes."""
@@ -60,12 +64,12 @@ def name(target: str) -> str:
     return f"docker.io/library/medha-{target}:{VERSION}"
 
 
-def build(targets: Iterable[str] = TARGETS, *, full: bool = False) -> dict[str, Path]:
-    """An OCI archive for each target, building what is not kept yet; progress goes to stderr.
+def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str, Path]:
+    """Build what is not kept yet and return an archive for each target; progress goes to stderr.
 
     Args:
         targets: of the Dockerfile.
-        full: whether the worker holds torch, 5 GB with PyPI's.
+        torch: the Dockerfile's argument `TORCH`: which torch the worker holds.
 
     Raises:
         CannotBuild: a program is missing (the error names apt's command), or a step failed.
@@ -74,9 +78,8 @@ def build(targets: Iterable[str] = TARGETS, *, full: bool = False) -> dict[str, 
     folder = cache_folder()
     archives = {}
     for target in targets:
-        torch = "pypi" if full and target == "worker" else "none"
-        suffix = "-full" if torch == "pypi" else ""
-        archives[target] = folder / f"medha-{target}{suffix}-{content}.tar"
+        kind = f"-torch-{torch}" if target == "worker" else ""
+        archives[target] = folder / f"medha-{target}{kind}-{content}.tar"
     if all(archive.is_file() for archive in archives.values()):
         return archives
     _require_programs()
@@ -86,7 +89,7 @@ def build(targets: Iterable[str] = TARGETS, *, full: bool = False) -> dict[str, 
         builder = _Builder(folder, Path(scratch))
         for target, archive in archives.items():
             if not archive.is_file():
-                builder.build(target, archive, torch="pypi" if "-full" in archive.name else "none")
+                builder.build(target, archive, torch=torch)
                 _forget_older(archive, content)
     return archives
 
@@ -105,8 +108,10 @@ class _Builder:
 
     def build(self, target: str, archive: Path, *, torch: str) -> None:
         base = self._base()
+        if target == "worker" and torch != "none":
+            _tell(_SIZES)
         with _timed(f"image {archive.stem}"):
-            image = f"localhost/medha-{target}:{VERSION}"
+            image = name(target)
             self._buildah(
                 "build",
                 "--isolation=chroot",
@@ -122,7 +127,8 @@ class _Builder:
             )
             partial = archive.with_suffix(".partial")  # so that nobody loads half an image
             partial.unlink(missing_ok=True)
-            self._buildah("push", "--disable-compression", image, f"oci-archive:{partial}:{name(target)}")
+            # Not oci-archive, whose layers buildah compresses whatever it is told: that takes longer than all of the rest.
+            self._buildah("push", image, f"docker-archive:{partial}:{image}")
             partial.rename(archive)
 
     def _base(self) -> str:
@@ -242,12 +248,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all if none is given"
     )
-    parser.add_argument("--full", action="store_true", help="build the worker with PyPI's torch, about 5 GB")
+    parser.add_argument("--torch", choices=KINDS_OF_TORCH, default="cpu", help="which torch the worker holds")
+    parser.add_argument("--for-tests", action="store_true", help="build all that tests take")
     options = parser.parse_args(arguments)
     if unknown := set(options.targets) - set(TARGETS):
         parser.error(f"no such target: {', '.join(sorted(unknown))}")
     try:
-        archives = build(options.targets or TARGETS, full=options.full)
+        if options.for_tests:
+            build()
+        archives = build(options.targets or TARGETS, torch=options.torch)
     except CannotBuild as error:
         _tell(f"tests that need images will be skipped: {error}")
         return 1 if os.environ.get("CI") else 0

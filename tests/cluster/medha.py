@@ -28,21 +28,15 @@ SYSTEM = "medha-system"
 # --- what is brought to the node --------------------------------------------------------------------------
 
 
-def mount_on_node(cluster: Cluster, source: Path, target: str) -> None:
-    """Show a file or folder of this machine on the node, for as long as the node lives."""
-    make = f"mkdir -p {target}" if source.is_dir() else f"mkdir -p {Path(target).parent} && touch {target}"
-    cluster.run(["sh", "-c", f"{make} && mount --bind {source} {target}"])
-
-
 def bring_checkpoint(cluster: Cluster, folder: Path) -> None:
-    """The checkpoint that the example names."""
+    """Put the checkpoint that `tiny` names on the first node."""
     checkpoint = folder / "tiny"
     subprocess.run(
         [sys.executable, "-m", "medha_cli.main", "model", "init", str(checkpoint), "--seed", "0"],
         check=True,
         capture_output=True,
     )
-    mount_on_node(cluster, checkpoint, f"{MODELS}/tiny")
+    cluster.nodes[0].mount(checkpoint, f"{MODELS}/tiny")
 
 
 def bring_torch(cluster: Cluster) -> None:
@@ -85,9 +79,10 @@ def _torch_files() -> set[Path]:
 
 
 def tiny(name: str = "tiny", **spec: Any) -> Document:
-    """examples/tiny-replica.yaml, with torch mounted in its pods."""
+    """Return examples/tiny-replica.yaml with its model and torch mounted from the node in its pods."""
     document: Document = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     document["metadata"]["name"] = name
+    document["spec"]["model"]["source"] = {"hostPath": {"path": f"{MODELS}/tiny"}}
     document["spec"] |= spec
     worker = {
         "name": "worker",

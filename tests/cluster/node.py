@@ -91,6 +91,13 @@ class Node:
         """Make an image known by the name in its archive; pods use it with `imagePullPolicy: Never`."""
         self._ctr("-n", "k8s.io", "images", "import", str(archive.resolve()))
 
+    def mount(self, source: Path, target: str) -> None:
+        """Show a file or folder of this machine on the node, for as long as the node lives."""
+        make = (
+            f"mkdir -p {target}" if source.is_dir() else f"mkdir -p {Path(target).parent} && touch {target}"
+        )
+        self.run(["sh", "-ec", f"{make} && mount --bind {source.resolve()} {target}"])
+
     def server(self, name: str) -> Server:
         """`containerd`, `kubelet` or `kube-proxy`."""
         return self._servers[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import posixpath
@@ -12,6 +11,7 @@ import tarfile
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -37,20 +37,15 @@ def _read(archive: Path) -> Image:
     etc: dict[str, bytes] = {}
     with tarfile.open(archive) as outer:
 
-        def blob(digest: str) -> bytes:
-            member = outer.extractfile(f"blobs/{digest.replace(':', '/')}")
+        def stored(path: str) -> IO[bytes]:
+            member = outer.extractfile(path)
             assert member is not None
-            return member.read()
+            return member
 
-        index = outer.extractfile("index.json")
-        assert index is not None
-        (entry,) = json.load(index)["manifests"]
-        manifest = json.loads(blob(entry["digest"]))
-        description = blob(manifest["config"]["digest"])
-        for layer in manifest["layers"]:
-            stored = outer.extractfile(f"blobs/{layer['digest'].replace(':', '/')}")
-            assert stored is not None
-            with gzip.open(stored) as unpacked, tarfile.open(fileobj=unpacked) as inner:
+        (entry,) = json.load(stored("manifest.json"))
+        description = stored(entry["Config"]).read()
+        for layer in entry["Layers"]:
+            with tarfile.open(fileobj=stored(layer)) as inner:
                 for member in inner:
                     path = posixpath.normpath(member.name)
                     files.add(path + "/" if member.isdir() else path)
@@ -58,8 +53,9 @@ def _read(archive: Path) -> Image:
                         content = inner.extractfile(member)
                         assert content is not None
                         etc[path] = content.read()
+    (reference,) = entry["RepoTags"]
     return Image(
-        entry["annotations"]["org.opencontainers.image.ref.name"],
+        reference,
         json.loads(description)["config"],
         frozenset(files),
         b"\n".join([description, *etc.values()]),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 NOBODY = 65532
+_LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 def write_image(archive: Path, name: str, programs: dict[str, Path], entrypoint: list[str]) -> Path:
@@ -25,28 +26,11 @@ def write_image(archive: Path, name: str, programs: dict[str, Path], entrypoint:
         "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
         "history": [{"created_by": "medha tests"}],
     }
-    configured = json.dumps(config).encode()
-    manifest = json.dumps(
-        {
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "config": _described("application/vnd.oci.image.config.v1+json", configured),
-            "layers": [_described("application/vnd.oci.image.layer.v1.tar", layer)],
-        }
-    ).encode()
-    entry = _described("application/vnd.oci.image.manifest.v1+json", manifest)
-    entry["annotations"] = {"io.containerd.image.name": name}
-    index = json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode()
-    with tarfile.open(archive, "w") as out:
-        _add(out, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-        _add(out, "index.json", index)
-        for blob in (layer, configured, manifest):
-            _add(out, _blob_path(_digest(blob)), blob)
-    return archive
+    return _write(archive, name, config, [], layer)
 
 
 def write_changed(archive: Path, image: Path, name: str, files: dict[str, bytes]) -> Path:
-    """Write the image of the OCI archive `image` under another name with `files` (path in it -> content) laid over.
+    """Write an OCI archive of the image in `image`, as `docker save` writes it, with `files` (path in it -> content) laid over.
 
     Layers that `image` has are left out: nodes that know it have them.
     """
@@ -57,25 +41,42 @@ def write_changed(archive: Path, image: Path, name: str, files: dict[str, bytes]
             assert member is not None
             return json.load(member)
 
-        (entry,) = read("index.json")["manifests"]
-        manifest = read(_blob_path(entry["digest"]))
-        config = read(_blob_path(manifest["config"]["digest"]))
+        (entry,) = read("manifest.json")
+        config = read(entry["Config"])
+        sizes = [known.getmember(layer).size for layer in entry["Layers"]]
+    layers = [
+        {"mediaType": _LAYER, "digest": digest, "size": size}
+        for digest, size in zip(config["rootfs"]["diff_ids"], sizes, strict=True)
+    ]
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as changes:
         for path, content in files.items():
             _add(changes, path, content)
-    layer = buffer.getvalue()
-    config["rootfs"]["diff_ids"].append(_digest(layer))
+    config["rootfs"]["diff_ids"].append(_digest(buffer.getvalue()))
     config.pop("history", None)
+    return _write(archive, name, config, layers, buffer.getvalue())
+
+
+def _write(
+    archive: Path, name: str, config: dict[str, Any], below: list[dict[str, Any]], layer: bytes
+) -> Path:
+    """Write an OCI archive with its last layer; those `below` are described and left out."""
     configured = json.dumps(config).encode()
-    manifest["config"] |= _described(manifest["config"]["mediaType"], configured)
-    manifest["layers"].append(_described("application/vnd.oci.image.layer.v1.tar", layer))
-    described = json.dumps(manifest).encode()
-    entry = _described(entry["mediaType"], described) | {"annotations": {"io.containerd.image.name": name}}
+    manifest = json.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.oci.image.manifest.v1+json",
+            "config": _described("application/vnd.oci.image.config.v1+json", configured),
+            "layers": [*below, _described(_LAYER, layer)],
+        }
+    ).encode()
+    entry = _described("application/vnd.oci.image.manifest.v1+json", manifest)
+    entry["annotations"] = {"io.containerd.image.name": name}
+    index = json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode()
     with tarfile.open(archive, "w") as out:
         _add(out, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-        _add(out, "index.json", json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode())
-        for blob in (layer, configured, described):
+        _add(out, "index.json", index)
+        for blob in (layer, configured, manifest):
             _add(out, _blob_path(_digest(blob)), blob)
     return archive
 

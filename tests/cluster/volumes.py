@@ -1,0 +1,29 @@
+"""A volume for claims: these clusters have no provisioner, as a cluster of one's own usually has."""
+
+from __future__ import annotations
+
+import json
+
+from cluster.nodes import Cluster
+
+_FOLDER = "/var/lib/medha/volume"
+
+
+def offer_volume(cluster: Cluster) -> None:
+    """Offer one volume in a folder of the first node, which the first claim that names no storage class gets."""
+    node = cluster.nodes[0]
+    node.run(["mkdir", "-p", _FOLDER])
+    here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node.name]}
+    volume = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolume",
+        "metadata": {"name": f"volume-of-{node.name}"},
+        "spec": {
+            "capacity": {"storage": "10Gi"},
+            "accessModes": ["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany"],
+            "persistentVolumeReclaimPolicy": "Retain",
+            "local": {"path": _FOLDER},
+            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [here]}]}},
+        },
+    }
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(volume))
