@@ -390,6 +390,18 @@ BAD = {
         Made("byte level", config={"eos_token": 2}),
         r"tokenizer_config\.json: eos_token is 2, not a token",
     ),
+    "tokens that are no list": (
+        Made("byte level", config={"additional_special_tokens": "<|im|>"}),
+        r"tokenizer_config\.json: additional_special_tokens is '<\|im\|>'; it must be a list",
+    ),
+    "an id that is no number": (
+        Made("byte level", config={"added_tokens_decoder": {"last": {"content": "<x>"}}}),
+        r"tokenizer_config\.json: added_tokens_decoder is no object with ids as names",
+    ),
+    "a token whose id is no number": (
+        Made("byte level", added={"<x>": "330"}),  # type: ignore[dict-item]
+        r"added_tokens\.json: '<x>' is '330', not an id",
+    ),
     "another file of the tokenizer": (
         Made("byte level", config={"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}),
         r"tokenizer_config\.json: fast_tokenizer_files names 'tokenizer\.4\.0\.0\.json'",

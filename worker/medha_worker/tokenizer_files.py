@@ -38,7 +38,7 @@ class _Checkpoint:
     """The files that say what the tokenizer is. An absent file is None; `config` and `model` are then empty."""
 
     directory: Path
-    text: str  # of tokenizer.json
+    raw: bytes  # of tokenizer.json
     tokenizer: Mapping[str, Any]
     config: Mapping[str, Any]  # tokenizer_config.json
     model: Mapping[str, Any]  # config.json
@@ -69,7 +69,7 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
     """
     files = _Checkpoint(
         directory,
-        (directory / _TOKENIZER).read_text(encoding="utf-8"),
+        (directory / _TOKENIZER).read_bytes(),
         _json_object(directory, _TOKENIZER) or {},
         _json_object(directory, _CONFIG) or {},
         _json_object(directory, _MODEL) or {},
@@ -77,7 +77,7 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
         _json_object(directory, _ADDED),
     )
     try:
-        tokenizer = Tokenizer.from_str(files.text)
+        tokenizer = Tokenizer.from_buffer(files.raw)
     except Exception as error:  # the library raises bare Exception
         raise files.error(_TOKENIZER, str(error)) from error
     _require_known_form(files)
@@ -127,7 +127,7 @@ def _class_name(files: _Checkpoint) -> str:
     if kind == "mistral" or declared is None:
         return ""
     name = str(declared).removesuffix("Fast")
-    if name in _FROM_FILE or (name == "LlamaTokenizer" and '"ByteLevel"' in files.text):
+    if name in _FROM_FILE or (name == "LlamaTokenizer" and b'"ByteLevel"' in files.raw):
         return ""
     if name not in _REBUILT:
         file = _CONFIG if files.config.get("tokenizer_class") else _MODEL
@@ -287,7 +287,10 @@ def _tokens_of_files(
 
     declared: dict[int, AddedToken] = {}
     if "added_tokens_decoder" in fields:
-        for number, entry in fields["added_tokens_decoder"].items():
+        given = fields["added_tokens_decoder"]
+        if not isinstance(given, dict) or not all(number.isdecimal() for number in given):
+            raise files.error(_CONFIG, "added_tokens_decoder is no object with ids as names; fetch it again")
+        for number, entry in given.items():
             declared[int(number)] = _added_token(files, _CONFIG, f"added_tokens_decoder.{number}", entry)
     else:  # only then the older files count
         for name, value in (files.special_map or {}).items():
@@ -302,6 +305,10 @@ def _tokens_of_files(
         special = {str(fields[name]) for name in _NAMED if fields.get(name)}
         special |= {str(token) for token in fields.get("extra_special_tokens") or ()}
         for content, number in (files.added or {}).items():
+            if not isinstance(number, int):
+                raise files.error(
+                    _ADDED, f"{content!r:.80} is {number!r:.80}, not an id; fetch the file again"
+                )
             declared[number] = AddedToken(
                 content, normalized=content not in special, special=content in special
             )
@@ -320,7 +327,11 @@ def _tokens_of_files(
         if name.endswith("_token") and name not in _NAMED and isinstance(value, (str, dict, AddedToken)):
             named[name] = token_of(name, value)
     named |= {name: token_of(name, value) for name, value in of_model.items()}
-    others = fields.get("extra_special_tokens", fields.get("additional_special_tokens")) or ()
+    others = fields.get("extra_special_tokens", fields.get("additional_special_tokens")) or []
+    if not isinstance(others, list):
+        raise files.error(
+            _CONFIG, f"additional_special_tokens is {others!r:.80}; it must be a list of tokens"
+        )
     return declared, named, [token_of("extra_special_tokens", value) for value in others]
 
 
