@@ -42,8 +42,11 @@ def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
     except CheckpointInvalid as error:
         raise CheckpointInvalid(f"tokenizer.json: {error}") from error
     bytes_of = _byte_level_bytes if spelling.byte_level else _spaced_bytes
-    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    return {number: bytes_of(token, spelling) for token, number in vocabulary.items()}
+    # By id: the library decodes an added token to what its normalizer makes of it, which the vocabulary does not say.
+    table = {}
+    for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        table[number] = bytes_of(tokenizer.id_to_token(number) or token, spelling)
+    return table
 
 
 def _byte_level_bytes(token: str, _: Spelling) -> bytes:

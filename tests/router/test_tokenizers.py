@@ -201,7 +201,7 @@ def made(draw: st.DrawFn) -> Made:
     name = draw(st.none() | st.sampled_from(classes))
     if name is not None:
         one.config["tokenizer_class"] = name + draw(st.sampled_from(["", "Fast"]))
-    for key, values in (("legacy", [True, False, None]), ("add_prefix_space", [True, False, None])):
+    for key, values in (("legacy", [True, False, None]), ("add_prefix_space", [True, False])):
         if draw(st.booleans()):
             one.config[key] = draw(st.sampled_from(values))
     token = NEW | st.sampled_from(SPECIAL)
@@ -286,6 +286,7 @@ LAID_DOWN = {
             "added_tokens_decoder": {},
         },
     ),
+    "an added token that a normalizer changes": Made("llama 2", added={"<x>": 379}),
     "normalizers of a class that keeps them": Made(
         "llama 2", config={"tokenizer_class": "PreTrainedTokenizerFast"}
     ),
