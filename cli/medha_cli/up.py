@@ -88,8 +88,8 @@ def command(
 
     Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
     requests are answered. Ctrl-C lets open requests finish and stops everything; a second Ctrl-C kills.
-    A part that dies is started again; a failed start, or the third death of a part within a minute, stops all of
-    them, and the exit status is 1.
+    A part that dies is started again; a failed start, or the third death of a part within a minute (or the twentieth
+    within an hour), stops all of them, and the exit status is 1.
 
     \b
     Examples:

@@ -369,3 +369,15 @@ def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp
         slices = [event["name"] for event in events if event["ph"] == "X"]
         assert slices.count("decode 1") == 4
         assert slices.count("draw") >= 5
+
+
+def test_recording_a_replica_that_does_nothing_says_so(served: Served, tmp_path: Path) -> None:
+    served.wait_idle()
+    address = re.search(r"(http://\S+:\d+)/metrics\s+\(scheduling\)", "".join(served.lines))
+    assert address
+    command = [sys.executable, "-m", "medha_cli.main", "trace", "--url", address[1], "--seconds", "0.5"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert "began or ended in this time, so trace.json shows no rank at work" in done.stderr
+    assert "ui.perfetto.dev" not in done.stderr
+    assert json.loads((tmp_path / "trace.json").read_bytes())
