@@ -56,7 +56,7 @@ def read_documents(path: Path) -> list[object]:
             YAML knows it.
     """
     if path.is_dir():
-        raise ConfigInvalid(_not_a_directory(path))
+        raise ConfigInvalid(_directory_help(path))
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,7 +71,7 @@ def read_documents(path: Path) -> list[object]:
         raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
 
 
-def _not_a_directory(path: Path) -> str:
+def _directory_help(path: Path) -> str:
     """What to say to somebody who names a directory; of a checkpoint, with a manifest to paste."""
     text = f"{path} is a directory; name a file that describes a {KIND}"
     if not (path / "config.json").is_file():

@@ -130,11 +130,11 @@ def _remove_once_killed(directory: Path) -> None:
     sys.stdin.buffer.read()
     deadline = time.monotonic() + REMOVE_SECONDS
     is_temporary = json.loads((directory / RUN_FILE).read_bytes())["is_temporary"]
-    while directory.exists() and time.monotonic() < deadline:  # parts that are about to end may still write
+    left = directory if is_temporary else directory / KEYS
+    while left.exists() and time.monotonic() < deadline:  # parts that are about to end may still write
         remove_ended()
-        if not is_temporary:
-            return
-        shutil.rmtree(directory, ignore_errors=True)
+        if is_temporary:
+            shutil.rmtree(directory, ignore_errors=True)
         time.sleep(REMOVE_PAUSE_SECONDS)
 
 

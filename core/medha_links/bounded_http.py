@@ -8,6 +8,7 @@ nothing for longest makes room. So whoever asks quickly is answered, however man
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,9 +39,8 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
             OSError: nothing can listen there.
         """
         self._lock = Lock()
-        self._reading: dict[
-            socket.socket, float
-        ] = {}  # until when the request has to be there; the oldest first
+        # Until when the request has to be there; the oldest first.
+        self._reading: dict[socket.socket, float] = {}
         self._answering: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), handler)
@@ -79,7 +79,9 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients go away, or are late."""
+        """Say nothing of clients that go away or are late."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     def _break(self, connection: socket.socket) -> None:
         """Let the connection's thread read an end; it closes the connection."""

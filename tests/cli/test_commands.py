@@ -216,7 +216,7 @@ def test_a_run_directory_of_somebody_else_is_refused(checkpoint_manifest: Path, 
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("kvCache: {size: 256Ti}", "spec.kvCache.size is 256Ti for each of 1 ranks, but"),
+        ("kvCache: {size: 256Ti}", "spec.kvCache.size is 256Ti for each rank (of 1), but"),
         (
             "parallelism: {tensor: 3}",
             "parallelism.tensor is 3, which does not divide num_attention_heads (4)",

@@ -179,11 +179,12 @@ def main(replica_file: Path, termination_log: Path, **place: object) -> None:
     except MedhaError as error:
         reason, exit_status = f"{type(error).__name__}: {error}", 1
     if reason:
-        _log.error("%s", reason)
         with suppress(OSError):  # a machine without a kubelet has no such file
             if termination_log.exists():
                 termination_log.write_bytes(reason.encode()[:MESSAGE_BYTES])
     end_if_unread(exit_status)
+    if reason:
+        _log.error("%s", reason)
     sys.exit(exit_status)
 
 

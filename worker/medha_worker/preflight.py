@@ -37,7 +37,7 @@ def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -
     size = spec.kv_cache.size
     if size is not None and quantity_bytes(size) > (free_bytes - needed) / ranks:
         raise ConfigInvalid(
-            f"spec.kvCache.size is {size} for each of {ranks} ranks, but {_gib(free_bytes)} are free on this machine, of which "
+            f"spec.kvCache.size is {size} for each rank (of {ranks}), but {_gib(free_bytes)} are free on this machine, of which "
             f"processes and weights need {_gib(needed)}; lower it, or leave it out to take a share of what is free"
         )
 
