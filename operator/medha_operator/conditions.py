@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from medha_operator.nodes import LET_GO, STAYS, may_drain, on_cordoned_node, why_it_stays
+from medha_operator.nodes import LET_GO, may_drain, on_cordoned_node, why_it_stays
 from medha_operator.observed import Observed, Pod, seconds
 from medha_operator.status import Condition
 
@@ -233,7 +233,8 @@ def _draining(observed: Observed) -> Judgement:
     if may_drain(observed):
         return Judgement("Draining", True, LET_GO, text)
     if observed.deployment is None:
-        return Judgement("Draining", True, STAYS, f"{text}; {why_it_stays(observed)}")
+        reason, why = why_it_stays(observed)
+        return Judgement("Draining", True, reason, f"{text}; {why}")
     told = f"{text}; it serves on until its deployment has another replica"
     return Judgement("Draining", True, "AwaitingReplacement", told)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from medha_operator.observed import Observed, Pod, seconds
+from collections.abc import Iterable
+
+from medha_operator.observed import Node, Observed, Pod, Room, seconds
 from medha_operator.render import OPEN_SINCE
 
 CUT_OFF_SECONDS = 10.0
@@ -11,8 +13,12 @@ LET_GO = "Moving"
 """Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
 STAYS = "NodeCordoned"
 """Reason of that condition while the replica stays on a cordoned node, for its pods would find no other."""
+SETTLES = "NodesSettling"
+"""Reason of that condition until it is asked for room: more nodes may be cordoned in this moment."""
 ROOM_SECONDS = 30.0
 """How often such a replica asks for room again: of pods that end elsewhere the operator is not told."""
+SETTLE_SECONDS = 5.0
+"""How long nobody leaves a node after any node was cordoned: who cordons all old ones does so one after the other."""
 
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
@@ -48,15 +54,26 @@ def asks_for_room(observed: Observed) -> bool:
     return is_alone and not observed.is_deleting and on_cordoned_node(observed) is not None
 
 
+def unsettled(nodes: Iterable[Node], now: float) -> Room | None:
+    """What is said of room while some node was cordoned less than `SETTLE_SECONDS` ago; None: all have been for longer."""
+    newest = max((node.cordoned_since for node in nodes if node.cordoned_since is not None), default=None)
+    if newest is None or newest + SETTLE_SECONDS <= now:
+        return None
+    left = newest + SETTLE_SECONDS - now
+    return Room(False, again_seconds=min(left, SETTLE_SECONDS))
+
+
 def waits_for_room(observed: Observed) -> bool:
     """Whether the replica stays on a cordoned node until there is room elsewhere."""
     return observed.deployment is None and on_cordoned_node(observed) is not None and not may_drain(observed)
 
 
-def why_it_stays(observed: Observed) -> str:
-    """What such a replica waits for, and what ends the wait."""
+def why_it_stays(observed: Observed) -> tuple[str, str]:
+    """The reason of `Draining` while such a replica waits, and for what it does."""
+    if observed.room is not None and observed.room.again_seconds is not None:
+        return SETTLES, f"room is looked for {SETTLE_SECONDS:g} s after the last node was cordoned"
     lacks = "room elsewhere has yet to be looked for" if observed.room is None else observed.room.lacks
-    return f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend ends it"
+    return STAYS, f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend ends it"
 
 
 def open_since(observed: Observed, now: float) -> float | None:

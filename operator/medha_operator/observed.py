@@ -91,6 +91,8 @@ class Room:
     is_enough: bool
     lacks: str = ""
     """What there is too little of, or why nothing is known of it."""
+    again_seconds: float | None = None
+    """When it is known: more nodes may be about to be cordoned. None: room is lacking, or there is enough."""
 
 
 @dataclass(frozen=True)

@@ -329,6 +329,8 @@ def _stays(observed: Observed, status: ReplicaStatus) -> Plan:
     """The event of a replica that begins to wait for room on other nodes, as `status` says, and when it asks again."""
     if not waits_for_room(observed):
         return Plan(())
+    if observed.room is not None and observed.room.again_seconds is not None:
+        return Plan((), observed.room.again_seconds)
     before, now = (
         [one for one in said.conditions if one.type == "Draining" and one.reason == STAYS]
         for said in (observed.status, status)

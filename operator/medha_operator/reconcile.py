@@ -18,7 +18,7 @@ from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
 from medha_operator.kinds import DEPLOYMENT, EVENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
-from medha_operator.nodes import asks_for_room
+from medha_operator.nodes import asks_for_room, unsettled
 from medha_operator.observed import Observed
 from medha_operator.plan import (
     Action,
@@ -237,7 +237,7 @@ class Reconciler:
         assert observed is not None
         if asks_for_room(observed):
             self._index.waiting_for_room.add(key)
-            room = await self._rooms.ask(key, observed)
+            room = unsettled(self._index.nodes().values(), now) or await self._rooms.ask(key, observed)
             latest = self._index.observe(key)  # the answer took a while
             if latest is None or latest.uid != observed.uid:
                 return Plan(()), {}

@@ -15,6 +15,7 @@ from cluster.definitions import define
 from cluster.kwok import add_node, with_kwok
 from cluster.operator_process import operator
 from medha_operator.kinds import DEPLOYMENT, POD, REPLICA
+from medha_operator.nodes import SETTLE_SECONDS
 from medha_operator.plan import EVICTION_SECONDS
 
 _SECONDS = 60.0
@@ -192,6 +193,15 @@ def uids(api: Api, name: str) -> set[str]:
     return {one["metadata"]["uid"] for one in api.list(POD, "default", f"medha.dev/replica={name}")}
 
 
+@contextmanager
+def cordoned(plane: ControlPlane, selector: str) -> Iterator[None]:
+    plane.kubectl("cordon", "-l", selector)
+    try:
+        yield
+    finally:
+        plane.kubectl("uncordon", "-l", selector)
+
+
 def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_a_node_is_added(
     plane: ControlPlane, api: Api
 ) -> None:
@@ -200,26 +210,25 @@ def test_with_all_nodes_cordoned_a_lone_replica_serves_on_and_a_drain_ends_once_
     before = uids(api, "alone")
     node = api.list(POD, "default", "medha.dev/replica=alone")[0]["spec"]["nodeName"]
     drain = ("drain", node, "--pod-selector=medha.dev/replica=alone", "--delete-emptydir-data")
-    for index in range(4):
-        plane.kubectl("cordon", f"kwok-{index}")
-    # Longer than evictors are waited for, after which the replica would be ended.
-    said = plane.kubectl(*drain, f"--timeout={EVICTION_SECONDS + 10:.0f}s", check=False)
-    assert "Cannot evict pod as it would violate the pod's disruption budget" in said
-    assert uids(api, "alone") == before
-    assert judged(api, "alone", "Draining") == ("True", "NodeCordoned")
-    assert judged(api, "alone", "Ready") == ("True", "Serving")
-    add_node(plane, "kwok-new", gpus=4)
-    said = plane.kubectl(*drain, f"--timeout={_SECONDS:.0f}s")
-    assert f"node/{node} drained" in said
-    eventually(lambda: judged(api, "alone", "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS)
-    eventually(lambda: uids(api, "alone"), lambda now: len(now) == 1 and not now & before, _SECONDS)
+    with cordoned(plane, "type=kwok"):
+        # Longer than it takes to look for room, and than evictors are waited for, after which the replica would be ended.
+        said = plane.kubectl(*drain, f"--timeout={SETTLE_SECONDS + EVICTION_SECONDS + 10:.0f}s", check=False)
+        assert "Cannot evict pod as it would violate the pod's disruption budget" in said
+        assert uids(api, "alone") == before
+        assert judged(api, "alone", "Draining") == ("True", "NodeCordoned")
+        assert judged(api, "alone", "Ready") == ("True", "Serving")
+        add_node(plane, "kwok-new", gpus=4)
+        said = plane.kubectl(*drain, f"--timeout={_SECONDS:.0f}s")
+        assert f"node/{node} drained" in said
+        eventually(lambda: uids(api, "alone"), lambda now: len(now) == 1 and not now & before, _SECONDS)
+        eventually(
+            lambda: judged(api, "alone", "Ready"), lambda ready: ready == ("True", "Serving"), _SECONDS
+        )
     (moved,) = api.list(POD, "default", "medha.dev/replica=alone")
     assert moved["spec"]["nodeName"] == "kwok-new"
     found = api.get(REPLICA, "alone")
     assert found is not None
     assert found["status"]["restarts"] == 0
-    for index in range(4):
-        plane.kubectl("uncordon", f"kwok-{index}")
     plane.kubectl("delete", "mr", "alone")
     plane.kubectl("delete", "node", "kwok-new")
 
@@ -228,16 +237,19 @@ def test_a_pod_that_could_only_come_back_to_its_cordoned_node_is_left_there(
     plane: ControlPlane, api: Api
 ) -> None:
     """Though it tolerates the cordon: there is no other node for it."""
-    node = "kwok-0"
-    lone(api, "bound", nodeSelector={"kubernetes.io/hostname": node}, tolerations=[{"operator": "Exists"}])
-    before = uids(api, "bound")
-    plane.kubectl("cordon", node)
-    eventually(
-        lambda: judged(api, "bound", "Draining"), lambda found: found == ("True", "NodeCordoned"), _SECONDS
+    node = "kubernetes.io/hostname=kwok-0"
+    lone(
+        api, "bound", nodeSelector={"kubernetes.io/hostname": "kwok-0"}, tolerations=[{"operator": "Exists"}]
     )
-    assert uids(api, "bound") == before
-    assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
-    plane.kubectl("uncordon", node)
+    before = uids(api, "bound")
+    with cordoned(plane, node):
+        eventually(
+            lambda: judged(api, "bound", "Draining"),
+            lambda found: found == ("True", "NodeCordoned"),
+            _SECONDS,
+        )
+        assert uids(api, "bound") == before
+        assert plane.kubectl("get", "pdb", "bound", "-o", "jsonpath={.spec.maxUnavailable}") == "0"
     eventually(
         lambda: judged(api, "bound", "Draining"), lambda found: found == ("False", "NotDraining"), _SECONDS
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.nodes import ROOM_SECONDS
+from medha_operator.nodes import ROOM_SECONDS, SETTLE_SECONDS, unsettled
 from medha_operator.observed import Node, Room
 from medha_operator.plan import EVICTION_SECONDS, Apply, Delete, Tell
 from medha_operator.render import OPEN_SINCE
@@ -204,6 +204,31 @@ def test_a_replica_that_would_find_no_other_node_serves_on_and_moves_when_there_
     assert not uids(world) & before
     assert (allowed_away(world), world.status.restarts) == (0, 0)
     assert condition(world, "Draining") == ("False", "NotDraining")
+
+
+def test_nobody_leaves_and_nothing_is_told_while_nodes_are_being_cordoned(world: World) -> None:
+    on_node(world, "a")
+    cordoned = [
+        Node(cordoned=True, cordoned_since=world.now),
+        Node(cordoned=True, cordoned_since=world.now - 60),
+    ]
+    world.nodes["a"] = cordoned[0]
+    settling = unsettled(cordoned, world.now + 2)
+    assert settling is not None
+    world.room = settling
+    assert world.settle() == 0
+    assert allowed_away(world) == 0
+    assert condition(world, "Draining") == ("True", "NodesSettling")
+    assert world.plan().again_seconds == SETTLE_SECONDS - 2
+    assert world.told == []
+    assert unsettled(cordoned, world.now + SETTLE_SECONDS) is None
+    assert unsettled([Node(), Node(cordoned=True)], world.now) is None, "whoever marked it has not said when"
+    ahead = unsettled([Node(cordoned=True, cordoned_since=world.now + 3600)], world.now)
+    assert ahead is not None
+    assert ahead.again_seconds == SETTLE_SECONDS, "by a clock that is ahead"
+    world.room = NO_ROOM
+    world.settle()
+    assert [told.reason for told in world.told] == ["NodeCordoned"]
 
 
 def test_room_that_goes_before_anybody_was_evicted_closes_the_budget_again(world: World) -> None:

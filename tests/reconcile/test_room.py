@@ -10,6 +10,7 @@ import pytest
 from cluster.api import running
 from medha_operator.cluster import ApiError
 from medha_operator.kinds import Key
+from medha_operator.nodes import SETTLE_SECONDS
 from medha_operator.observed import Node, node_of
 from medha_operator.room import left_free, may_take, needs_of, requests, without_room
 from reconcile.fake_cluster import GRID, Stage, resource
@@ -260,6 +261,26 @@ def test_a_replica_waits_for_room_that_others_take_and_goes_when_a_node_comes() 
         stored(stage, node("new"))  # of which the replica hears, though it has no pod there
         assert await stage.work() == []
         assert stage.condition(key, "Draining")[:2] == ("True", "Moving")
+        assert budget(stage, "r") == "100%"
+
+    on_stage(test)
+
+
+def test_room_is_looked_for_only_once_no_node_was_cordoned_for_a_while() -> None:
+    async def test(stage: Stage) -> None:
+        (key,) = await serving_on(stage, "r")
+        stored(stage, node("new"))
+        old = node("old", cpu="64", cordoned=True)
+        old["spec"]["taints"] = [
+            {"key": "node.kubernetes.io/unschedulable", "timeAdded": "2030-01-01T00:00:00Z"}
+        ]
+        stored(stage, old)
+        assert await stage.work() == []
+        assert stage.condition(key, "Draining")[:2] == ("True", "NodesSettling")
+        assert (budget(stage, "r"), stage.cluster.calls_of("list")) == (0, 0)
+        stage.now += SETTLE_SECONDS
+        stage.queue.add(key)
+        await stage.work()
         assert budget(stage, "r") == "100%"
 
     on_stage(test)
