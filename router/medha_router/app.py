@@ -258,16 +258,23 @@ class Door:
 
 def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
     """The ASGI application; every response carries `X-Request-Id`, every error is OpenAI's object."""
-    app = FastAPI(title="Medha", openapi_url=None)
-    app.add_api_route("/v1/chat/completions", door.chat_completions, methods=["POST"])
-    app.add_api_route("/v1/completions", door.completions, methods=["POST"])
-    app.add_api_route("/v1/models", door.models)
-    app.add_api_route("/v1/models/{model:path}", door.model)
-    app.add_api_route("/tokenize", door.tokenize, methods=["POST"])
-    app.add_api_route("/detokenize", door.detokenize, methods=["POST"])
-    app.add_api_route("/health", door.health)
-    app.add_api_route("/ready", door.ready)
-    app.add_api_route("/metrics", door.metrics)
+    # No redirects: they would lead to whatever the Host header names.
+    app = FastAPI(title="Medha", openapi_url=None, redirect_slashes=False)
+    for path, post in (
+        ("/v1/chat/completions", door.chat_completions),
+        ("/v1/completions", door.completions),
+        ("/tokenize", door.tokenize),
+        ("/detokenize", door.detokenize),
+    ):
+        app.add_api_route(path, post, methods=["POST"])
+    for path, get in (
+        ("/v1/models", door.models),
+        ("/v1/models/{model:path}", door.model),
+        ("/health", door.health),
+        ("/ready", door.ready),
+        ("/metrics", door.metrics),
+    ):
+        app.add_api_route(path, get, methods=["GET", "HEAD"])
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -276,11 +283,15 @@ def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        allowed = sorted((error.headers or {}).get("Allow", "").split(", "))
+        if error.status_code == 405 and request.method == "OPTIONS":
+            return Response(status_code=204, headers={"Allow": ", ".join([*allowed, "OPTIONS"])})
         code = "method_not_allowed" if error.status_code == 405 else "not_found"
         Entry.of(request.scope).outcome = code
         message = f"{error.detail}: {request.method} {request.url.path}"
         response = error_response(ApiError(error.status_code, message, code=code))
-        response.headers.update(error.headers or {})  # such as Allow
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join([*allowed, "OPTIONS"])
         return response
 
     async def on_bug(_request: Request, _error: Exception) -> Response:

@@ -132,9 +132,11 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # an upgrade is only offered: the request is answered as it is
         except httptools.HttpParserError as error:
-            reason = error.__context__ or error
-            if not isinstance(reason, _Stop):
-                text = f"this is no HTTP/1 request: {str(reason)[:200]}"
+            if not isinstance(
+                error.__context__, _Stop
+            ):  # else of a callback: all that uvicorn parses is the target
+                what = str(error)[:200] if error.__context__ is None else "its target is no path or URL"
+                text = f"this is no HTTP/1 request: {what}"
                 self._refuse("malformed", ApiError(400, text, code="invalid_http"))
             return
         if self._unused_bytes > MAX_HEAD_BYTES:

@@ -343,8 +343,34 @@ def test_a_wrong_slo_header_is_named(router: Router, header: str, value: str) ->
 
 
 def test_unknown_paths_and_methods_get_the_error_object(router: Router) -> None:
-    assert_error(router.http.get("/v1/nowhere"), 404, None)
-    assert_error(router.http.get(CHAT), 405, None)
+    for path in ("/v1/nowhere", "/health/", "/v1/chat/completions/", "//health"):
+        assert_error(router.http.get(path), 404, None)
+    for method, path, allowed in (
+        ("GET", CHAT, "POST, OPTIONS"),
+        ("DELETE", "/v1/models", "GET, HEAD, OPTIONS"),
+        ("POST", "/health", "GET, HEAD, OPTIONS"),
+    ):
+        answer = router.http.request(method, path)
+        assert_error(answer, 405, None, "method_not_allowed")
+        assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", f"/v1/models/{MODEL}"])
+def test_head_is_get_without_the_body_and_options_names_the_methods(router: Router, path: str) -> None:
+    head = router.http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == router.http.get(path).headers["content-type"]
+    options = router.http.options(path)
+    assert (options.status_code, options.headers["allow"]) == (204, "GET, HEAD, OPTIONS")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+def test_a_compressed_body_is_refused_as_such(router: Router, coding: str) -> None:
+    answer = router.http.post(TEXT, content=b"\x1f\x8b", headers=JSON | {"Content-Encoding": coding})
+    assert_error(answer, 415, "content-encoding", "unsupported_media_type")
+    assert "uncompressed" in answer.json()["error"]["message"]
+    plain = router.http.post(TEXT, json=GOOD_TEXT, headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 200
 
 
 @pytest.mark.parametrize("tokens", [None, "x", ["a"], [-1], [10**7], [True]])

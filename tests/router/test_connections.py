@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .conftest import MODEL, Router, running_router, wait_for
+from .conftest import MODEL, Router, ScriptedReplica, running_router, wait_for
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 MI = 2**20
@@ -288,6 +288,25 @@ def test_what_comes_during_a_stream_leaves_the_stream_whole(router: Router) -> N
         answer = read_to_end(noisy)
     assert answer.count(b"HTTP/1.1") == 1
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_of_http_1_0_gets_a_plain_answer_until_the_connection_closes(
+    router: Router, replica: ScriptedReplica, stream: bool
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "x", "stream": stream}).encode()
+    with dial(router) as old:
+        old.sendall(head("/v1/completions", len(body)).replace(b"HTTP/1.1", b"HTTP/1.0") + body)
+        top, _, content = read_to_end(old).partition(b"\r\n\r\n")
+    assert b" 200 " in top.splitlines()[0]
+    assert b"transfer-encoding" not in top.lower()
+    if stream:
+        events = content.decode().removesuffix("\n\n").split("\n\n")
+        assert events[-1] == "data: [DONE]"
+        assert len(events) == len(replica.script.tokens) + 1
+        assert all(event.startswith("data: ") for event in events)
+    else:
+        assert json.loads(content)["object"] == "text_completion"
 
 
 # --- clients that go -----------------------------------------------------------------------------------

@@ -401,6 +401,59 @@ def test_stop_strings_end_the_text_before_them(served: Served, client: openai.Op
     served.wait_idle()
 
 
+NUMBERS = [
+    "0", "-0", "-0.0", "1", "-1", "5e-324", "-5e-324", "1e-320", "1e-45", "1e-38", "1e-16", "0.01", "0.010000001", "2", "20",
+    "99.99999999999999", "100", "100.00000000000001", "2147483647", "2147483648", "9223372036854775807",
+    "-9223372036854775808", "9223372036854775808", "1e308", "1e309", "-1e309", "1e400", "NaN", "Infinity", "-Infinity",
+    "1" + "0" * 400, "0." + "0" * 400 + "1", '"1"', "true", "[]", "{}",
+]  # fmt: skip
+NUMERIC = [
+    "temperature", "top_p", "top_k", "min_p", "n", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "max_tokens", "min_tokens", "logprobs", "stop_token_ids", "logit_bias", "length_penalty", "priority",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", NUMERIC)
+def test_no_number_in_a_request_breaks_what_serves_it(served: Served, field: str) -> None:
+    """Penalties and biases get a prompt and two tokens to work on, at a temperature that draws."""
+    statuses = set()
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        for number in NUMBERS:
+            value = {"stop_token_ids": f"[{number}]", "logit_bias": f'{{"7": {number}}}'}.get(field, number)
+            own = "" if field == "max_tokens" else '"max_tokens": 2, '
+            # What an unbounded output would take does not matter here.
+            own += '"stop": ["e", "a", " "], ' if field == "max_tokens" else ""
+            body = (
+                f'{{"model": "{MODEL}", "prompt": [5, 6, 7, 7], "ignore_eos": true, {own}"{field}": {value}}}'
+            )
+            answer = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+            assert answer.status_code in (200, 400), f"{field}: {number}: {answer.text}"
+            assert answer.status_code == 200 or "error" in answer.json()
+            statuses.add(answer.status_code)
+    assert statuses == {200, 400}
+    served.wait_idle()
+
+
+@pytest.mark.parametrize("header", ["x-slo-ttft-ms", "x-slo-tpot-ms"])
+def test_no_target_breaks_what_serves_it(served: Served, header: str) -> None:
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 2}
+    for number in [
+        "1e-300",
+        "1e-9",
+        "1",
+        "1e300",
+        "1.7976931348623157e308",
+        "1e309",
+        "5e-324",
+        "nan",
+        "-0",
+        "1_0",
+    ]:
+        answer = httpx.post(served.url + "/v1/completions", json=body, headers={header: number}, timeout=60)
+        assert answer.status_code in (200, 400), f"{number}: {answer.text}"
+    served.wait_idle()
+
+
 def test_tokenize_and_detokenize_are_inverse(served: Served) -> None:
     text = "The quick brown fox; ünïcödé 🦊"
     ids = httpx.post(served.url + "/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]
