@@ -98,11 +98,11 @@ def apply(cluster: Cluster, document: Document) -> None:
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps(document))
 
 
-def install(cluster: Cluster, chart: Path = CHART, *arguments: str, served: str = "default") -> str:
-    """`helm upgrade --install` for replicas in the namespace `served`, and wait until operator and router are ready."""
+def install(cluster: Cluster, chart: Path = CHART, *arguments: str) -> str:
+    """`helm upgrade --install` for replicas in `default`, and wait until operator and router are ready."""
     return cluster.helm(
         *("upgrade", "--install", "medha", str(chart), "--namespace", SYSTEM, "--create-namespace"),
-        *("--set", f"operator.namespaces={{{served}}}", "--set", f"admission.hostPaths={{{MODELS},{TORCH}}}"),
+        *("--set", "operator.namespaces={default}", "--set", f"admission.hostPaths={{{MODELS},{TORCH}}}"),
         *("--set", "image.pullPolicy=Never", "--wait", "--timeout", "150s", *arguments),
     )
 

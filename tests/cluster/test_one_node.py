@@ -26,7 +26,6 @@ from cluster.tiny_image import write_changed
 
 pytestmark = pytest.mark.timeout(400)  # whoever comes first builds images and starts everything
 
-HOME = "serving"
 READY_SECONDS = 120.0
 
 
@@ -38,14 +37,12 @@ def archives() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def cluster(archives: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A node with the images, torch and a checkpoint; the chart is installed, and a namespace is there for replicas."""
+    """A node with the images, torch and a checkpoint; and the chart is installed for replicas in `default`."""
     folder = tmp_path_factory.mktemp("one-node")
     with skipping_what_cannot_run(), one_node(folder, list(archives.values())) as running:
         medha.bring_torch(running)
         medha.bring_checkpoint(running, folder)
-        running.kubectl("create", "namespace", HOME)
-        medha.install(running, served=HOME)
-        running.kubectl("config", "set-context", "--current", f"--namespace={HOME}")
+        medha.install(running)
         yield running
 
 
@@ -198,7 +195,7 @@ def test_a_chart_that_is_uninstalled_and_installed_anew_finds_the_replica_and_it
     uids = medha.pod_uids(cluster)
     cluster.helm("uninstall", "medha", "--namespace", SYSTEM, "--wait")
     assert replica(cluster)["status"]["readyPods"] == 4
-    medha.install(cluster, served=HOME)
+    medha.install(cluster)
     eventually(lambda: completion(cluster).status_code, lambda code: code == 200, READY_SECONDS)
     wait_ready(cluster)
     assert medha.pod_uids(cluster) == uids
@@ -235,7 +232,7 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     added = f"{indent}lookahead:\n{indent}  type: integer\n{indent}  default: 2\n"
     definition.write_text(edited(definition, property_, added + property_))
 
-    medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next", served=HOME)
+    medha.install(cluster, chart, "--set", f"operator.image.tag={VERSION}-next")
     assert "REVISION" in cluster.kubectl("get", "medhareplicas").splitlines()[0]
     medha.apply(cluster, medha.tiny("later", suspend=True))
     fresh = eventually(
