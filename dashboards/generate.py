@@ -179,7 +179,7 @@ SLO = Dashboard(
             Panel("In the router", "Do requests wait for a replica?", "short", {"requests": f"sum(medha_router_requests_open{_N})", "sequences": f"sum(medha_router_sequences_open{_N})", "sequences that wait": f"sum(medha_router_sequences_waiting{_N})"}),
         ],
         "Replicas": [
-            Panel("Replicas", "Who can serve?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})"}),
+            Panel("Replicas", "Who can serve, and who should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_wanted{_R})"}),
             Panel("KV in use", "Is memory what is short?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{replica}}": f"max by (replica) (medha_replica_pending_prefill_seconds{_R})"}),
             Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"sum by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"sum by (replica) (medha_replica_sequences_waiting{_R})"}),
@@ -232,8 +232,11 @@ REPLICA = Dashboard(
 )  # fmt: skip
 
 _K = '{namespace=~"$namespace", kind=~"$kind"}'
-_READY = '{namespace=~"$namespace", kind=~"$kind", condition="Ready"}'
-_STALLED = '{namespace=~"$namespace", kind=~"$kind", condition="Stalled", status="True"}'
+_WHICH = "kind, resource_namespace, resource"
+_HOLDS = (
+    f'max by ({_WHICH}) (medha_operator_condition{{namespace=~"$namespace", kind=~"$kind", condition="%s"}})'
+)
+_WHY = f'max by ({_WHICH}, reason) (medha_operator_reason{{namespace=~"$namespace", kind=~"$kind", condition="Ready"}})'
 
 OPERATOR = Dashboard(
     name="operator",
@@ -241,12 +244,13 @@ OPERATOR = Dashboard(
     says="Whether replicas become what was asked for, and how fast.",
     variables={
         "namespace": "label_values(medha_operator_leading, namespace)",
-        "kind": 'label_values(medha_operator_resources{namespace=~"$namespace"}, kind)',
+        "kind": 'label_values(medha_operator_condition{namespace=~"$namespace"}, kind)',
     },
     rows={
         "Resources": [
-            Panel("Ready", "How many resources are what was asked for, and why are others not?", "short", {"{{kind}} {{status}} {{reason}}": f"max by (kind, status, reason) (medha_operator_resources{_READY})"}),
-            Panel("Stalled", "What needs somebody: it will not mend itself.", "short", {"{{kind}} {{reason}}": f"max by (kind, reason) (medha_operator_resources{_STALLED})"}),
+            Panel("Ready", "How many resources are what was asked for, and why are others not?", "short", {"{{kind}} ready": f"sum by (kind) ({_HOLDS % 'Ready'})", "{{kind}} {{reason}}": f"count by (kind, reason) ({_WHY})"}),
+            Panel("Not ready", "Which are not, and why?", "short", {"{{kind}} {{resource_namespace}}/{{resource}} {{reason}}": _WHY}),
+            Panel("Stalled", "What needs somebody: it will not mend itself.", "short", {"{{kind}} {{resource_namespace}}/{{resource}}": f"{_HOLDS % 'Stalled'} == 1"}),
             Panel("From change to ready", "How long does a change take until it serves?", "s", _quantiles("medha_operator_ready_seconds", _K, "kind", (0.5, 0.9, 0.99))),
         ],
         "Work": [

@@ -26,6 +26,7 @@ from rich.console import Console, RenderableType
 
 from medha.api import MedhaReplica
 from medha.api_fields import quantity_bytes
+from medha.declared import DeclaredModel, to_text
 from medha.errors import ConfigInvalid, PartFailed
 from medha.messages import Readiness
 from medha_cli.display import TerminalDisplay
@@ -157,6 +158,15 @@ class RunFiles:
         path.write_text(text, encoding="utf-8")
         return str(path)
 
+    def declare(self, replica: MedhaReplica) -> Path:
+        """The folder from which the router knows the manifest's model, also while no replica has joined it."""
+        folder = self.directory / "models"
+        folder.mkdir(exist_ok=True)
+        classes = tuple(one.name for one in replica.spec.service_classes)
+        model = DeclaredModel(name=replica.spec.model.name, service_classes=classes, replicas=1)
+        (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
+        return folder
+
     def fresh_keys(self) -> KeyFiles:
         """Keys of the parts for this run: a part that is started again finds its own, the next run makes others."""
         from medha_links.keys import (
@@ -210,6 +220,7 @@ def write_parts(
             "enrolment_file": str(keys.enrolment),
             "ready_file": str(files.router_ready),
             "scratch_directory": str(files.directory),
+            "models_directory": str(files.declare(replica)),
             "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
             "max_waiting": spec.router.max_waiting,
             "allowed_hosts": spec.router.allowed_hosts,

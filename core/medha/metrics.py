@@ -49,6 +49,12 @@ PROMPT_LENGTH_BOUNDS = (128, 1024, 8192, 65_536, 524_288, 4_194_304)
 """Upper bounds of the label `prompt_tokens`, tokens: a few series tell chats, pages, books and libraries apart."""
 
 
+NOT_TOKENISED = "unknown"
+"""The value of the label `prompt_tokens` for a request that was refused before its prompt was tokenised."""
+UNKNOWN_MODEL = "(unknown)"
+"""The value of the label `model` for requests that name no known model, or ended before it was read: one for all of them."""
+
+
 def prompt_length_label(tokens: int) -> str:
     """The value of the label `prompt_tokens` for a prompt: `le_128`, `le_1024`, ..., `more`."""
     for bound in PROMPT_LENGTH_BOUNDS:
@@ -85,21 +91,22 @@ _BY_CLASS = ("model", "service_class")
 _BY_CLASS_AND_LENGTH = ("model", "service_class", "prompt_tokens")
 
 ROUTER_METRICS = (
-    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by how: `stop`, `length`, `cancelled` (the client went away), or the code of the error that it got.", ("model", "endpoint", "outcome")),
+    Metric("medha_requests", "counter", "requests", "HTTP generation requests that ended, by how: `stop`, `length`, `cancelled` (the client went away), or the code of the error that it got. `model` is `(unknown)` where the request named none that a manifest names or a replica has announced, or ended before it was read.", ("model", "endpoint", "outcome")),
     Metric("medha_request_ttft_seconds", "histogram", "seconds", "Time to first token: from the last byte of the request's headers to its first output token.", _BY_CLASS, _TTFT_SECONDS),
     Metric("medha_request_ttft_target_ratio", "histogram", "ratio", "TTFT divided by the request's target; 1 is just in time. The target is the client's `x-slo-ttft-ms`, else what its service class gives the longest prompt: the larger of the TTFT floor and factor times the announced prefill time.", _BY_CLASS_AND_LENGTH, _SHARE_OF_TARGET),
     Metric("medha_request_tpot_seconds", "histogram", "seconds", "Time per output token of a whole request: (last token - first token) / (output tokens - 1).", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
     Metric("medha_inter_token_seconds", "histogram", "seconds", "Time between two messages with output tokens of one sequence.", _BY_CLASS, _TIGHT_PER_TOKEN_SECONDS),
     Metric("medha_request_seconds", "histogram", "seconds", "Whole duration of a request that ended in tokens.", _BY_CLASS, _REQUEST_SECONDS),
-    Metric("medha_request_ttft_attainment", "counter", "requests", "Requests by whether their first token came within its target (`met`: `true` or `false`). Requests that failed before count as `false`, cancelled ones not at all.", (*_BY_CLASS_AND_LENGTH, "met")),
-    Metric("medha_request_tpot_attainment", "counter", "requests", "Requests of two or more output tokens, by whether their TPOT stayed within its target.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_request_ttft_attainment", "counter", "requests", "Requests by whether their first token came within its target (`met`: `true` or `false`). Those that got status 429 or 5xx before count as `false`, also where they were refused before their prompt was tokenised (`prompt_tokens` is `unknown`); cancelled and faulty ones do not count.", (*_BY_CLASS_AND_LENGTH, "met")),
+    Metric("medha_request_tpot_attainment", "counter", "requests", "Requests of two or more output tokens, by whether their TPOT stayed within its target. Those that failed after their first token count as `false`.", (*_BY_CLASS_AND_LENGTH, "met")),
     Metric("medha_prompt_tokens", "counter", "tokens", "Prompt tokens of accepted requests; a prompt that is sampled n times counts once.", ("model",)),
     Metric("medha_cached_prompt_tokens", "counter", "tokens", "Prompt tokens whose KV a replica had cached, of requests that got a first token.", ("model",)),
     Metric("medha_output_tokens", "counter", "tokens", "Output tokens of sequences, without what ran past a stop string.", ("model",)),
     Metric("medha_router_requests_open", "gauge", "requests", "HTTP generation requests in progress."),
     Metric("medha_router_sequences_open", "gauge", "sequences", "Sequences that have not ended: those that wait here and those that replicas have."),
     Metric("medha_router_sequences_waiting", "gauge", "sequences", "Sequences that wait in the router for a replica with room."),
-    Metric("medha_router_replicas", "gauge", "replicas", "Replicas that are heard, by state: `ready`, `draining`, `starting`.", ("model", "state")),
+    Metric("medha_router_replicas", "gauge", "replicas", "Replicas that are heard, by state: `ready`, `draining`, `starting`; 0 of a model that a manifest names or a replica has announced, if none is.", ("model", "state")),
+    Metric("medha_router_replicas_wanted", "gauge", "replicas", "Replicas that should serve a model by now, as manifests ask: suspended ones do not count, nor new ones within `lifecycle.readySeconds`. Only of models that a manifest names.", ("model",)),
     Metric("medha_router_resubmissions", "counter", "sequences", "Sequences that were submitted again after a refusal, a lost rank or a lost replica."),
     Metric("medha_router_tokenize_seconds", "histogram", "seconds", "Parsing, template and tokenising of a request, by where: `thread` or `process` (large bodies).", ("place",), _WORK_SECONDS),
     Metric("medha_router_dropped_messages", "counter", "messages", f"Messages from replicas that were dropped, by link (`control`, `tokens`) and reason: {_REASONS}.", ("link", "reason")),
@@ -165,7 +172,8 @@ OPERATOR_METRICS = (
     Metric("medha_operator_queue_keys", "gauge", "", "Resources that wait for a look."),
     Metric("medha_operator_queue_seconds", "histogram", "seconds", "Time that a resource waited for its look.", (), _WORK_SECONDS),
     Metric("medha_operator_writes", "counter", "requests", "Writes to the API server without renewals of the Lease, by verb.", ("verb",)),
-    Metric("medha_operator_resources", "gauge", "", "Resources by kind, condition, its status (`True`, `False`, `Unknown`) and reason.", ("kind", "condition", "status", "reason")),
+    Metric("medha_operator_condition", "gauge", "", "1 while the condition of a resource is `True`, else 0: `Ready` (0 also before it has a status), `Reconciling`, `Stalled`, `Degraded` of a replica, `Available` of a deployment. The namespace is the resource's own.", ("kind", "resource_namespace", "resource", "condition")),
+    Metric("medha_operator_reason", "gauge", "", "1 for the reason that a resource gives now: of `Ready` while that is not `True`, of `Reconciling` while it is. A reason may change from one scrape to the next, as while pods crash again and again: alerts must not carry it.", ("kind", "resource_namespace", "resource", "condition", "reason")),
     Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from its creation or, when it was at rest since, from the first look at what changed it (condition `Reconciling`), to its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
     Metric("medha_operator_leading", "gauge", "", "1 while this process holds the Lease and acts, else 0."),
 )  # fmt: skip
@@ -181,7 +189,8 @@ def reference_page() -> str:
         "",
         "Generated from `core/medha/metrics.py` (`reference_page`); a test compares the two. Counters are exposed",
         "with `_total`, histograms with `_bucket`, `_sum` and `_count`. The label `prompt_tokens` names the",
-        f"length class of the prompt: {', '.join(f'`le_{bound}`' for bound in PROMPT_LENGTH_BOUNDS)} or `more`.",
+        f"length class of the prompt: {', '.join(f'`le_{bound}`' for bound in PROMPT_LENGTH_BOUNDS)} or `more`;",
+        f"`{NOT_TOKENISED}` where a request was refused before that was known.",
     ]
     sections = (
         ("Router", ROUTER_METRICS),

@@ -23,6 +23,7 @@ from math import ceil, inf
 from typing import Literal
 
 from medha.balance import Prefix, PrefixMemory, prefill_seconds
+from medha.declared import DeclaredModel
 from medha.messages import (
     Announce,
     Cancel,
@@ -36,7 +37,7 @@ from medha.messages import (
     Tick,
     TokenLogprob,
 )
-from medha.slo import class_terms, ttft_target_seconds
+from medha.slo import FALLBACK_TERMS, class_terms, ttft_target_seconds
 from medha.waiting import Key, WaitingQueues
 
 # --- events ------------------------------------------------------------------------------------------
@@ -97,7 +98,14 @@ class LinkLost:
     replica: str
 
 
-RouterEvent = Arrive | Abandon | Received | BundleKnown | LinkLost | Tick
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The models that manifests name now; each list takes the place of the one before."""
+
+    models: tuple[DeclaredModel, ...]
+
+
+RouterEvent = Arrive | Abandon | Received | BundleKnown | LinkLost | Declared | Tick
 
 # --- commands ----------------------------------------------------------------------------------------
 
@@ -157,6 +165,16 @@ class Reject:
 RouterCommand = SendPrompt | Send | Deliver | Fail | Reject
 
 # --- state -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model that a manifest names or that a replica has announced, whether or not anything serves it now."""
+
+    service_classes: tuple[str, ...]
+    """Names, at least one; the first is the default one."""
+    wanted_replicas: int | None = None
+    """How many manifests ask for; None if it was announced alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +268,9 @@ class RouterCore:
         self._bundles: set[str] = set()
         self._asked_at: dict[str, float] = {}  # digest -> when it was last asked for
         self._unserved_since: dict[Key, float] = {}
-        self._models_seen: set[str] = set()
+        self._declared: dict[str, DeclaredModel] = {}
+        self._announced: dict[str, tuple[str, ...]] = {}  # model -> its service classes, as last announced
+        self._withdrawn: set[str] = set()  # announced models that no manifest names any more
         self._rejected: dict[str, str] = {}  # replica -> reason, so that each is told once
         self._arrivals = 0
 
@@ -268,6 +288,9 @@ class RouterCore:
                 return self._dispatch(now)
             case LinkLost(replica=replica):
                 return self._lose(replica) + self._dispatch(now)
+            case Declared(models=models):
+                self._declare(models)
+                return []
             case Tick():
                 return self._tick(now)
 
@@ -281,10 +304,19 @@ class RouterCore:
             if replica.card.digest in self._bundles and model in (None, replica.card.model)
         ]
 
-    @property
-    def models_seen(self) -> frozenset[str]:
-        """Models of which a replica was ever heard: the absence of one is an outage, and not a wrong name."""
-        return frozenset(self._models_seen)
+    def known(self, model: str) -> KnownModel | None:
+        """What is known of a model, or None: where nothing serves one that is known, that is an outage and no wrong name."""
+        declared, announced = self._declared.get(model), self._announced.get(model)
+        if declared is None and announced is None:
+            return None
+        classes = announced or (declared.service_classes if declared is not None else ())
+        wanted = declared.replicas if declared is not None else None
+        return KnownModel(classes or (FALLBACK_TERMS.name,), wanted)
+
+    def known_models(self) -> dict[str, KnownModel]:
+        """Every model that a manifest names or that was announced, by name."""
+        names = sorted({*self._declared, *self._announced})
+        return {name: found for name in names if (found := self.known(name)) is not None}
 
     @property
     def ready(self) -> bool:
@@ -295,10 +327,10 @@ class RouterCore:
         return len(self._waiting)
 
     def waiting_by_model(self) -> dict[str, int]:
-        """Sequences that wait here, for each model that was ever heard."""
-        counts = dict.fromkeys(self._models_seen, 0)
+        """Sequences that wait here, for each model that is known."""
+        counts = dict.fromkeys((*self._declared, *self._announced), 0)
         for model, digest in self._waiting:
-            counts[model] += len(self._waiting.of((model, digest)))
+            counts[model] = counts.get(model, 0) + len(self._waiting.of((model, digest)))
         return counts
 
     @property
@@ -376,7 +408,7 @@ class RouterCore:
                 "too_long",
                 f"the KV cache holds {longest} tokens; prompt and first output token are {asked}",
             )
-        if self._models_seen and request.model not in self._models_seen:
+        if (self._declared or self._announced) and self.known(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
         return "unavailable", f"no ready replica serves the model `{request.model}` now; try again later"
 
@@ -387,6 +419,21 @@ class RouterCore:
         replica, wire_id = sequence.replica, sequence.wire_id
         self._forget(sequence)
         return [Send(replica, Cancel(wire_id))] if replica is not None else []
+
+    # Manifests ------------------------------------------------------------------------------------
+
+    def _declare(self, models: Iterable[DeclaredModel]) -> None:
+        before, self._declared = self._declared, {model.name: model for model in models}
+        self._withdrawn = (self._withdrawn | before.keys()) - self._declared.keys()
+        self._forget_withdrawn()
+
+    def _forget_withdrawn(self) -> None:
+        """Forget models that manifests named once and name no more, once the last of their replicas has gone."""
+        if self._withdrawn:
+            heard = {replica.card.model for replica in self._replicas.values()}
+            for model in self._withdrawn - heard:
+                self._announced.pop(model, None)
+            self._withdrawn &= heard
 
     # Replica side ---------------------------------------------------------------------------------
 
@@ -410,7 +457,7 @@ class RouterCore:
             self._rejected[card.replica] = reason
             return [*self._lose(card.replica), Reject(card.replica, reason)]
         self._rejected.pop(card.replica, None)
-        self._models_seen.add(card.model)
+        self._announced[card.model] = tuple(terms.name for terms in card.service_classes)
 
         commands: list[RouterCommand] = []
         known = self._replicas.get(card.replica)
@@ -496,6 +543,7 @@ class RouterCore:
             if now - replica.heard_at > self._limits.silence_seconds:
                 commands.append(Reject(name, f"silent for {now - replica.heard_at:.1f} s"))
                 commands += self._lose(name)
+        self._forget_withdrawn()
         commands += self._dispatch(now)
         return commands + self._end_hopeless(now)
 

@@ -245,8 +245,12 @@ class Cluster:
             name = event["metadata"]["name"]
             found = await self.get(EVENT, metadata["namespace"], name)
             again = {"count": int((found or {}).get("count") or 0) + 1, "lastTimestamp": now}
-            path = EVENT.path(metadata["namespace"], name)
-            await self._write("PATCH", path, again, content_type="application/merge-patch+json")
+            await self.merge(Key(EVENT.name, metadata["namespace"], name), again)
+
+    async def merge(self, key: Key, patch: Document) -> Document:
+        """Change those fields of an object that `patch` names; one that is None is removed."""
+        path = KINDS[key.kind].path(key.namespace, key.name)
+        return await self._write("PATCH", path, patch, content_type="application/merge-patch+json")
 
     async def write_lease(self, document: Document, *, is_new: bool) -> Document:
         """Create or replace the Lease. The one write that nothing fences: it is what fences the others."""

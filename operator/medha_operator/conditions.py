@@ -29,6 +29,12 @@ TERMINAL = frozenset(
 """Reasons that do not mend themselves: kstatus' `Stalled`."""
 
 
+_FAILING = frozenset(
+    {"ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"}
+)
+"""Reasons of pods that fail again and again; what they say in between, while they try, is another one."""
+
+
 @dataclass(frozen=True)
 class Judgement:
     """A condition before its times are known."""
@@ -105,6 +111,14 @@ def problems_in(error: ValidationError) -> str:
         f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
         for problem in error.errors()
     )
+
+
+def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> str | None:
+    """Reason for which pods fail, according to `Ready`, if the conditions `before` did not give it."""
+    reasons = [
+        next((one.reason for one in conditions if one.type == "Ready"), "") for conditions in (before, after)
+    ]
+    return reasons[1] if reasons[1] in _FAILING and reasons[0] != reasons[1] else None
 
 
 def stamped(

@@ -48,11 +48,12 @@ NODE = Kind("Node", "v1", "nodes", is_namespaced=False)
 SECRET = Kind("Secret", "v1", "secrets")
 EVENT = Kind("Event", "v1", "events")
 LEASE = Kind("Lease", "coordination.k8s.io/v1", "leases")
+CONFIG_MAP = Kind("ConfigMap", "v1", "configmaps")
 CHILDREN = (
     Kind("StatefulSet", "apps/v1", "statefulsets"),
     Kind("ControllerRevision", "apps/v1", "controllerrevisions"),
     Kind("Service", "v1", "services"),
-    Kind("ConfigMap", "v1", "configmaps"),
+    CONFIG_MAP,
     Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets"),
     Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies"),
 )

@@ -15,7 +15,14 @@ from pydantic import ValidationError
 
 from medha.api import MedhaReplicaSpec
 from medha.api_cluster import RestartSpec
-from medha_operator.conditions import judge, judge_refused, problems_in, refuse, stamped
+from medha_operator.conditions import (
+    begins_to_fail,
+    judge,
+    judge_refused,
+    problems_in,
+    refuse,
+    stamped,
+)
 from medha_operator.drift import additions
 from medha_operator.gang import KINDS
 from medha_operator.nodes import (
@@ -184,7 +191,7 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         # A first status, written before there are pods, is refused for a resource that is gone: no further call.
         lanes, said = [*said, *lanes], ()
     # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
-    ending = (*replaced, *_history(observed, revision))
+    ending = (*replaced, *_history(observed, revision), *_failing(observed, status))
     return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending, *waiting.actions), again)
 
 
@@ -610,6 +617,16 @@ def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:
         if one.type == "Accepted" and one.status == "False":
             return one.reason, one.message
     return None
+
+
+def _failing(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
+    """An event each time that pods begin to fail: the kubelet's back-off bounds how often. The words are always the same,
+    so that there is one event, which counts."""
+    reason = begins_to_fail(observed.status.conditions, status.conditions)
+    if reason is None:
+        return ()
+    text = f"pods of revision {status.revision} fail again and again; the message of the condition Ready says which, and how"
+    return (Tell(reason, text, is_warning=True),)
 
 
 def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:

@@ -19,6 +19,7 @@ from prometheus_client import make_wsgi_app
 from medha_links.bounded_http import BoundedWsgiServer
 from medha_links.limits import raise_file_limit
 from medha_operator.cluster import ApiError, Cluster, Fenced
+from medha_operator.declared import Declarations, models_key
 from medha_operator.index import Index
 from medha_operator.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
 from medha_operator.lease import Lease, Tenure, write_seconds
@@ -56,6 +57,7 @@ class Program:
         self._queue = WorkQueue(asyncio.get_running_loop().time)
         self.index = Index(self._queue.add, settings.gang_apis)
         self._telemetry = Telemetry(self.index, self._queue)
+        self._declarations = Declarations(self.index, settings)
 
     def seen(self, document: Document) -> None:
         """Take an event that kopf has heard: a second pair of ears for our own resources."""
@@ -97,6 +99,7 @@ class Program:
                 telemetry.leads()
                 for router in self._settings.routers:
                     self._queue.add(Key(ROUTER.name, router.namespace, router.name))
+                    self._queue.add(models_key(router))
                 for _ in range(self._settings.concurrent_replicas):
                     tasks.create_task(self._work(reconciler))
                 tasks.create_task(self._resync(reconciler))
@@ -138,6 +141,8 @@ class Program:
             key, waited = await self._queue.take()
             self._telemetry.waited(waited)
             began = clock()
+            for concerned in self._declarations.changed(key):
+                self._queue.add(concerned)
             outcome = await self._look(reconciler, key)
             self._telemetry.looked(key.kind, outcome, clock() - began)
 

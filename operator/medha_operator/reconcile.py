@@ -14,10 +14,11 @@ from typing import Any
 
 from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.conditions import Judgement, refuse, stamped
+from medha_operator.declared import models_key, publish_models
 from medha_operator.deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
-from medha_operator.kinds import DEPLOYMENT, EVENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
+from medha_operator.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
 from medha_operator.nodes import asks_for_room, unsettled
 from medha_operator.observed import Observed
 from medha_operator.plan import (
@@ -154,6 +155,8 @@ class Reconciler:
                 lambda deployment, told: self._tell(key, deployment, told),
             )
             return Look(again_seconds=again)
+        if key.kind == CONFIG_MAP.name:
+            return await self._tell_router(key)
         resource = self._index.resource(key)
         if resource is None:
             self._failures.pop(key, None)
@@ -210,6 +213,19 @@ class Reconciler:
         text = f"{action.kind} {action.name}: {', '.join(action.paths)} was added by somebody else, and is taken away"
         await self._tell(key, resource, Tell("DriftRepaired", text, is_warning=True))
         return True
+
+    async def _tell_router(self, key: Key) -> Look:
+        """Bring the ConfigMap of a router to what resources declare."""
+        router = next(one for one in self._settings.routers if models_key(one) == key)
+        is_changed, again = await publish_models(
+            self._cluster,
+            self._index,
+            router,
+            self._settings,
+            self._now(),
+            lambda deployment, told: self._tell(key, deployment, told),
+        )
+        return Look(writes=int(is_changed), again_seconds=again)
 
     def forget(self) -> None:
         """Take nothing for done any more because it was done once, unless what was seen then is seen still."""

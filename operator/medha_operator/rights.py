@@ -6,8 +6,10 @@ be written but its status.
 
 from __future__ import annotations
 
+from medha_operator.declared import models_key
 from medha_operator.kinds import (
     CHILDREN,
+    CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
     GANGS,
@@ -74,11 +76,14 @@ def lease_rules(settings: OperatorSettings) -> list[Rule]:
 
 
 def router_rules(router: RouterSite) -> list[Rule]:
-    """In the namespace of a router: its keys are made there, and what enrols at it is read to be handed on."""
+    """In the namespace of a router: its keys are made there, what enrols at it is read to be handed on, and the models
+    that manifests name are told to it."""
     return [
         _rule(SECRET, ["create"]),
         _rule(SECRET, ["get"]) | {"resourceNames": [f"{router.name}-keys", f"{router.name}-enrolment"]},
         _rule(ROUTER, ["get"]) | {"resourceNames": [router.name]},
+        _rule(CONFIG_MAP, ["create"]),
+        _rule(CONFIG_MAP, ["get", "patch"]) | {"resourceNames": [models_key(router).name]},
         _rule(EVENT, ["create", "get", "patch"]),
     ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter as Tally
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,11 @@ from medha_operator.store import Document
 from medha_operator.workqueue import WorkQueue
 
 _CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
+_EXPORTED = frozenset({"Ready", "Reconciling", "Stalled", "Degraded", "Available"})
+_EXPLAINED = {"Ready": False, "Reconciling": True}
+"""Conditions whose reason is exported, and with which status: of what is as it was asked for there is none to tell."""
+_NO_STATUS = {"status": "Unknown", "reason": "NoStatus"}
+"""Of a resource that no look has described yet."""
 
 
 class Telemetry:
@@ -76,22 +80,29 @@ class Telemetry:
 
 
 class _Resources(Collector):
-    """Our resources by condition, counted when they are asked for."""
+    """Our resources one by one, read when they are asked for: one that is deleted leaves no series."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
 
     def collect(self) -> Iterator[Metric]:
-        wanted = _CATALOGUE["medha_operator_resources"]
-        family = GaugeMetricFamily(wanted.name, wanted.meaning, labels=wanted.labels)
-        tally: Tally[tuple[str, ...]] = Tally()
+        holds, reasons = (_family(name) for name in ("medha_operator_condition", "medha_operator_reason"))
         for kind in (REPLICA, DEPLOYMENT):
-            for _, document in self._index.resources(kind):
-                for name, condition in _conditions(document.get("status", {})).items():
-                    tally[kind.name, name, condition["status"], condition["reason"]] += 1
-        for labels, count in tally.items():
-            family.add_metric(labels, count)
-        yield family
+            for key, document in self._index.resources(kind):
+                conditions = _conditions(document.get("status", {}))
+                for name in sorted(_EXPORTED & {"Ready", *conditions}):
+                    condition = conditions.get(name, _NO_STATUS)
+                    is_true = condition["status"] == "True"
+                    holds.add_metric((*key, name), float(is_true))
+                    if _EXPLAINED.get(name) == is_true:
+                        reasons.add_metric((*key, name, condition["reason"]), 1.0)
+        yield holds
+        yield reasons
+
+
+def _family(name: str) -> GaugeMetricFamily:
+    wanted = _CATALOGUE[name]
+    return GaugeMetricFamily(wanted.name, wanted.meaning, labels=wanted.labels)
 
 
 def _conditions(status: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

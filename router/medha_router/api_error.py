@@ -20,6 +20,14 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after_seconds: int | None = None
+    model: str | None = None
+    """What the request named, whether or not there is such a model; None if that was not read."""
+    service_tier: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the server has failed the client: the request might have been served."""
+        return self.status == 429 or self.status >= 500
 
     def body(self) -> dict[str, Any]:
         return {

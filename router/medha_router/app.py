@@ -15,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from medha.messages import ServiceClassTerms
+from medha.metrics import UNKNOWN_MODEL
 from medha.slo import FALLBACK_TERMS
 from medha_router.access_log import AccessLog, Entry
 from medha_router.answers import Answers, usage
@@ -71,7 +72,9 @@ class Door:
 
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         if self.draining:
-            raise ApiError(503, "this router is stopping", code="unavailable", retry_after_seconds=1)
+            error = ApiError(503, "this router is stopping", code="unavailable", retry_after_seconds=1)
+            self._count_refusal(endpoint, error)
+            raise error
         self.open_requests += 1
         entry = Entry.of(request.scope)
         handed_over = False  # to a stream, which outlives this call
@@ -108,19 +111,19 @@ class Door:
         self, request: Request, endpoint: Endpoint
     ) -> tuple[Generation, Answers, dict[str, str]]:
         arrived_at = asyncio.get_running_loop().time()
-        ttft_target = _milliseconds(request, "x-slo-ttft-ms")
-        tpot_asked = _milliseconds(request, "x-slo-tpot-ms")
         try:
+            ttft_target = _milliseconds(request, "x-slo-ttft-ms")
+            tpot_asked = _milliseconds(request, "x-slo-tpot-ms")
             prepared = await self._prepare(request, endpoint)
-        except ApiError as error:
-            self._observer.request_ended("", endpoint, error.code or "error")
-            raise
+            plan = prepared.plan
+            assert plan is not None
+            terms = self._service_class(plan)
         except ClientGone:
-            self._observer.request_ended("", endpoint, "cancelled")
+            self._observer.request_ended(UNKNOWN_MODEL, endpoint, "cancelled")
             raise
-        plan = prepared.plan
-        assert plan is not None
-        terms = self._service_class(plan)
+        except Exception as error:
+            self._count_refusal(endpoint, error)
+            raise
         tpot_target = None if tpot_asked is None else max(tpot_asked, terms.tpot_floor_seconds)
         prefix = "chatcmpl" if endpoint == "chat" else "cmpl"
         request_id = f"{prefix}-{Entry.of(request.scope).unique_id}"
@@ -155,6 +158,18 @@ class Door:
             raise
         return await while_connected(request.receive, work)
 
+    def _count_refusal(self, endpoint: Endpoint, error: Exception) -> None:
+        """Count a request that ended before it became sequences: a bug as what its client gets, an internal error."""
+        told = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
+        model = told.model or ""
+        known = self._link.core.known(model)
+        outcome = told.code or "error"
+        self._observer.request_ended(model if known is not None else UNKNOWN_MODEL, endpoint, outcome)
+        if known is not None and told.is_ours:
+            classes = known.service_classes
+            named = told.service_tier
+            self._observer.never_tokenised(model, named if named in classes else classes[0])
+
     def _service_class(self, plan: Plan) -> ServiceClassTerms:
         """The class that `service_tier` names; `auto`, `default` and none are the first, unless so named."""
         cards = self._link.core.cards(plan.model)
@@ -167,7 +182,7 @@ class Door:
             return classes[0]
         known = ", ".join(terms.name for terms in classes)
         message = f"`service_tier` is {wanted[:80]!r}; this model has auto, default, {known}"
-        raise ApiError(400, message, "service_tier", "invalid_value")
+        raise ApiError(400, message, "service_tier", "invalid_value", model=plan.model)
 
     async def _events(
         self,
@@ -245,6 +260,7 @@ class Door:
         core = self._link.core
         self._observer.snapshot(
             core.cards(),
+            core.known_models(),
             requests_open=self.open_requests,
             sequences_open=core.open,
             sequences_waiting=core.waiting,

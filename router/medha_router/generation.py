@@ -144,6 +144,7 @@ class Generation:
         self._arrived_at = arrived_at
         self._first_token_at: float | None = None
         self._outcome: str | None = None
+        self._is_our_failure = False
 
         seed = plan.seed % 2**63 if plan.seed is not None else secrets.randbits(63)
         sequences = []
@@ -204,6 +205,7 @@ class Generation:
             if isinstance(outcome, Fail):
                 error = ApiError.from_fail(outcome)
                 self._outcome = error.code or "internal_error"
+                self._is_our_failure = error.is_ours
                 raise error
             choice = self._choices[outcome.id]
             if choice.finished:
@@ -261,6 +263,9 @@ class Generation:
         self._link.release(self._arrive)
         if self._outcome is None:
             self._outcome = "cancelled"
-        elif self._outcome not in ("stop", "length") and self._first_token_at is None:
-            self._observer.ttft_attained(self.plan.model, self.terms.name, self._longest_prompt, False)
+        if self._is_our_failure:  # what was promised next, and did not come
+            broken = (
+                self._observer.ttft_attained if self._first_token_at is None else self._observer.tpot_attained
+            )
+            broken(self.plan.model, self.terms.name, self._longest_prompt, False)
         self._observer.request_ended(self.plan.model, self.plan.endpoint, self._outcome)

@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import zmq.asyncio
 
 from medha.balance import MARK_BLOCK_TOKENS, marks
 from medha.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
+from medha.declared import DeclaredModel
 from medha.errors import CheckpointInvalid, WireInvalid
 from medha.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
 from medha.prefix import PrefixHasher
@@ -29,6 +31,7 @@ from medha.routing import (
     Abandon,
     Arrive,
     BundleKnown,
+    Declared,
     Deliver,
     Fail,
     LinkLost,
@@ -44,6 +47,7 @@ from medha.wire import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_fra
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_tokens
 from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind
+from medha_router.declared import DeclaredFiles
 from medha_router.observe import Observer
 from medha_router.peers import Peers, require_in_vocabulary, require_plausible
 from medha_router.prepare import Catalog, ModelTerms
@@ -86,6 +90,8 @@ class ReplicaLink:
             ),
         }
         self._control, self._tokens = (link.socket for link in self._links.values())
+        folder = settings.models_directory
+        self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._peers = Peers()
         self._early: dict[str, Announce] = {}  # cards of replicas whose token socket is still unheard
         self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are on their way
@@ -106,6 +112,9 @@ class ReplicaLink:
     def start(self) -> None:
         for loop in (self._receive_control(), self._receive_tokens(), self._tick()):
             self._spawn(asyncio.create_task(loop))
+        if self._declared_files is not None:
+            self._declare(self._declared_files.changed() or ())
+            self._spawn(asyncio.create_task(self._declared_files.watch(self._declare)))
 
     def _spawn(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -139,7 +148,7 @@ class ReplicaLink:
             longest = max(card.longest_request_tokens, known.longest_request_tokens if known else 0)
             length = max(card.max_model_len, known.max_model_len if known else 0)  # some replica takes it
             models[card.model] = ModelTerms(card.digest, length, longest, card.vocab_size)
-        return Catalog(models, tuple(self.core.models_seen - models.keys()))
+        return Catalog(models, tuple(name for name in self.core.known_models() if name not in models))
 
     def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> asyncio.Queue[Outcome]:
         """Start sequences; what comes back of all of them arrives in the queue. End with `release`."""
@@ -230,6 +239,9 @@ class ReplicaLink:
         if not future.cancelled() and future.exception() is not None:
             log.warning("replica %s cannot be reached: %s", replica, future.exception())
             self._handle(LinkLost(replica))
+
+    def _declare(self, models: tuple[DeclaredModel, ...]) -> None:
+        self._handle(Declared(models))
 
     async def _tick(self) -> None:
         while True:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
 from medha.messages import Announce
-from medha.metrics import ROUTER_METRICS, VLLM_ALIASES, Metric, prompt_length_label
+from medha.metrics import (
+    NOT_TOKENISED,
+    ROUTER_METRICS,
+    VLLM_ALIASES,
+    Metric,
+    prompt_length_label,
+)
+from medha.routing import KnownModel
 
 _ENGINE = "router"
 """The `engine` label of what the router measures itself."""
+_STATES = ("ready", "draining", "starting")
 
 
 def make_collectors(
@@ -107,9 +115,11 @@ class Observer:
     ) -> None:
         self._observe("medha_request_tpot_seconds", seconds, model, service_class)
         self._observe("vllm:request_time_per_output_token_seconds", seconds, model, _ENGINE)
-        met = str(seconds <= target_seconds).lower()
+        self.tpot_attained(model, service_class, prompt_tokens, seconds <= target_seconds)
+
+    def tpot_attained(self, model: str, service_class: str, prompt_tokens: int, met: bool) -> None:
         length = prompt_length_label(prompt_tokens)
-        self._count("medha_request_tpot_attainment", 1, model, service_class, length, met)
+        self._count("medha_request_tpot_attainment", 1, model, service_class, length, str(met).lower())
 
     def sequence_finished(self, model: str, reason: str) -> None:
         self._count("vllm:request_success", 1, model, _ENGINE, reason)
@@ -121,9 +131,15 @@ class Observer:
     def request_ended(self, model: str, endpoint: str, outcome: str) -> None:
         self._count("medha_requests", 1, model, endpoint, outcome)
 
+    def never_tokenised(self, model: str, service_class: str, requests: int = 1) -> None:
+        """The server has refused requests before it knew how long their prompts are: first tokens that never came."""
+        labels = (model, service_class, NOT_TOKENISED, "false")
+        self._count("medha_request_ttft_attainment", requests, *labels)
+
     def snapshot(
         self,
         cards: Iterable[Announce],
+        models: Mapping[str, KnownModel],
         *,
         requests_open: int,
         sequences_open: int,
@@ -143,7 +159,11 @@ class Observer:
                 ("medha_replica_", "medha_router_replicas", "vllm:")
             ):
                 collector.clear()
-        states: dict[tuple[str, str], int] = {}
+        states = {(model, state): 0 for model in models for state in _STATES}
+        for model, known in models.items():
+            self._begin_refusals(model, known)
+            if known.wanted_replicas is not None:
+                self._set("medha_router_replicas_wanted", known.wanted_replicas, model)
         for card in cards:
             used = 1 - card.kv_tokens_free / card.kv_tokens_total if card.kv_tokens_total else 0.0
             where = (card.model, card.replica)
@@ -160,3 +180,10 @@ class Observer:
             self._set("medha_router_replicas", count, model, state)
         for model, count in waiting_by_model.items():
             self._set("vllm:num_requests_waiting", count, model, _ENGINE)
+
+    def _begin_refusals(self, model: str, known: KnownModel) -> None:
+        """Export what counts refusals from 0 on: of a series that begins with its first refusal, that one is not seen."""
+        for endpoint in ("chat", "completions"):
+            self._count("medha_requests", 0, model, endpoint, "unavailable")
+        for service_class in known.service_classes:
+            self.never_tokenised(model, service_class, 0)

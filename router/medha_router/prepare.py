@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -105,19 +105,33 @@ def prepare(
 ) -> Prepared:
     """
     Raises:
-        RequestInvalid: the request is at fault.
-        ApiError: the model is unknown or not served now.
+        RequestInvalid: the body is no JSON object.
+        ApiError: the request is at fault, or its model is unknown or not served now; it says what was asked for.
     """
     fields = _parse(body)
-    match endpoint:
-        case "chat":
-            return _prepare_chat(fields, catalog, bundle_of, max_samples)
-        case "completions":
-            return _prepare_completion(fields, catalog, bundle_of, max_samples)
-        case "tokenize":
-            return _tokenize(fields, catalog, bundle_of)
-        case "detokenize":
-            return _detokenize(fields, catalog, bundle_of)
+    try:
+        match endpoint:
+            case "chat":
+                return _prepare_chat(fields, catalog, bundle_of, max_samples)
+            case "completions":
+                return _prepare_completion(fields, catalog, bundle_of, max_samples)
+            case "tokenize":
+                return _tokenize(fields, catalog, bundle_of)
+            case "detokenize":
+                return _detokenize(fields, catalog, bundle_of)
+    except RequestInvalid as error:
+        raise _naming(ApiError.from_invalid(error), fields) from error
+    except ApiError as error:
+        raise _naming(error, fields) from error
+
+
+def _naming(error: ApiError, fields: Mapping[str, Any]) -> ApiError:
+    model, tier = fields.get("model"), fields.get("service_tier")
+    return replace(
+        error,
+        model=model if isinstance(model, str) else None,
+        service_tier=tier if isinstance(tier, str) else None,
+    )
 
 
 def _parse(body: bytes | bytearray) -> dict[str, Any]:

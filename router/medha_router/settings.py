@@ -35,6 +35,9 @@ class RouterSettings(BaseModel):
     names do, unless it listens on a loopback address."""
     allowed_origins: tuple[str, ...] = ()
     """Origins (`https://chat.example`, or `*` for all) whose web pages may call the router."""
+    models_directory: str | None = None
+    """Folder whose files (`*.json`, as `medha.declared` writes them) name the models that manifests ask for; read again when
+    they change. The operator fills it through a ConfigMap, `medha up` with its manifest's model."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_bodies_bytes: int | None = Field(default=None, ge=1)
     """Bytes of all bodies that are being received and tokenised; more get status 429. Default: 8 times the largest body."""

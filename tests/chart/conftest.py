@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,3 +74,13 @@ def installing(helm: Helm, accepting: ControlPlane) -> Iterator[Helm]:
     for line in json.loads(there("list", "--all-namespaces", "--output", "json")):
         there("uninstall", line["name"], "--namespace", line["namespace"])
     accepting.kubectl("delete", "crd", "--ignore-not-found", *OURS)
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """Prometheus' own checker. Where there is none its tests are skipped, but in CI they fail."""
+    found = shutil.which("promtool")
+    if found is None:
+        assert not os.environ.get("CI"), "no promtool: install the package prometheus"
+        pytest.skip("no promtool: install the package prometheus")
+    return found

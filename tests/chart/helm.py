@@ -78,3 +78,9 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
         for each in manifests
         if each["kind"] in ("Deployment", "StatefulSet", "Pod")
     }
+
+
+def rules(helm: Helm, **values: Any) -> dict[str, Any]:
+    """The spec of the chart's PrometheusRule."""
+    monitoring = {"monitoring": {"rules": {"enabled": True} | values}}
+    return dict(find(helm.render(**monitoring), "PrometheusRule", "medha")["spec"])

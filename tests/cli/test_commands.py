@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import openai
 import pytest
 from click.testing import CliRunner, Result
 
@@ -308,6 +310,33 @@ def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
     controller = ControllerSettings.model_validate_json((tmp_path / "controller.json").read_bytes())
     rank = RankSettings.model_validate_json((tmp_path / "rank-0.json").read_bytes())
     assert controller.spec == rank.spec == replica.spec
+
+
+def test_the_router_knows_the_manifests_model_before_a_replica_has_joined_it(tmp_path: Path) -> None:
+    """As after a restart of the router while the replica is down."""
+    from medha_router.declared import DeclaredFiles
+
+    replica = parse_replica(REPLICA | {"spec": REPLICA["spec"] | {"router": {"port": 0}}})  # type: ignore[operator]
+    files = RunFiles(tmp_path)
+    write_parts(replica, tmp_path, files, record=None, log_level="info")
+    folder = json.loads((tmp_path / "router.json").read_text())["models_directory"]
+    (model,) = DeclaredFiles(Path(folder)).changed() or ()
+    assert (model.name, model.service_classes, model.replicas) == (replica.spec.model.name, ("default",), 1)
+    command = [sys.executable, "-m", "medha_router", str(tmp_path / "router.json")]
+    with subprocess.Popen(command) as router:
+        try:
+            while not files.router_ready.exists():
+                assert router.poll() is None
+                time.sleep(0.05)
+            client = openai.OpenAI(base_url=f"{files.url()}/v1", api_key="none", max_retries=0)
+            with pytest.raises(openai.InternalServerError) as refused:
+                client.completions.create(model=model.name, prompt="x")
+            assert refused.value.status_code == 503
+            assert int(refused.value.response.headers["retry-after"]) >= 1
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(model="wrong", prompt="x")
+        finally:
+            router.terminate()
 
 
 def test_a_checkpoint_is_made_and_not_overwritten_without_force(tmp_path: Path) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
 from cluster.api import Api, Document, PlayedKubelets, condition, eventually
+from cluster.api import running as played_pod
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import Operator, limited_kubeconfig, operator
+from medha.declared import from_text
 from medha_cli.main import main
-from medha_operator.kinds import DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
-from medha_operator.overlay import holds
+from medha_operator import overlay
+from medha_operator.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
 from medha_operator.settings import OperatorSettings
+from situations.recording import record
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
 
@@ -45,14 +50,20 @@ def api(controlled: ControlPlane) -> Iterator[Api]:
 
 
 @pytest.fixture(scope="module")
+def kubelets(api: Api) -> Iterator[PlayedKubelets]:
+    with PlayedKubelets(api) as played:
+        yield played
+
+
+@pytest.fixture(scope="module")
 def running(
-    controlled: ControlPlane, api: Api, tmp_path_factory: pytest.TempPathFactory
+    controlled: ControlPlane, kubelets: PlayedKubelets, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Operator]:
     """An operator with exactly the rights that it asks for, and kubelets that are played."""
     folder = tmp_path_factory.mktemp("operator")
     settings: dict[str, Any] = {"routers": [{"name": "front", "namespace": "default"}]}
     kubeconfig = limited_kubeconfig(controlled, OperatorSettings(lease_namespace="default", **settings))
-    with operator(folder, kubeconfig, **settings) as process, PlayedKubelets(api):
+    with operator(folder, kubeconfig, **settings) as process:
         yield process
 
 
@@ -97,7 +108,9 @@ def test_a_replica_becomes_exactly_what_medha_render_prints(
     owned = api.owned("r", home)
     for manifest in json.loads(printed.output)["items"]:
         there = owned.pop((manifest["kind"], manifest["metadata"]["name"]))
-        assert holds(there | {"kind": manifest["kind"], "apiVersion": manifest["apiVersion"]}, manifest)
+        assert overlay.holds(
+            there | {"kind": manifest["kind"], "apiVersion": manifest["apiVersion"]}, manifest
+        )
     assert sorted(kind for kind, _ in owned) == ["Pod", "Pod", "Pod", "Pod", "Secret"]
 
 
@@ -392,7 +405,14 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
         ["router.pub", "token"],
     )
     assert enrolment["data"]["token"] in keys["data"]["tokens"]
-    api.apply(replica("r", home, routerRef={"name": "front", "namespace": "default"}))
+    assert api.get(CONFIG_MAP, "front-models") is None
+    classes = [{"name": "chat"}, {"name": "batch"}]
+    api.apply(replica("r", home, routerRef={"name": "front", "namespace": "default"}, serviceClasses=classes))
+    models = eventually(lambda: api.get(CONFIG_MAP, "front-models"))
+    assert models is not None
+    (text,) = models["data"].values()
+    assert [(one.name, one.service_classes) for one in from_text(text, "")] == [("m", ("chat", "batch"))]
+    assert models["metadata"]["ownerReferences"][0]["kind"] == ROUTER.name
     ready(api, "r", home)
     owned = api.owned("r", home)
     (copy,) = [one for (kind, name), one in owned.items() if kind == "Secret" and "enrolment" in name]
@@ -406,9 +426,13 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
     newer = eventually(lambda: api.get(SECRET, copy["metadata"]["name"], home))
     assert newer is not None
     assert newer["metadata"]["uid"] != copy["metadata"]["uid"]
+    # What a router was told goes with the last replica that names it.
+    api.delete(REPLICA, "r", home)
+    eventually(lambda: (api.get(CONFIG_MAP, "front-models") or {}).get("data"), lambda seen: not seen)
     # `helm uninstall` removes the router and leaves what its replicas know it by.
     api.delete(ROUTER, "front")
     eventually(lambda: api.get(ROUTER, "front"), lambda seen: seen is None)
+    eventually(lambda: api.get(CONFIG_MAP, "front-models"), lambda seen: seen is None, seconds=90)
     kept = api.get(SECRET, "front-keys")
     assert kept is not None
     assert "ownerReferences" not in kept["metadata"]  # so that nobody collects it
@@ -416,19 +440,135 @@ def test_a_router_gets_its_keys_once_it_is_there_and_replicas_elsewhere_what_enr
         api.delete(SECRET, name)
 
 
+def scraped(process: Operator) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{process.metrics_port}/metrics") as answer:
+        return str(answer.read(), "utf-8")
+
+
+def says(process: Operator, *lines: str) -> str:
+    """The operator's metrics, once they have these lines."""
+    return eventually(lambda: scraped(process), lambda seen: all(f"{line}\n" in seen for line in lines))
+
+
+def holds(kind: str, namespace: str, name: str, value: int) -> str:
+    """The line that says whether a condition of a replica holds."""
+    labels = f'condition="{kind}",kind="MedhaReplica",resource="{name}",resource_namespace="{namespace}"'
+    return f"medha_operator_condition{{{labels}}} {value}.0"
+
+
 def test_metrics_tell_of_looks_resources_and_readiness(running: Operator, api: Api, home: str) -> None:
     api.apply(replica("r", home))
     ready(api, "r", home)
-
-    def scraped() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{running.metrics_port}/metrics") as answer:
-            return str(answer.read(), "utf-8")
-
-    text = eventually(scraped, lambda seen: 'medha_operator_ready_seconds_count{kind="MedhaReplica"}' in seen)
+    text = says(running, holds("Ready", home, "r", 1), holds("Stalled", home, "r", 0))
+    eventually(
+        lambda: scraped(running),
+        lambda seen: 'medha_operator_ready_seconds_count{kind="MedhaReplica"}' in seen,
+    )
     assert 'medha_operator_reconcile_seconds_count{kind="MedhaReplica",outcome="changed"}' in text
     assert "medha_operator_leading 1.0" in text
-    condition = 'condition="Ready",kind="MedhaReplica",reason="Serving",status="True"'
-    assert f"medha_operator_resources{{{condition}}}" in text
+    assert not any("medha_operator_reason{" in line and home in line for line in text.splitlines())
+    api.delete(REPLICA, "r", home)
+    eventually(lambda: scraped(running), lambda seen: f'resource_namespace="{home}"' not in seen)
+
+
+@contextmanager
+def frozen_config_maps(api: Api, namespace: str) -> Iterator[None]:
+    """A policy of the cluster's administrators refuses changes of ConfigMaps in a namespace."""
+    path = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
+    changes = {
+        "apiGroups": [""],
+        "apiVersions": ["v1"],
+        "operations": ["UPDATE"],
+        "resources": ["configmaps"],
+    }
+    there = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+    name: Document = {"metadata": {"name": "frozen"}}
+    spec = {"matchConstraints": {"resourceRules": [changes]}, "validations": [{"expression": "false"}]}
+    api.call("POST", path, name | {"spec": spec})
+    bound = {"policyName": "frozen", "validationActions": ["Deny"], "matchResources": there}
+    api.call("POST", f"{path.removesuffix('ies')}ybindings", name | {"spec": bound})
+    probe = api.call("POST", CONFIG_MAP.path(namespace), {"metadata": {"name": "probe"}})["metadata"]["name"]
+
+    def is_refused() -> bool:
+        try:
+            api.call("PATCH", CONFIG_MAP.path(namespace, probe), {"data": {"a": str(time.monotonic())}})
+        except httpx.HTTPStatusError as error:
+            return error.response.status_code == 422
+        return False
+
+    eventually(is_refused)
+    try:
+        yield
+    finally:
+        api.call("DELETE", f"{path}/frozen")
+        api.call("DELETE", f"{path.removesuffix('ies')}ybindings/frozen")
+
+
+def test_what_alerts_go_by_while_a_write_is_refused_or_pods_are_suspended(
+    running: Operator, api: Api
+) -> None:
+    home = api.namespace("alerts")
+
+    def mine(labels: Mapping[str, str]) -> bool:
+        return labels.get("resource_namespace", home) == home and labels.get("reason") != "Conflict"
+
+    api.apply(replica("r", home))
+    ready(api, "r", home)
+    before = says(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 0))
+    record("operator-serving", before, of=lambda labels: mine(labels) and "reason" not in labels)
+    with frozen_config_maps(api, home):
+        api.apply(replica("r", home, scheduling={"policy": "edf"}))
+        says(running, holds("Ready", home, "r", 1), holds("Reconciling", home, "r", 1))
+        failed = 'medha_operator_reconcile_errors_total{kind="MedhaReplica",reason="Invalid"}'
+        first = eventually(lambda: scraped(running), lambda seen: f"{failed} " in seen)
+        count = [line for line in first.splitlines() if line.startswith(failed)]
+        later = eventually(lambda: scraped(running), lambda seen: count[0] not in seen)
+        record("operator-refused", first, later, mine)
+    api.apply(replica("r", home, suspend=True))
+    of_ready = 'condition="Ready",kind="MedhaReplica",reason="Suspended",resource="r"'
+    reason = f'medha_operator_reason{{{of_ready},resource_namespace="{home}"}} 1.0'
+    record("operator-suspended", says(running, reason, holds("Stalled", home, "r", 0)), of=mine)
+    api.delete(REPLICA, "r", home)
+
+
+def test_a_crash_loop_is_one_resource_to_alerts_and_one_event_that_counts(
+    running: Operator, api: Api, kubelets: PlayedKubelets
+) -> None:
+    home = api.namespace("crashes")
+    kubelets.held.add(home)
+    api.apply(replica("r", home, parallelism={"kv": 1}))
+    pod = eventually(lambda: api.get(POD, "r-l0-0", home))
+    assert pod is not None
+
+    def play(state: Document) -> None:
+        status = played_pod(pod)
+        status["containerStatuses"][0] |= {"ready": False, "started": False, "restartCount": 3} | state
+        status["conditions"] = [one for one in status["conditions"] if one["type"] == "PodScheduled"]
+        api.call("PATCH", POD.path(home, "r-l0-0", "status"), {"status": status})
+
+    ended = {"terminated": {"exitCode": 1, "reason": "Error", "message": "no such model"}}
+    waits = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "lastState": ended}
+    runs = {"state": {"running": {"startedAt": "2030-01-01T00:00:00Z"}}, "lastState": ended}
+
+    def told() -> list[int]:
+        mine = [one for one in api.list(EVENT, home) if one["reason"] == "CrashLooping"]
+        return [one["count"] for one in mine if one["involvedObject"]["kind"] == "MedhaReplica"]
+
+    def of_resource(labels: Mapping[str, str]) -> bool:
+        return labels.get("resource_namespace") == home
+
+    for crashes in (1, 2):
+        play(waits)
+        waiting = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 1))
+        eventually(told, lambda seen, crashes=crashes: seen == [crashes])
+        play(runs)
+        trying = says(running, holds("Ready", home, "r", 0), holds("Stalled", home, "r", 0))
+    record("operator-crash-waits", waiting, of=of_resource)
+    record("operator-crash-runs", trying, of=of_resource)
+    found = api.get(REPLICA, "r", home)
+    assert condition(found) == ("False", "Loading")
+    kubelets.held.discard(home)
+    api.delete(REPLICA, "r", home)
 
 
 def test_probes_leave_no_lines_in_the_log(running: Operator) -> None:

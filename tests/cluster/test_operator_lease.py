@@ -16,8 +16,9 @@ from campaign.proxy import Call, Fault, FaultyProxy
 from cluster.api import Api, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
-from cluster.test_operator import ready, replica
+from cluster.test_operator import ready, replica, scraped
 from medha_operator.kinds import LEASE, POD, REPLICA, ROUTER
+from situations.recording import record
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s
 
@@ -59,7 +60,8 @@ def test_a_second_operator_takes_over_at_once_when_the_first_ends_well(
     with operator(tmp_path, controlled.kubeconfig, "first", **settings) as first:
         eventually(holder, lambda seen: seen == "default/first")
         with operator(tmp_path, controlled.kubeconfig, "second", **settings) as second:
-            eventually(lambda: "kopf" in second.said())
+            eventually(lambda: "waits for the lease" in second.said())
+            record("operator-follows", scraped(second))
             assert first.stop() == 0
             assert eventually(holder, lambda seen: seen == "default/second") == "default/second"
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
+from medha.declared import DeclaredModel
 from medha.messages import (
     Announce,
     Cancel,
@@ -27,8 +28,10 @@ from medha.routing import (
     Abandon,
     Arrive,
     BundleKnown,
+    Declared,
     Deliver,
     Fail,
+    KnownModel,
     LinkLost,
     NewSequence,
     Received,
@@ -390,6 +393,62 @@ def test_unknown_models_and_outages_are_told_apart() -> None:
     (outage,) = core.handle(arrive("a"), 0.0)
     assert isinstance(outage, Fail)
     assert outage.kind == "unavailable"
+
+
+def declare(core: RouterCore, **replicas: int) -> None:
+    models = (
+        DeclaredModel(name=name, service_classes=("chat", "batch"), replicas=count)
+        for name, count in replicas.items()
+    )
+    assert core.handle(Declared(tuple(models)), 0.0) == []
+
+
+def refusal(core: RouterCore, model: str = "m") -> str:
+    """Why a request for a model gets no answer."""
+    (refused,) = core.handle(arrive("a", model=model), 0.0)
+    assert isinstance(refused, Fail)
+    return refused.kind
+
+
+def test_a_model_that_a_manifest_names_is_known_before_a_replica_was_heard() -> None:
+    core = RouterCore()
+    declare(core, m=2)
+    assert (refusal(core), refusal(core, "other")) == ("unavailable", "model_not_found")
+    assert core.known_models() == {"m": KnownModel(("chat", "batch"), 2)}
+    assert core.waiting_by_model() == {"m": 0}
+    announce(core, model="other", ready=False)
+    assert core.known("other") == KnownModel(("default",), None)
+    assert refusal(core, "other") == "unavailable"
+    announce(core, replica="r1", ready=False)
+    assert core.known("m") == KnownModel(("default",), 2)  # what it has announced is what holds
+
+
+def test_a_model_that_no_manifest_names_any_more_is_forgotten_with_its_last_replica() -> None:
+    core = serving()
+    announce(core, replica="r1", model="alone", ready=False)
+    declare(core, m=1)
+    declare(core)
+    assert core.known("m") is not None
+    core.handle(LinkLost("r0"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.known("m") is None
+    assert refusal(core) == "model_not_found"
+    core.handle(LinkLost("r1"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.known("alone") is not None  # no manifest ever named it: its absence is an outage
+    declare(core, m=1)
+    assert refusal(core) == "unavailable"
+
+
+def test_who_waits_for_a_model_that_is_withdrawn_is_still_counted() -> None:
+    core = serving(RoutingLimits(unserved_seconds=60.0))
+    declare(core, m=1)
+    announce(core, waiting=2)  # it is full
+    assert core.handle(arrive("a"), 0.0) == []
+    declare(core)
+    core.handle(LinkLost("r0"), 0.0)
+    core.handle(Tick(), 0.0)
+    assert core.waiting_by_model() == {"m": 1}
 
 
 def test_what_is_open_at_a_replica_that_lost_its_epoch_goes_on_elsewhere_and_counts_one_loss() -> None:

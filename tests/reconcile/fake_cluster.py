@@ -93,6 +93,12 @@ class FakeCluster:
         self._begin("create", manifest["kind"])
         return None if _name(manifest) in self.objects else self.put(manifest)
 
+    async def merge(self, key: Key, patch: Document) -> Document:
+        self._begin("merge", key.kind)
+        found = self.objects[key]
+        data = {**found.get("data", {}), **patch["data"]}
+        return self.put(found | {"data": {name: text for name, text in data.items() if text is not None}})
+
     async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> bool:
         self._begin("delete", key.kind)
         return self.objects.pop((key.kind, key.namespace, key.name), None) is not None

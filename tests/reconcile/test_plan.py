@@ -512,3 +512,20 @@ def test_an_annotation_of_the_pods_restarts_them_as_docs_say() -> None:
     assert world.settle() == 0
     assert not uids(world) & before
     assert world.status.restarts == 0
+
+
+def test_pods_that_crash_again_and_again_are_told_of_in_the_same_words_each_time_that_they_do() -> None:
+    world = World(**GRID)
+    world.settle()
+    world.told.clear()
+    crashes = ("CrashLooping", "container worker: ended with exit code 1 (Error)")
+    for attempt in range(3):
+        for trouble in (crashes, None):
+            for name, pod in world.pods.items():
+                last_words = None if trouble is None else (trouble[0], f"{trouble[1]}: attempt {attempt}")
+                world.pods[name] = replace(pod, is_started=False, is_ready=False, trouble=last_words)
+            for _ in range(2):  # once to say so, once with nothing new to say
+                world.do(world.plan().actions)
+    told = [(one.reason, one.message, one.is_warning) for one in world.told]
+    assert [reason for reason, _, _ in told] == ["CrashLooping"] * 3
+    assert len(set(told)) == 1

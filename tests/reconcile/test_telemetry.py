@@ -130,3 +130,56 @@ def test_the_time_to_ready_counts_from_what_was_asked_for(
         assert value("medha_operator_ready_seconds_sum", labels) == taken_seconds
 
     asyncio.run(run())
+
+
+def test_conditions_are_told_of_each_resource_and_reasons_only_where_something_is_amiss() -> None:
+    async def run() -> None:
+        queue = WorkQueue(lambda: 0.0)
+        index = Index(queue.add)
+        value = Telemetry(index, queue).registry.get_sample_value
+
+        def offer(name: str, version: int, **conditions: tuple[str, float]) -> dict[str, Any]:
+            metadata = {"name": name, "namespace": "team-a", "uid": name, "resourceVersion": str(version)}
+            document = {"kind": "MedhaReplica", "metadata": metadata, "spec": {}}
+            index.offer(document | ({"status": status(**conditions)} if conditions else {}))
+            return document
+
+        def holds(name: str, condition: str) -> float | None:
+            return value("medha_operator_condition", _labels(name, condition))
+
+        def reason(name: str, condition: str, said: str) -> float | None:
+            return value("medha_operator_reason", _labels(name, condition) | {"reason": said})
+
+        offer("new", 1)
+        offer(
+            "good",
+            2,
+            Ready=("True", 0),
+            Reconciling=("False", 0),
+            Stalled=("False", 0),
+            Scheduled=("True", 0),
+        )
+        offer("bad", 3, Ready=("False", 0), Reconciling=("True", 0), Stalled=("False", 0))
+        assert (holds("new", "Ready"), reason("new", "Ready", "NoStatus")) == (0, 1)
+        assert [holds("good", kind) for kind in ("Ready", "Reconciling", "Stalled", "Scheduled")] == [
+            1,
+            0,
+            0,
+            None,
+        ]
+        assert [reason("good", kind, "Reason") for kind in ("Ready", "Reconciling")] == [None, None]
+        assert [holds("bad", kind) for kind in ("Ready", "Reconciling", "Stalled")] == [0, 1, 0]
+        assert [reason("bad", kind, "Reason") for kind in ("Ready", "Reconciling", "Stalled")] == [1, 1, None]
+        index.stores["MedhaReplica"].see("DELETED", offer("bad", 4))
+        assert holds("bad", "Ready") is None
+
+    asyncio.run(run())
+
+
+def _labels(name: str, condition: str) -> dict[str, str]:
+    return {
+        "kind": "MedhaReplica",
+        "resource_namespace": "team-a",
+        "resource": name,
+        "condition": condition,
+    }

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import httpx
 import psutil
 import pytest
+
+from situations.recording import record
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 
 BODY = {"model": MODEL, "prompt": "go on", "temperature": 1, "seed": 5, "ignore_eos": True, "stream": True}
 
 
-@pytest.fixture(scope="module", params=[(1, 1, 1), (1, 2, 2)], ids=["one rank", "four ranks"])
+GRIDS = ((1, 1, 1), (1, 2, 2))
+
+
+@pytest.fixture(scope="module", params=GRIDS, ids=["one rank", "four ranks"])
 def replica(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -90,6 +97,56 @@ def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(repl
         time.sleep(0.1)
     assert len(streamed(replica, 20)) > 0
     replica.wait_idle()
+
+
+@pytest.mark.parametrize("replica", GRIDS[:1], indirect=True, ids=["one rank"])
+def test_steps_that_take_longer_than_predicted_are_seen_as_such(replica: Served) -> None:
+    while not (urls := re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(replica.lines))):
+        time.sleep(0.1)  # it is printed a moment after the replica serves
+
+    def metrics() -> str:
+        replica.wait_idle()
+        return httpx.get(urls[0]).text
+
+    def prefill(number: int) -> None:
+        """A prompt that no other begins like, in few steps that take long enough to be predicted on a busy machine."""
+        prompt = [number, *(token % 200 for token in range(1000))]
+        body = BODY | {"prompt": prompt, "max_tokens": 1, "stream": False}
+        httpx.post(replica.url + "/v1/completions", json=body, timeout=60).raise_for_status()
+
+    for number in range(10):  # from which the predictor learns how fast this machine is now
+        prefill(number)
+    before = metrics()
+    for number in range(10, 20):
+        prefill(number)
+    record("steps-as-predicted", before, metrics())
+    (rank,) = processes(replica, "medha_worker.rank")
+    before = metrics()
+    with mostly_stopped(rank):
+        for number in range(20, 26):
+            prefill(number)
+    record("steps-too-slow", before, metrics())
+
+
+@contextmanager
+def mostly_stopped(process: psutil.Process) -> Iterator[None]:
+    """Give a process a tenth of the time, as if the machine did much else, and so often that it is not taken to hang."""
+    ended = Event()
+
+    def stop_and_go() -> None:
+        while not ended.is_set():
+            process.suspend()
+            ended.wait(0.09)
+            process.resume()
+            ended.wait(0.01)
+
+    stopping = Thread(target=stop_and_go)
+    stopping.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        stopping.join()
 
 
 def test_a_part_that_keeps_dying_ends_the_whole_with_an_error(checkpoint: Path, tmp_path: Path) -> None:

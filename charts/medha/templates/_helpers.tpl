@@ -135,6 +135,7 @@ priorityClassName: {{ . }}
   "key_file" "/etc/medha/keys/router.key"
   "enrolment_file" "/etc/medha/keys/tokens"
   "scratch_directory" "/tmp"
+  "models_directory" "/etc/medha/models"
   "max_body_bytes" .maxBodyBytes
   "max_waiting" .maxWaiting
   "allowed_hosts" .allowedHosts

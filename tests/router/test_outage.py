@@ -1,0 +1,214 @@
+"""What clients and metrics are told while nobody can serve, or not in time: the situations that alerts are about."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import zmq
+
+from medha.declared import DeclaredModel, to_text
+from medha_links.keys import KeyPair, read_public_key
+from medha_links.sockets import connect
+from medha_router.bundle import Bundle
+from situations.recording import record
+
+from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router, wait_for
+
+CLASSES = ("interactive", "batch")
+BODY = {"model": MODEL, "prompt": "x"}
+
+
+def declare(folder: Path, **replicas: int) -> Path:
+    """Write what the operator writes for models with so many replicas each."""
+    folder.mkdir(exist_ok=True)
+    models = (
+        DeclaredModel(name=name, service_classes=CLASSES, replicas=count) for name, count in replicas.items()
+    )
+    (folder / "installation.json").write_text(to_text(models), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return declare(tmp_path_factory.mktemp("declared") / "models", tiny=1)
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Router]:
+    """A router that has just begun and knows from manifests that there is a model."""
+    router = start_router(
+        tmp_path_factory.mktemp("router"),
+        models_directory=str(models),
+        silence_seconds=1,
+        unserved_seconds=0.2,
+        max_waiting=1,
+    )
+    yield router
+    stop_router(router)
+
+
+@pytest.fixture
+def replica(door: Router, bundle_files: dict[str, bytes]) -> Iterator[ScriptedReplica]:
+    running = ScriptedReplica(door, bundle_files)
+    door.wait_ready()
+    yield running
+    running.stop()
+    wait_for(lambda: door.http.get("/ready").status_code == 503, "the replica is still heard")
+
+
+def scraped(router: Router) -> str:
+    return router.http.get("/metrics").text
+
+
+def missed(router: Router, service_class: str) -> float:
+    labels = f'met="false",model="{MODEL}",prompt_tokens="unknown",service_class="{service_class}"'
+    return router.metric(f"medha_request_ttft_attainment_total{{{labels}}}")
+
+
+def test_a_model_that_manifests_name_is_an_outage_and_no_wrong_name_when_nobody_was_ever_heard(
+    door: Router,
+) -> None:
+    """As after a restart of the router while all replicas are down."""
+    before = scraped(door)
+    assert f'medha_router_replicas{{model="{MODEL}",state="ready"}} 0.0' in before
+    client = openai.OpenAI(base_url=f"{door.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}])
+    assert refused.value.status_code == 503
+    assert int(refused.value.response.headers["retry-after"]) >= 1
+    assert MODEL in refused.value.message
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="wrong", messages=[{"role": "user", "content": "x"}])
+    assert [one.id for one in client.models.list()] == []
+    assert door.http.get(f"/v1/models/{MODEL}").status_code == 503
+    for _ in range(9):
+        assert door.post("/v1/completions", BODY).status_code == 503
+    record("unserved", before, scraped(door))
+
+
+def test_refusals_count_as_first_tokens_that_never_came_in_the_class_that_was_asked_for(door: Router) -> None:
+    before = {name: missed(door, name) for name in CLASSES}
+    for tier in (None, "default", "batch", "no such class"):
+        assert door.post("/v1/completions", {**BODY, "service_tier": tier}).status_code == 503
+    assert {name: missed(door, name) - before[name] for name in CLASSES} == {"interactive": 3, "batch": 1}
+    for faulty in ({**BODY, "n": 0}, {**BODY, "model": "wrong"}, {"model": MODEL}):
+        assert door.post("/v1/completions", faulty).status_code in (400, 404)
+    assert sum(missed(door, name) for name in CLASSES) == sum(before.values()) + 4
+
+
+def test_names_that_nobody_knows_share_one_value_of_the_label(door: Router) -> None:
+    before = scraped(door)
+    for number in range(10):
+        assert door.post("/v1/completions", {**BODY, "model": f"wrong-{number}"}).status_code == 404
+    after = scraped(door)
+    assert "wrong-" not in after
+    assert 'medha_requests_total{endpoint="completions",model="(unknown)",outcome="model_not_found"}' in after
+    record("wrong-names", before, after)
+
+
+def test_requests_that_are_served_in_time_and_late(
+    door: Router, replica: ScriptedReplica, bundle: Bundle
+) -> None:
+    replica.script = Script(tokens=say(bundle, "Hello"))
+    assert door.post("/v1/completions", BODY).status_code == 200
+    before = scraped(door)
+    for _ in range(10):
+        assert door.post("/v1/completions", BODY).status_code == 200
+    served = scraped(door)
+    record("served", before, served)
+    replica.script = Script(tokens=say(bundle, "Hello"), delay_seconds=0.06)  # the class promises 0.05
+    late = {"x-slo-ttft-ms": "0.001"}
+    assert door.post("/v1/completions", BODY, headers=late).status_code == 200
+    before = scraped(door)
+    for _ in range(10):
+        assert door.post("/v1/completions", BODY, headers=late).status_code == 200
+    record("late", before, scraped(door))
+
+
+def test_a_replica_that_is_lost_leaves_its_model_and_refusals_count(
+    door: Router, bundle_files: dict[str, bytes]
+) -> None:
+    replica = ScriptedReplica(door, bundle_files)
+    door.wait_ready()
+    replica.stop()
+    wait_for(lambda: door.http.get("/ready").status_code == 503, "the replica is still heard")
+    before = scraped(door)
+    for _ in range(10):
+        assert door.post("/v1/completions", BODY).status_code == 503
+    record("lost", before, scraped(door))
+
+
+def test_requests_that_find_the_queue_full_count_as_missed(
+    door: Router, replica: ScriptedReplica, bundle: Bundle
+) -> None:
+    replica.script = Script(tokens=say(bundle, "Hello"))
+    replica.order("announce", {"waiting_limit": 1, "waiting": 1})
+    wait_for(lambda: door.metric("medha_replica_sequences_waiting") == 1, "the replica is not full")
+    waiting = threading.Thread(target=lambda: httpx.post(f"{door.url}/v1/completions", json=BODY, timeout=30))
+    waiting.start()
+    wait_for(lambda: door.metric("medha_router_sequences_waiting") == 1, "nobody waits")
+    assert door.post("/v1/completions", BODY).status_code == 429
+    before = scraped(door)
+    for _ in range(10):
+        assert door.post("/v1/completions", BODY).status_code == 429
+    record("overloaded", before, scraped(door))
+    replica.order("announce", {"waiting_limit": 10, "waiting": 0})
+    waiting.join()
+
+
+def test_an_answer_that_breaks_off_has_missed_what_was_promised_of_its_output(
+    door: Router, bundle_files: dict[str, bytes], bundle: Bundle
+) -> None:
+    replica = ScriptedReplica(door, bundle_files, script=Script(tokens=say(bundle, "Hello"), hold=True))
+    door.wait_ready()
+    counted = 'medha_request_tpot_attainment_total{met="false",'
+    before = door.metric(counted)
+    with door.http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
+        lines = (line for line in response.iter_lines() if line)
+        next(lines)
+        replica.stop()
+        error, done = list(lines)[-2:]
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert done == "data: [DONE]"
+    assert door.metric(counted) == before + 1
+
+
+def test_strangers_at_the_link_are_counted(door: Router) -> None:
+    before = scraped(door)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = read_public_key(door.keys.router_public)
+    strangers = [
+        connect(context, door.control, f"stranger/{number}".encode(), KeyPair.new(), server)
+        for number in range(5)
+    ]
+    counted = 'medha_router_refused_connections_total{link="control"}'
+    wait_for(lambda: door.metric(counted) >= 5, "they are not counted")
+    record("strangers", before, scraped(door))
+    for stranger in strangers:
+        stranger.close(0)
+    context.term()
+
+
+def test_models_that_come_and_go_in_manifests_are_known_and_forgotten(door: Router, models: Path) -> None:
+    def status(model: str) -> int:
+        return door.post("/v1/completions", {**BODY, "model": model}).status_code
+
+    wanted = f'medha_router_replicas_wanted{{model="{MODEL}"}}'
+    declare(models, tiny=0, other=2)
+    try:
+        wait_for(lambda: status("other") == 503, "it is not known")
+        assert door.metric(wanted) == 0
+        record("suspended", scraped(door), of=lambda labels: labels.get("model") == MODEL)
+        declare(models, other=2)
+        wait_for(lambda: status(MODEL) == 404, "it is still known")
+        assert f'model="{MODEL}",state="ready"' not in scraped(door)
+    finally:
+        declare(models, tiny=1)
+        wait_for(lambda: status(MODEL) == 503, "it is not known again")
+    assert status("other") == 404
