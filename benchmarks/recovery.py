@@ -51,7 +51,12 @@ from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.up import RunFiles, write_parts
 from medha_worker.checkpoint import init_checkpoint
-from medha_worker.supervision.lifecycle import DEATHS_SECONDS
+from medha_worker.supervision.lifecycle import (
+    DEATHS_SECONDS,
+    MOST_DEATHS,
+    MOST_DEATHS_SLOW,
+    SLOW_DEATHS_SECONDS,
+)
 from medha_worker.supervision.supervisor import StopRequests, supervise
 
 PORT = 8000  # the namespace is our own
@@ -604,13 +609,14 @@ def main() -> int:
 
 
 def _keep_apart(failure: Failure, deaths: dict[str, list[float]]) -> None:
-    """Three deaths of one part within a minute would end the whole: wait until one of the last two is long ago."""
+    """Too many deaths of one part within a minute, or an hour, would end the whole: wait until enough are long ago."""
     if failure.kind == "cut":
         return
     for part in failure.parts:
         before = deaths.setdefault(part, [])
-        if len(before) > 1:
-            time.sleep(max(before[-2] + DEATHS_SECONDS + 10.0 - time.monotonic(), 0.0))
+        for most, seconds in ((MOST_DEATHS, DEATHS_SECONDS), (MOST_DEATHS_SLOW, SLOW_DEATHS_SECONDS)):
+            if len(before) >= most - 1:
+                time.sleep(max(before[1 - most] + seconds + 10.0 - time.monotonic(), 0.0))
         before.append(time.monotonic())
 
 
