@@ -302,7 +302,7 @@ TROUBLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no-image": ("ImagePullFailed", {"image": "docker.io/library/medha-worker:none"}),
     "no-room": ("InsufficientCapacity", {"resources": {"accelerator": "none", "requests": {"cpu": "1000"}}}),
     "no-volume": ("VolumeUnavailable", {"source": {"pvc": {"claimName": "missing"}}}),
-    "no-folder": ("StartingContainers", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
+    "no-folder": ("VolumeUnavailable", {"source": {"hostPath": {"path": f"{medha.MODELS}/missing"}}}),
     "no-weights": ("CrashLooping", {"source": {"hostPath": {"path": medha.TORCH}}}),
     "no-right": ("CrashLooping", {"source": {"hostPath": {"path": f"{medha.MODELS}/private"}}}),
     "no-hub": ("ModelFetchFailed", {"source": {"huggingFace": {"repository": "nobody/nothing"}}}),
