@@ -38,7 +38,7 @@ class Module:
 
     name: str
     commands: dict[str, str]
-    """Program -> Go package; several that share one are the same file, which looks at the name that it is started by."""
+    """Program -> Go package."""
     stamps: tuple[str, ...] = ()
     """`-X` settings of the linker."""
     sources: tuple[str, ...] = ("go.mod", "go.sum")
@@ -47,44 +47,37 @@ class Module:
     def key(self, go_version: str) -> str:
         """Digest of everything that the programs depend on."""
         folder = _GO / self.name
-        made_of = [
-            go_version,
-            *_FLAGS,
-            *self.stamps,
-            *(f"{name}={package}" for name, package in self.commands.items()),
-        ]
+        made_of = [go_version, *_FLAGS, *self.stamps, *sorted(self.commands.values())]
         made_of += [(folder / name).read_text(encoding="utf-8") for name in self.sources]
         return hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:16]
 
 
 _FLAGS = ("-trimpath",)
-_SERVERS = (
-    "etcd",
-    "kube-apiserver",
-    "kube-controller-manager",
-    "kube-scheduler",
-    "kubelet",
-    "kube-proxy",
-)
 MODULES = (
-    # One module, so that what they share is compiled once: half of the time of a module each.
+    Module("etcd", {"etcd": "go.etcd.io/etcd/server/v3"}),
     Module(
-        "cluster",
+        "kubernetes",
         {
-            **dict.fromkeys(_SERVERS, "medha.dev/tests/cluster/servers"),
-            "coredns": "medha.dev/tests/cluster/coredns",
-            "kubectl": "k8s.io/kubernetes/cmd/kubectl",
-            "helm": "helm.sh/helm/v3/cmd/helm",
-            "kwok": "sigs.k8s.io/kwok/cmd/kwok",
-            "kube-score": "github.com/zegl/kube-score/cmd/kube-score",
+            name: f"k8s.io/kubernetes/cmd/{name}"
+            for name in (
+                "kube-apiserver",
+                "kubectl",
+                "kube-controller-manager",
+                "kube-scheduler",
+                "kubelet",
+                "kube-proxy",
+            )
         },
-        (
-            *(f"{_VERSION}.{name}={value}" for name, value in _STAMPS.items()),
-            f"{_HELM}.k8sVersionMajor={_MAJOR}",
-            f"{_HELM}.k8sVersionMinor={_MINOR}",
-        ),
-        sources=("go.mod", "go.sum", "servers/main.go", "coredns/main.go"),
+        tuple(f"{_VERSION}.{name}={value}" for name, value in _STAMPS.items()),
     ),
+    Module(
+        "helm",
+        {"helm": "helm.sh/helm/v3/cmd/helm"},
+        (f"{_HELM}.k8sVersionMajor={_MAJOR}", f"{_HELM}.k8sVersionMinor={_MINOR}"),
+    ),
+    Module("kwok", {"kwok": "sigs.k8s.io/kwok/cmd/kwok"}),
+    Module("coredns", {"coredns": "github.com/coredns/coredns"}),
+    Module("kube-score", {"kube-score": "github.com/zegl/kube-score/cmd/kube-score"}),
     Module(
         "pod",
         {name: f"medha.dev/tests/cluster/pod/{name}" for name in ("pause", "hello")},
@@ -153,10 +146,20 @@ def _build(module: Module, names: list[str]) -> dict[str, Path]:
 def _go_build(go: str, module: Module, names: list[str], folder: Path) -> None:
     stamps = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in module.stamps)])
     partial = folder / f".partial-{os.getpid()}"  # so that nobody runs half a program
-    packages = {module.commands[name] for name in names}
+    packages = [module.commands[name] for name in names]
+    target = partial / names[0] if len(names) == 1 else partial
     partial.mkdir()
     done = subprocess.run(
-        [go, "build", *_FLAGS, "-ldflags", stamps, "-o", f"{partial}/", *sorted(packages)],
+        [
+            go,
+            "build",
+            *_FLAGS,
+            "-ldflags",
+            stamps,
+            "-o",
+            str(target) + ("" if len(names) == 1 else "/"),
+            *packages,
+        ],
         cwd=_GO / module.name,
         env=os.environ | {"CGO_ENABLED": "0"},
         stderr=subprocess.PIPE,
@@ -166,10 +169,9 @@ def _go_build(go: str, module: Module, names: list[str], folder: Path) -> None:
     if done.returncode != 0:
         shutil.rmtree(partial)
         raise CannotBuild(f"building {', '.join(names)} failed:\n{done.stderr[-2000:]}")
-    for name, package in module.commands.items():
-        if package in packages and not (folder / name).exists():
-            (folder / name).hardlink_to(partial / package.rpartition("/")[2])
-    shutil.rmtree(partial)
+    for name in names:
+        (partial / name).rename(folder / name)
+    partial.rmdir()
 
 
 def _tell(text: str) -> None:

@@ -122,9 +122,7 @@ def test_a_model_in_a_folder_of_the_node_is_served_as_the_page_shows(demo: Demo)
 
 
 def test_ctrl_c_ends_everything(demo: Demo) -> None:
-    kubeconfig = Path(demo.run("echo $KUBECONFIG").strip())
-    assert kubeconfig.is_file()
+    demo.run("kubectl get nodes")
     os.killpg(demo.process.pid, signal.SIGINT)  # as a terminal does
     assert demo.process.wait(END_SECONDS) == -signal.SIGINT  # so make ends once its command has
-    assert not kubeconfig.parents[1].exists()  # removed last, when every process has ended
     assert not SETTINGS.exists()
