@@ -170,8 +170,8 @@ def main(settings_file: Path) -> None:
     try:
         sys.exit(uvloop.run(serve(settings, parent_pid, file_limit)))
     except ConfigInvalid as error:
-        log.error("%s", error)  # noqa: TRY400
+        log.critical("%s", error)  # last words: a supervisor quotes them
         sys.exit(1)
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", settings.host, settings.port, error)  # noqa: TRY400
+        log.critical("cannot listen on %s:%d: %s", settings.host, settings.port, error)
         sys.exit(1)

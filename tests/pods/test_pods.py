@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 from pathlib import Path
 
 import httpx
@@ -35,6 +36,14 @@ def test_four_pods_answer_as_transformers_do(replica: Replica, greedy: str) -> N
     assert replica.complete(PROMPT, TOKENS) == greedy
     for pod in replica.pods.values():
         assert [pod.ask(path)[0] for path in ("/started", "/ready", "/live", "/else")] == [200, 200, 200, 404]
+
+
+def test_the_parts_of_a_pod_show_signs_of_life_where_only_their_own_user_can(replica: Replica) -> None:
+    for pod in replica.pods.values():
+        socket = Path(pod.rank().environ()["NOTIFY_SOCKET"])
+        assert socket.is_relative_to(pod.folder)
+        assert socket.is_socket()
+        assert stat.S_IMODE(socket.stat().st_mode) == 0o600
 
 
 def test_a_rank_that_is_killed_is_mended_inside_its_pod(replica: Replica, greedy: str) -> None:

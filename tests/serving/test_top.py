@@ -361,11 +361,13 @@ def test_a_running_replica_is_recorded_for_a_while_and_again(served: Served, tmp
         assert recording.stderr is not None
         assert "recording" in recording.stderr.readline()
         body = {"model": MODEL, "prompt": "Hello", "max_tokens": 5, "ignore_eos": True}
-        httpx.post(served.url + "/v1/completions", json=body, timeout=60).raise_for_status()
+        asked = {"x-request-id": f"asked-for-{name}"}
+        httpx.post(served.url + "/v1/completions", json=body, headers=asked, timeout=60).raise_for_status()
         assert recording.wait(timeout=30) == 0
         assert "ui.perfetto.dev" in recording.stderr.read()
         recording.stderr.close()
         events = json.loads((tmp_path / name).read_bytes())
+        assert any(f"asked-for-{name}" in event.get("args", {}).get("request", "") for event in events)
         slices = [event["name"] for event in events if event["ph"] == "X"]
         assert slices.count("decode 1") == 4
         assert slices.count("draw") >= 5
