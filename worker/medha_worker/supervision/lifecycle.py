@@ -35,9 +35,7 @@ GRACE_SECONDS = 10.0  # to leave after a SIGTERM, for a part that has nothing le
 FAILED_GRACE_SECONDS = 3.0  # the same once something has failed: enough to send clients an error
 MOST_DEATHS = 3  # of one part within DEATHS_SECONDS: then it is not the world that kills it
 DEATHS_SECONDS = 60.0
-MOST_DEATHS_SLOW = (
-    20  # the same within SLOW_DEATHS_SECONDS: a loop that is slower than that must not go on unseen
-)
+MOST_DEATHS_SLOW = 20  # the same within SLOW_DEATHS_SECONDS: no loop of deaths goes on for ever unseen
 SLOW_DEATHS_SECONDS = 3600.0
 _BECAUSE = " because: "  # before a part's last words
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
