@@ -36,6 +36,8 @@ log = logging.getLogger("medha.router")
 _PARENT = "MEDHA_PARENT_PID"
 """Set by a supervisor, which puts the time on each line itself."""
 _PARENT_POLL_SECONDS = 0.5
+_BACKLOG = 2048
+"""Connections that the kernel keeps until they are accepted; as uvicorn asks for."""
 
 
 class _Server(uvicorn.Server):
@@ -51,6 +53,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
+    listener.listen(_BACKLOG)  # who connects before uvicorn accepts is kept, and not refused
     return listener
 
 

@@ -322,7 +322,7 @@ def test_a_client_that_goes_while_it_sends_is_counted_and_fills_no_log(narrow: R
     wait_for(lambda: narrow.metric("medha_router_body_bytes") == 0, "not noticed")
     if path != "/tokenize":
         wait_for(lambda: narrow.metric(ended) == count + 1, "not counted")
-        assert narrow.metric('medha_requests_total{endpoint="completions",model="",outcome="cancelled"}') or (
-            narrow.metric('medha_requests_total{endpoint="chat",model="",outcome="cancelled"}')
-        )
+        assert narrow.metric(
+            'medha_requests_total{endpoint="completions",model="(unknown)",outcome="cancelled"}'
+        ) or (narrow.metric('medha_requests_total{endpoint="chat",model="(unknown)",outcome="cancelled"}'))
     assert narrow.log.read_bytes() == before
