@@ -40,12 +40,18 @@ def make_collectors(
     return made
 
 
+LINKS = ("control", "tokens")
+"""Links to replicas, as metrics name them."""
+
+
 class Observer:
     """Everything that the router counts, in the words of its code."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._metrics: dict[str, Collector] = {**make_collectors((*ROUTER_METRICS, *VLLM_ALIASES), registry)}
+        for link in LINKS:
+            self.connections_refused(link, 0)  # from 0 on, so that the first refusal is an increase, too
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         counter = self._metrics[name]

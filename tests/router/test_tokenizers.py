@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from medha.errors import CheckpointInvalid, RequestInvalid
+from medha.errors import CheckpointInvalid
+from medha_router.api_error import ApiError
 from medha_router.bundle import Bundle
 from medha_router.detokenize import TextStream
 from medha_router.prepare import Catalog, ModelTerms, prepare
@@ -460,5 +461,7 @@ def test_text_with_a_token_that_the_model_has_no_embedding_for_is_refused(tmp_pa
         return prompt_ids.tolist()
 
     assert max(ids("Hello </s>")) < one.size
-    with pytest.raises(RequestInvalid, match=rf"`prompt` holds '\[PAD\]', which is the token {one.size} "):
+    with pytest.raises(ApiError) as caught:
         ids("Hello [PAD]")
+    assert caught.value.status == 400
+    assert f"`prompt` holds '[PAD]', which is the token {one.size} " in caught.value.message
