@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from medha_cli.runs import Run
 from situations.recording import record
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
@@ -101,12 +101,14 @@ def test_a_router_that_dies_breaks_its_connections_and_frees_what_they_held(repl
 
 @pytest.mark.parametrize("replica", GRIDS[:1], indirect=True, ids=["one rank"])
 def test_steps_that_take_longer_than_predicted_are_seen_as_such(replica: Served) -> None:
-    while not (urls := re.findall(r"(http://\S+/metrics)\s+\(scheduling\)", "".join(replica.lines))):
-        time.sleep(0.1)  # it is printed a moment after the replica serves
+    (controller,) = processes(replica, "medha_worker.controller")
+    run = Run(Path(controller.cmdline()[-1]).parent, "tiny", replica.process.pid)
 
     def metrics() -> str:
         replica.wait_idle()
-        return httpx.get(urls[0]).text
+        while (url := run.telemetry_url()) is None:
+            time.sleep(0.1)  # the file is written a moment after the replica serves
+        return httpx.get(f"{url}/metrics").text
 
     def prefill(number: int) -> None:
         """A prompt that no other begins like, in few steps that take long enough to be predicted on a busy machine."""
