@@ -135,7 +135,7 @@ def main() -> None:
     claims = []
 
     def claim(name: str, workload: str, figure: str, goal: float, better: str, *, ratio: bool) -> None:
-        """One figure of `guarded` against SRPT's, paired by seed: their ratio, or else their difference."""
+        """Compare a figure of `guarded` with SRPT's, paired by seed: by their ratio, or else by their difference."""
         ours = [getattr(result, figure) for result in results[workload, "guarded"]]
         theirs = [getattr(result, figure) for result in results[workload, "srpt"]]
         paired = [a / b if ratio else a - b for a, b in zip(ours, theirs, strict=True)]

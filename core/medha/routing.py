@@ -305,7 +305,7 @@ class RouterCore:
         ]
 
     def known(self, model: str) -> KnownModel | None:
-        """What is known of a model, or None: where nothing serves one that is known, that is an outage and no wrong name."""
+        """Return the facts of a known model, or None. If nothing serves a known model, that is an outage and no wrong name."""
         declared, announced = self._declared.get(model), self._announced.get(model)
         if declared is None and announced is None:
             return None

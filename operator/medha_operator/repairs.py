@@ -35,7 +35,7 @@ class Repairs:
         return self._written.get(key) == _digest(manifest)
 
     def wait_seconds(self, key: Key, now: float) -> float:
-        """How long the object is to be left as it is; 0 or less: not at all."""
+        """Return the seconds for which the object is left as it is; 0 or less: it may be repaired now."""
         count, last = self._counts.get(key, (0, now))
         if count < AT_ONCE or not last <= now < last + FORGET_SECONDS:
             return 0.0

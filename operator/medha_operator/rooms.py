@@ -60,13 +60,13 @@ class Rooms:
             return room
 
     def settle(self, key: Key) -> None:
-        """What came of the answer can be seen in the index."""
+        """Forget what a replica was answered: the index shows now what it did with that."""
         self._told.discard(key)
         if not self._index.waiting_for_room:
             self._listed.clear()
 
     async def _judged(self, key: Key, observed: Observed, since: float) -> Room:
-        """By lists that are not older than `since`."""
+        """Answer from lists of pods that are not older than `since`."""
         pods = await self._pods_of(observed)
         unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
         if unjudged is not None:
@@ -93,7 +93,7 @@ class Rooms:
         return Room(False, _lacks(missing, pods, len(nodes)))
 
     async def _pods_of(self, observed: Observed) -> Sequence[Needs]:
-        """What each pod of the replica asks for: as it is, with what admission has added; a missing one by its template."""
+        """List what each pod of the replica asks for: from the pod, with what admission added, or from the template of a missing one."""
         found, _ = await self._cluster.list(POD, observed.namespace, f"medha.dev/replica={observed.name}")
         mine = {pod.uid for pod in observed.pods}
         made = {one["metadata"]["name"]: one for one in found if one["metadata"]["uid"] in mine}
@@ -115,7 +115,7 @@ class Rooms:
         return known.pods
 
     async def _without_node(self, since: float) -> list[Needs]:
-        """What those pods ask for that no node has yet; those of replicas the index knows better."""
+        """List what pods without a node ask for; the index knows better about those of replicas."""
         if self._unplaced.at_seconds < since:
             at = self._clock()
             pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName=,{_ALIVE}")

@@ -176,7 +176,7 @@ class Generation:
 
     @property
     def outcome(self) -> str | None:
-        """How it ended: `stop`, `length`, `cancelled` or the code of an error; None while it runs."""
+        """The outcome: `stop`, `length`, `cancelled` or the code of an error; None while it runs."""
         return self._outcome
 
     @property

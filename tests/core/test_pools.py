@@ -113,7 +113,7 @@ class PoolsMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(one.in_flight == 0 for one in self.sequences.values()))
     @rule(data=st.data(), more=st.integers(0, 20))
     def fork(self, data: st.DataObject, more: int) -> None:
-        """Of a sequence that has computed its prompt; the controller lets all of it be shared, but for its last token."""
+        """Fork a sequence that has computed its prompt; the controller shares all of that but its last token."""
         parents = [name for name, one in self.sequences.items() if one.computed >= one.prompt_tokens]
         if not parents:
             return

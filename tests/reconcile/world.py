@@ -49,9 +49,9 @@ class World:
         self.other_nodes: list[Node] = [Node(heard_since=0.0)]
         """Those without pods of the replica."""
         self.unmade: tuple[str, str] | None = None
-        """What events tell of pods that are not made."""
+        """Reason and message of the events that say why pods are not made."""
         self.room = Room(True)
-        """What is answered when the replica asks for room elsewhere."""
+        """The answer to the replica's question for room on other nodes."""
         self.held: set[str] = set()
         """UIDs of objects and pods that a finalizer of somebody else holds."""
         self.is_deleting = False

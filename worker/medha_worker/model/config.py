@@ -57,7 +57,7 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Of all matrices; the vectors beside them are next to nothing."""
+        """Count the parameters of all matrices; the vectors beside them are next to nothing."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return int(self.linear_flops_per_token / 2) + embedding
 
