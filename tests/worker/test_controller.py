@@ -20,6 +20,9 @@ import httpx
 import numpy as np
 import pytest
 import zmq
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from medha.api import LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec, SchedulingSpec
 from medha.config import ReplicaConfig, derive
@@ -104,7 +107,9 @@ class Stage:
     """A controller process, and the two peers that the test plays."""
 
     def __init__(self, folder: Path, spec: MedhaReplicaSpec = SPEC, *, start: bool = True) -> None:
-        (folder / "tokenizer.json").write_text("{}")
+        tokenizer = Tokenizer(BPE())
+        tokenizer.decoder = ByteLevel()
+        tokenizer.save(str(folder / "tokenizer.json"))
         endpoints = {
             name: f"ipc://{folder}/{name}"
             for name in ("router_control", "router_tokens", "rank_control", "rank_tokens")
@@ -543,8 +548,8 @@ def test_the_bundle_is_sent_to_who_asks_by_its_digest(stage: Stage) -> None:
     announce = stage.from_controller(Announce)
     assert isinstance(announce, Announce)
     stage.router.send(FetchBundle(announce.digest))
-    part = stage.from_controller(BundlePart)
-    assert part == BundlePart(announce.digest, "tokenizer.json", 0)
+    assert stage.from_controller(BundlePart) == BundlePart(announce.digest, "tokenizer.json", 1)
+    assert stage.from_controller(BundlePart) == BundlePart(announce.digest, "special_tokens_map.json", 0)
 
 
 def test_prefill_times_are_announced_up_to_the_longest_prompt(stage: Stage) -> None:

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from medha.bundle import spelling_of
 from medha.errors import CheckpointInvalid
+from medha_worker.readable import require_readable
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED, _MODEL = "special_tokens_map.json", "added_tokens.json", "config.json"
@@ -100,6 +101,7 @@ def whole_tokenizer(directory: Path) -> dict[str, bytes]:
 
 def _json_object(directory: Path, name: str) -> dict[str, Any] | None:
     path = directory / name
+    require_readable(path)
     if not path.is_file():
         return None
     try:
