@@ -176,7 +176,8 @@ def test_an_answer_that_breaks_off_has_missed_what_was_promised_of_its_output(
         error, done = list(lines)[-2:]
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert done == "data: [DONE]"
-    assert door.metric(counted) == before + 1
+    # The answer is counted once it is closed, which is after its last line.
+    wait_for(lambda: door.metric(counted) == before + 1, "it is not counted")
 
 
 def test_strangers_at_the_link_are_counted(door: Router) -> None:
