@@ -91,8 +91,10 @@ class Index:
         earlier = tuple(entry.document for entry in labelled if entry.owner not in (None, *lanes))
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
         objects |= {("Secret", name): {} for name in self.secrets.get(uid, ())}
-        if any(pod.is_started for pod in pods):  # which needed the keys to start
-            objects["Secret", keys_name(Owner(metadata["name"], metadata["namespace"], uid))] = {}
+        # A pod that has started had its keys. One that an earlier replica of the name left behind mounts other ones.
+        keys = keys_name(Owner(metadata["name"], metadata["namespace"], uid))
+        if any(pod.is_started and keys in pod.secrets for pod in pods):
+            objects["Secret", keys] = {}
         owner = _controller(metadata)
         nodes = self._nodes((*pods, *earlier))
         is_any_silent = any(node.unreachable_since is not None for node in nodes.values())

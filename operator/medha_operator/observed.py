@@ -80,6 +80,8 @@ class Pod:
     is_fetching: bool = False
     """An init container is at work, other than a sidecar, which goes on beside the others."""
     node: str | None = None
+    secrets: frozenset[str] = frozenset()
+    """Names of the Secrets that it mounts."""
     tolerates_emptying: bool = False
     """The scheduler puts it on a node that is to be emptied like on any other."""
 
@@ -172,6 +174,11 @@ def pod_of(document: Object) -> Pod:
         trouble=trouble,
         is_fetching=is_fetching,
         node=document.get("spec", {}).get("nodeName"),
+        secrets=frozenset(
+            volume["secret"]["secretName"]
+            for volume in document.get("spec", {}).get("volumes", ())
+            if "secret" in volume
+        ),
         tolerates_emptying=any(
             toleration.get("key") in (None, "", _CORDON, *_EMPTIED_BY)
             for toleration in document.get("spec", {}).get("tolerations", ())

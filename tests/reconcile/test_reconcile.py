@@ -294,7 +294,7 @@ def pod(stage: Stage, uid: str, *, is_started: bool) -> dict[str, object]:
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": metadata,
-        "spec": {"nodeName": "n"},
+        "spec": {"nodeName": "n", "volumes": template["spec"]["volumes"]},
         "status": {"conditions": [placed, ready], "containerStatuses": [container]},
     }
 
@@ -310,6 +310,22 @@ def test_secrets_are_made_sure_of_in_a_resync_only_where_pods_do_not_start() -> 
             stage.queue.add(key)
             await stage.work()
             assert stage.cluster.calls_of("create", "Secret") == 1 + further
+
+    on_stage(test)
+
+
+def test_pods_that_an_earlier_replica_left_behind_do_not_vouch_for_the_new_keys() -> None:
+    """They have started with the keys of the old one; a pod that takes the place of one of them needs the new ones."""
+
+    async def test(stage: Stage) -> None:
+        stage.see(resource("MedhaReplica"))
+        await stage.work()
+        left_behind = pod(stage, "a", is_started=True)
+        left_behind["spec"] = {"volumes": [{"name": "keys", "secret": {"secretName": "r-keys-00000000"}}]}
+        stage.see(left_behind)
+        stage.index.secrets.clear()  # as in an operator that has just started
+        await stage.work()
+        assert stage.cluster.calls_of("create", "Secret") == 2
 
     on_stage(test)
 
