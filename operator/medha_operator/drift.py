@@ -1,8 +1,8 @@
 """What others have added to objects of ours where it does harm, and the patch that takes it away.
 
 Server-side apply puts back what others have changed and leaves what they have added, which is right for labels and annotations. A
-key more in a selector empties a Service, one more peer opens a NetworkPolicy, and a node selector keeps the next pods
-from being placed: these fields are to be what we render and nothing else.
+key more in a selector empties a Service, one more peer opens a NetworkPolicy, and a node selector or a container more keeps the next pods
+from starting: these fields are to be what we render and nothing else.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ _PLACING = (
     "topologySpreadConstraints",
     "nodeName",
     "schedulerName",
+    "runtimeClassName",
+    "priorityClassName",
+    "activeDeadlineSeconds",
+    "resourceClaims",
+    "hostNetwork",
+    "hostPID",
+    "hostIPC",
 )
+_TEMPLATE = ("spec", "template", "spec")
 EXACT: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "Service": (("spec", "selector"),),
     "NetworkPolicy": (("spec",),),
     "PodDisruptionBudget": (("spec",),),
-    "StatefulSet": (("spec", "ordinals"), *(("spec", "template", "spec", field) for field in _PLACING)),
+    "StatefulSet": (("spec", "ordinals"), *((*_TEMPLATE, field) for field in _PLACING)),
 }
 """Kind -> the fields in which nothing may be added."""
-_DEFAULTS: Mapping[tuple[str, ...], str] = {
-    ("spec", "template", "spec", "schedulerName"): "default-scheduler"
+NAMED: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "StatefulSet": tuple((*_TEMPLATE, field) for field in ("initContainers", "containers", "volumes")),
 }
+"""Kind -> the lists of named entries to which no name may be added."""
+_DEFAULTS: Mapping[tuple[str, ...], str] = {(*_TEMPLATE, "schedulerName"): "default-scheduler"}
 """What the API server adds to such a field by itself."""
 
 
@@ -44,6 +54,13 @@ def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict
         change, names = _taken_away(here, there, ".".join(path))
         paths += names
         _put(patch, path, change)
+    for path in NAMED.get(wanted["kind"], ()):
+        ours = {entry["name"] for entry in _at(wanted, path) or ()}
+        here = _at(found, path) or ()
+        theirs = [entry["name"] for entry in here if entry["name"] not in ours]
+        if theirs:
+            paths += [f"{'.'.join(path)}[{name}]" for name in theirs]
+            _put(patch, path, [entry for entry in here if entry["name"] in ours] or None)
     return patch, tuple(paths)
 
 

@@ -141,14 +141,14 @@ class Program:
             key, waited = await self._queue.take()
             self._telemetry.waited(waited)
             began = clock()
-            for concerned in self._declarations.changed(key):
-                self._queue.add(concerned)
             outcome = await self._look(reconciler, key)
             self._telemetry.looked(key.kind, outcome, clock() - began)
 
     async def _look(self, reconciler: Reconciler, key: Key) -> str:
         """Look once, and say to the queue when to look again; returns the outcome as metrics call it."""
         try:
+            for concerned in self._declarations.changed(key):
+                self._queue.add(concerned)
             look = await reconciler.look(key)
         except ApiError as error:
             pause = self._queue.failed(key, least_pause(error))

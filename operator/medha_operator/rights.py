@@ -9,6 +9,7 @@ from __future__ import annotations
 from medha_operator.declared import models_key
 from medha_operator.kinds import (
     CHILDREN,
+    CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
     EVENT,
@@ -19,6 +20,7 @@ from medha_operator.kinds import (
     REPLICA,
     ROUTER,
     SECRET,
+    VOLUME,
     Kind,
 )
 from medha_operator.settings import OperatorSettings, RouterSite
@@ -47,6 +49,7 @@ def namespaced_rules() -> list[Rule]:
         _rule(POD, [*_WATCH, "delete"]),
         *made,
         _rule(SECRET, ["create"]),
+        _rule(CLAIM, ["get"]),  # to see which volume a pod is tied to
         _rule(EVENT, ["create", "get", "list", "patch"]),
         # An owner reference that blocks deletion needs the right to set its owner's finalizers, where that is checked.
         _rule(REPLICA, ["update"], "finalizers"),
@@ -55,11 +58,11 @@ def namespaced_rules() -> list[Rule]:
 
 
 def cluster_rules() -> list[Rule]:
-    """Of what belongs to no namespace, and of pods of all of them, which take room on nodes.
+    """Of nodes, of volumes that may be tied to some of them, and of pods of all namespaces, which take room there.
 
     Without them the operator goes on, but sees no node that is lost or emptied.
     """
-    return [_rule(NODE, _SEE), _rule(POD, ["list"])]
+    return [_rule(NODE, _SEE), _rule(POD, ["list"]), _rule(VOLUME, ["get"])]
 
 
 def gang_rules(settings: OperatorSettings) -> list[Rule]:

@@ -1,7 +1,7 @@
 """Room for a replica on nodes that are not being emptied: whether all of its pods would find a node there.
 
 The scheduler has the last word. What is judged here is what it judges first: labels that the pods ask for, taints, and
-requests beside those of the pods that are there. Whatever else a pod asks of its node counts as no room.
+requests beside those of the pods that are there, and where their volumes can be mounted. Whatever else a pod asks of its node counts as no room.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ class Needs:
     terms: tuple[Object, ...] | None = None
     """Node selector terms, of which one must match; None: it asks for none."""
     tolerations: tuple[Object, ...] = ()
+    claims: tuple[str, ...] = ()
+    """Names of the PersistentVolumeClaims that it mounts."""
+    volumes: tuple[tuple[Object, ...], ...] = ()
+    """Node selector terms of each volume that those are bound to, of which one must match."""
     together: tuple[str, str] | None = None
     """Label of nodes and group: the pods of a group run where that label has one value."""
     unjudged: str = ""
@@ -48,9 +52,20 @@ def needs_of(pod: Object) -> Needs:
         selector=spec.get("nodeSelector") or {},
         terms=None if node_terms is None else tuple(node_terms.get("nodeSelectorTerms") or ()),
         tolerations=tuple(spec.get("tolerations") or ()),
+        claims=tuple(
+            volume["persistentVolumeClaim"]["claimName"]
+            for volume in spec.get("volumes") or ()
+            if volume.get("persistentVolumeClaim")
+        ),
         together=together,
         unjudged=unjudged or _unjudged(spec, affinity),
     )
+
+
+def nodes_of_volume(volume: Object) -> tuple[Object, ...] | None:
+    """Node selector terms of a PersistentVolume, of which one must match; None: any node may mount it."""
+    required = (volume["spec"].get("nodeAffinity") or {}).get("required")
+    return None if required is None else tuple(required.get("nodeSelectorTerms") or ())
 
 
 def requests(spec: Object) -> Amounts:
@@ -77,6 +92,7 @@ def may_take(node: Node, name: str, needs: Needs) -> bool:
         and not node.cordoned
         and all(node.labels.get(label) == value for label, value in needs.selector.items())
         and (needs.terms is None or any(_is_met(term, node, name) for term in needs.terms))
+        and all(any(_is_met(term, node, name) for term in terms) for terms in needs.volumes)
         and all(_is_tolerated(taint, needs.tolerations) for taint in node.taints)
         and _has(node.allocatable, needs.amounts)
     )

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medha_operator.cluster import ApiError, Cluster
 from medha_operator.index import Index
-from medha_operator.kinds import POD, Key
-from medha_operator.observed import Observed, Room
-from medha_operator.room import Amounts, Needs, left_free, may_take, needs_of, requests, without_room
+from medha_operator.kinds import CLAIM, POD, VOLUME, Key
+from medha_operator.observed import Object, Observed, Room
+from medha_operator.room import (
+    Amounts,
+    Needs,
+    left_free,
+    may_take,
+    needs_of,
+    nodes_of_volume,
+    requests,
+    without_room,
+)
 
 RECENT_SECONDS = 10.0
 """How old a list of pods may be that an answer of no rests on."""
@@ -71,6 +80,9 @@ class Rooms:
         unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
         if unjudged is not None:
             return Room(False, f"the operator cannot tell which nodes spec.template.spec.{unjudged} allows")
+        pods = [
+            replace(needs, volumes=await self._volumes(observed.namespace, needs.claims)) for needs in pods
+        ]
         nodes = {
             name: node
             for name, node in sorted(self._index.nodes().items())
@@ -105,6 +117,21 @@ class Rooms:
             for name, template in ((f"{one['metadata']['name']}-{ordinal}", one["spec"]["template"]),)
         ]
 
+    async def _volumes(self, namespace: str, claims: Iterable[str]) -> tuple[tuple[Object, ...], ...]:
+        """Ask where the volumes behind claims can be mounted: the node selector terms of each that is tied to some nodes.
+
+        A claim that is not bound yet, or gone, ties the pod to no node.
+        """
+        tied = []
+        for name in claims:
+            claim = await self._cluster.get(CLAIM, namespace, name)
+            bound_to = (claim or {}).get("spec", {}).get("volumeName")
+            volume = await self._cluster.get(VOLUME, "", bound_to) if bound_to else None
+            terms = None if volume is None else nodes_of_volume(volume)
+            if terms is not None:
+                tied.append(terms)
+        return tuple(tied)
+
     async def _taken(self, node: str, since: float) -> Iterable[tuple[str, Amounts]]:
         known = self._listed.get(node)
         if known is None or known.at_seconds < since:
@@ -126,11 +153,14 @@ class Rooms:
 
 def _lacks(missing: int, pods: Sequence[Needs], nodes: int) -> str:
     if not nodes:
-        return f"no other node may take its {len(pods)} pods (labels, taints, size)"
+        return f"no other node may take its {len(pods)} pods (labels, taints, size, where its volumes are)"
     return f"{missing} of its {len(pods)} pods find no room beside the pods of the {nodes} other nodes that may take them"
 
 
 def _unknown(error: ApiError) -> str:
     if error.status == 403:
-        return "the operator may not list the pods of all namespaces, so it cannot tell whether other nodes have room"
+        return (
+            "the operator may not list the pods of all namespaces, or not read the volumes that the replica mounts, so it "
+            "cannot tell whether other nodes have room"
+        )
     return f"it is not known whether other nodes have room: {error}"

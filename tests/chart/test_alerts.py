@@ -22,8 +22,8 @@ def router(*spells: Spell, pod: str = "medha-router-a") -> Process:
     return {"namespace": NAMESPACE, "pod": pod}, list(spells)
 
 
-def operator(*spells: Spell) -> Process:
-    return {"namespace": NAMESPACE, "pod": "medha-operator-a"}, list(spells)
+def operator(*spells: Spell, pod: str = "medha-operator-a", namespace: str = NAMESPACE) -> Process:
+    return {"namespace": namespace, "pod": pod}, list(spells)
 
 
 def controller(*spells: Spell) -> Process:
@@ -111,6 +111,20 @@ CASES: dict[str, Case] = {
     "the router is gone": Case(
         "MedhaNoRouter", (router(Spell("served", 10), Spell(None, 10)),), 16, (PAGES | {"namespace": NAMESPACE},)
     ),
+    "the router crashes again and again": Case(
+        "MedhaNoRouter",
+        (router(*[Spell("unserved", 2), Spell(None, 3)] * 10),),
+        49,
+        (PAGES | {"namespace": NAMESPACE},),
+    ),
+    "the router is replaced": Case(
+        "MedhaNoRouter",
+        (
+            router(Spell("served", 20), Spell(None, 20)),
+            router(Spell(None, 21), Spell("served", 19), pod="medha-router-b"),
+        ),
+        30,
+    ),
     "the router is there and serves nobody": Case("MedhaNoRouter", (router(Spell("unserved", 20)),), 19),
     "all requests are refused": Case("MedhaRequestsFail", (router(Spell("lost", 20)),), 16, (MODEL,)),
     "they are since the router began": Case("MedhaRequestsFail", (router(Spell("unserved", 20)),), 16, (MODEL,)),
@@ -133,9 +147,18 @@ CASES: dict[str, Case] = {
     "steps are as predicted": Case(
         "MedhaPredictionsOff", (controller(Spell("steps-as-predicted", 70)),), 65
     ),
-    "no operator is there": Case("MedhaOperatorDoesNotLead", (), 6, (WARNS,)),
+    "no operator is there": Case("MedhaOperatorDoesNotLead", (), 6, (WARNS | {"namespace": NAMESPACE},)),
     "the only one does not lead": Case(
-        "MedhaOperatorDoesNotLead", (operator(Spell("operator-follows", 10)),), 6, (WARNS,)
+        "MedhaOperatorDoesNotLead",
+        (operator(Spell("operator-follows", 10)),),
+        6,
+        (WARNS | {"namespace": NAMESPACE},),
+    ),
+    "only that of another installation leads": Case(
+        "MedhaOperatorDoesNotLead",
+        (operator(Spell("operator-follows", 10)), operator(Spell("operator-serving", 10), namespace="team-b")),
+        6,
+        (WARNS | {"namespace": NAMESPACE},),
     ),
     "one leads": Case("MedhaOperatorDoesNotLead", (operator(Spell("operator-serving", 10)),), 6),
     "looks fail": Case(
@@ -154,6 +177,15 @@ CASES: dict[str, Case] = {
     "it was refused a moment ago": Case("MedhaNotCarriedOut", (operator(Spell("operator-refused", 20)),), 14),
     "pods crash, and nothing is refused": Case("MedhaNotCarriedOut", (operator(*crashing(60)),), 50),
     "pods crash for half an hour": Case("MedhaNotReady", (operator(*crashing(60)),), 31, (CRASHING,)),
+    "pods crash while the operator is replaced": Case(
+        "MedhaNotReady",
+        (
+            operator(Spell("operator-crash-waits", 20), Spell(None, 20)),
+            operator(Spell(None, 21), Spell("operator-crash-waits", 19), pod="medha-operator-b"),
+        ),
+        32,
+        (CRASHING,),
+    ),
     "pods crash for less": Case("MedhaNotReady", (operator(*crashing(60)),), 29),
     "a replica is suspended": Case("MedhaNotReady", (operator(Spell("operator-suspended", 60)),), 50),
     "a replica is ready": Case("MedhaNotReady", (operator(Spell("operator-serving", 60)),), 50),

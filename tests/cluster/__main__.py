@@ -52,10 +52,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     wanted = parser.parse_args(arguments)
     nodes = wanted.shape != "control-plane"
-    if wanted.models and not (nodes and wanted.models.is_dir()):
-        parser.error(
-            f"--models {wanted.models}: " + ("is no folder; make it first" if nodes else "there is no node")
-        )
+    if wanted.models:
+        if not nodes:
+            parser.error(f"--models {wanted.models}: there is no node")
+        try:
+            wanted.models.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"--models {wanted.models}: {error.strerror}")
 
     asked_to_end = threading.Event()
 

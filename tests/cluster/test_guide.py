@@ -63,7 +63,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
         build(PROGRAMS)
         images.build(torch="cpu")
     models = folder / "models"
-    models.mkdir()
     log = folder / "log"
     network = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     with log.open("wb") as out:

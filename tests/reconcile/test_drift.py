@@ -27,6 +27,12 @@ HARM: list[tuple[str, str, Change, tuple[str, ...]]] = [
     ("StatefulSet", "r-l0", {"template": {"spec": {"affinity": {"nodeAffinity": {}}}}}, ("spec.template.spec.affinity",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"schedulerName": "mine"}}}, ("spec.template.spec.schedulerName",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"schedulerName": "default-scheduler"}}}, ()),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"runtimeClassName": "gvisor"}}}, ("spec.template.spec.runtimeClassName",)),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"priorityClassName": "low"}}}, ("spec.template.spec.priorityClassName",)),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"activeDeadlineSeconds": 60}}}, ("spec.template.spec.activeDeadlineSeconds",)),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"resourceClaims": [{"name": "c"}]}}}, ("spec.template.spec.resourceClaims",)),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"hostNetwork": True}}}, ("spec.template.spec.hostNetwork",)),
+    ("StatefulSet", "r-l0", {"template": {"spec": {"hostNetwork": False}}}, ()),
     ("StatefulSet", "r-l0", {"template": {"metadata": {"annotations": {"restartedAt": "now"}}}}, ()),
     ("StatefulSet", "r-l0", {"persistentVolumeClaimRetentionPolicy": {"whenDeleted": "Retain"}}, ()),
     ("Service", "r", {"sessionAffinity": "None", "internalTrafficPolicy": "Cluster"}, ()),
@@ -61,6 +67,20 @@ def test_one_peer_more_in_a_rule_is_replaced_with_the_rules_as_they_were(selecto
     policy["spec"]["ingress"][0]["from"][0]["namespaceSelector"] = selector
     world.settle()
     assert world.objects["NetworkPolicy", "r"]["spec"] == before
+
+
+@pytest.mark.parametrize("field", ["initContainers", "containers", "volumes"])
+def test_an_entry_more_in_a_list_of_named_ones_is_taken_away(field: str) -> None:
+    """The next gang would have to start it, or to mount it."""
+    world = World(**GRID)
+    world.settle()
+    lane = world.objects["StatefulSet", "r-l0"]
+    before = copy.deepcopy(lane["spec"])
+    lane["spec"]["template"]["spec"].setdefault(field, []).append({"name": "theirs"})
+    (planned,) = [action for action in world.plan().actions if isinstance(action, Prune)]
+    assert planned.paths == (f"spec.template.spec.{field}[theirs]",)
+    world.settle()
+    assert world.objects["StatefulSet", "r-l0"]["spec"] == before
 
 
 def drift(stage: Stage, key: Key, change: Change) -> None:

@@ -12,4 +12,4 @@ def test_only_what_a_plan_may_delete_can_be_deleted() -> None:
 
 def test_nodes_are_listed_and_watched_and_never_got_one_by_one() -> None:
     rules = [(rule["resources"], rule["verbs"]) for rule in cluster_rules()]
-    assert rules == [(["nodes"], ["list", "watch"]), (["pods"], ["list"])]
+    assert rules == [(["nodes"], ["list", "watch"]), (["pods"], ["list"]), (["persistentvolumes"], ["get"])]

@@ -307,6 +307,49 @@ def test_two_replicas_do_not_both_leave_for_the_room_of_one() -> None:
     on_stage(test)
 
 
+def mount(stage: Stage, **volume_spec: Any) -> None:
+    """The pod of `r` mounts a claim that is bound to a volume of this spec."""
+    claim: Document = {
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "models", "namespace": "default"},
+    }
+    stage.cluster.put(claim | {"apiVersion": "v1", "spec": {"volumeName": "pv"}})
+    volume = {"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": "pv", "namespace": ""}}
+    stage.cluster.put(volume | {"spec": volume_spec})
+    made = stage.cluster.objects["Pod", "default", "r-l0-0"]
+    models = {"name": "models", "persistentVolumeClaim": {"claimName": "models"}}
+    stored(stage, made | {"spec": made["spec"] | {"volumes": [*made["spec"]["volumes"], models]}})
+
+
+HERE_ALONE = {"nodeSelectorTerms": [{"matchExpressions": [expression("host", "In", "old")]}]}
+
+
+@pytest.mark.parametrize(
+    ("volume", "labels", "moves"),
+    [
+        ({"nodeAffinity": {"required": HERE_ALONE}}, {"host": "new"}, False),
+        ({"nodeAffinity": {"required": HERE_ALONE}}, {"host": "old"}, True),
+        ({"nfs": {"server": "nas"}}, {"host": "new"}, True),
+    ],
+)
+def test_a_replica_whose_volume_is_tied_to_its_node_has_no_room_elsewhere(
+    volume: Document, labels: dict[str, str], moves: bool
+) -> None:
+    """As with a local volume: its pods would wait for ever on any other node."""
+
+    async def test(stage: Stage) -> None:
+        (key,) = await serving_on(stage, "r")
+        mount(stage, **volume)
+        stored(stage, node("new", labels=labels))
+        stored(stage, node("old", cpu="64", cordoned=True))
+        assert await stage.work() == []
+        assert budget(stage, "r") == ("100%" if moves else 0)
+        if not moves:
+            assert "where its volumes are" in stage.condition(key, "Draining")[2]
+
+    on_stage(test)
+
+
 def test_a_pod_of_others_that_waits_for_a_node_comes_first() -> None:
     async def test(stage: Stage) -> None:
         await serving_on(stage, "r")

@@ -1,8 +1,8 @@
 """What processes exported in a situation that alerts are about: recorded by the test that makes it, played to Prometheus' rules.
 
 A recording holds two scrapes of one process, before and after something went on for a while. A test that makes the
-situation calls `record`: every recorded series must still be exported, by name and labels. With MEDHA_RECORD=1 in the
-environment it writes the recording anew.
+situation calls `record`: every recorded series must still be exported, by name and labels; a gauge must have the recorded value,
+and a counter must rise if it rose in the recording, and only then. With MEDHA_RECORD=1 in the environment it writes the recording anew.
 
 `played` takes recordings as minutes of a scraped process: gauges stay as they were, counters rise each minute by what they
 rose between the two scrapes.
@@ -66,11 +66,24 @@ def record(
         }
         kept = [{one: scrape[one] for one in scrape.keys() - rests} for scrape in (first, last)]
         _path(situation).write_text(_AFTER.join(map(_text, kept)), encoding="utf-8")
-    expected = recorded(situation)[1]
-    missing = _text({one: expected[one] for one in expected.keys() - last.keys()})
-    assert not missing, (
-        f"{situation}: no longer exported; where that is meant, record anew with MEDHA_RECORD=1:\n{missing}"
+    start, end = recorded(situation)
+    anew = "where that is meant, record anew with MEDHA_RECORD=1"
+    missing = _text({one: end[one] for one in end.keys() - last.keys()})
+    assert not missing, f"{situation}: no longer exported; {anew}:\n{missing}"
+    changed = _text({one: last[one] for one in end if _is_unlike(one, (start, end), (first, last))})
+    assert not changed, (
+        f"{situation}: gauges of another value, or counters that rise or stand still; {anew}:\n{changed}"
     )
+
+
+def _is_unlike(series: Series, kept: tuple[Scrape, Scrape], found: tuple[Scrape, Scrape]) -> bool:
+    """Whether a gauge has another value than in the recording, or a counter rises where it stood still, or the reverse."""
+    if series[0].endswith("_bucket"):  # which of them rise is a matter of speed
+        return False
+    if not is_counter(series):
+        return kept[1][series] != found[1][series]
+    recorded_rise, rise = (last[series] - first.get(series, 0.0) for first, last in (kept, found))
+    return (recorded_rise > 0) != (rise > 0)
 
 
 def is_counter(series: Series) -> bool:
