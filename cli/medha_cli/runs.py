@@ -9,7 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from medha.errors import ConfigInvalid
 
@@ -28,6 +31,8 @@ REMOVE_SECONDS = 10.0
 REMOVE_PAUSE_SECONDS = 0.2
 PREFIX = "medha-"
 """Of temporary directories of runs, and of links to others."""
+_MOST_CHARACTERS = 4096
+"""Of a run file; ours are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,8 @@ def announced(directory: Path, name: str, *, is_temporary: bool = False) -> Iter
     """
     path = directory / RUN_FILE
     # A directory of the user's own choice is found through a link where the temporary ones are.
-    link = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getpid()}"
+    # Nobody can guess its name: others may write there, too.
+    link = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,8 +84,6 @@ def announced(directory: Path, name: str, *, is_temporary: bool = False) -> Iter
         file.flush()
         is_linked = directory.parent.resolve() != link.parent.resolve()
         if is_linked:
-            with suppress(FileNotFoundError):
-                link.unlink()  # of a process that had our number
             link.symlink_to(directory)
         try:
             yield
@@ -93,10 +97,8 @@ def remove_ended() -> None:
     """What killed runs of this user have left: their keys, and the directories that were temporary."""
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
         here = place.parent
-        with suppress(OSError, ValueError), place.open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                continue
-            written = json.loads(file.read())  # nothing yet if it is about to begin
+        with suppress(OSError, ValueError), _run_file(here) as file:
+            written = json.loads(file.read(_MOST_CHARACTERS))  # nothing yet if it is about to begin
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it lasts
             if written.get("is_temporary") and not here.is_symlink():
                 shutil.rmtree(here, ignore_errors=True)
@@ -191,17 +193,31 @@ def find(name: str | None, run_directory: Path | None) -> Run:
 def _read(directory: Path) -> Run | None:
     """The run in a directory, if it is ours and lasts."""
     try:
-        with (directory / RUN_FILE).open(encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None
+        with _run_file(directory) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                written = json.loads(file.read())
+                written = json.loads(file.read(_MOST_CHARACTERS))
                 return Run(directory, str(written["name"]), int(written["pid"]))
     except (OSError, ValueError, KeyError):
         pass
     return None
+
+
+@contextmanager
+def _run_file(directory: Path) -> Iterator[TextIO]:
+    """The file of a run of ours, open. Where others can write, a name may stand for anything: a pipe, a device, a link.
+
+    Raises:
+        OSError: there is none, it or its directory belongs to somebody else, or it is no plain file.
+    """
+    path = directory / RUN_FILE
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # waits for no writer of a pipe
+    with os.fdopen(os.open(path, flags), encoding="utf-8") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode) or {found.st_uid, directory.stat().st_uid} != {os.getuid()}:
+            raise PermissionError(f"{path} is no run file of this user's")
+        yield file
 
 
 if __name__ == "__main__":

@@ -478,5 +478,7 @@ def _parsed(model: type[Parsed], document: object) -> Parsed:
             elif problem["type"] == "extra_forbidden":
                 lines.append(f"{where}: is no field of {kind}; remove it or correct its spelling")
             else:
-                lines.append(f"{where}: {problem['msg']} (found {problem['input']!r:.80})")
+                lines.append(
+                    f"{where}: {problem['msg'].removeprefix('Value error, ')} (found {problem['input']!r:.80})"
+                )
         raise ConfigInvalid("\n".join(lines)) from error

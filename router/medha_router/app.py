@@ -34,6 +34,7 @@ from medha_router.http import (
 from medha_router.link import ReplicaLink
 from medha_router.observe import Observer
 from medha_router.prepare import Endpoint, Plan, Prepared
+from medha_router.schema import shown
 from medha_router.settings import RouterSettings
 from medha_router.sites import SitePolicy, Sites
 from medha_router.tokenizing import Tokenizing
@@ -180,8 +181,8 @@ class Door:
                 return terms
         if wanted in ("auto", "default"):
             return classes[0]
-        known = ", ".join(terms.name for terms in classes)
-        message = f"`service_tier` is {wanted[:80]!r}; this model has auto, default, {known}"
+        known = ", ".join(dict.fromkeys(("auto", "default", *(terms.name for terms in classes))))
+        message = f"`service_tier` is {shown(wanted)}; this model has {known}"
         raise ApiError(400, message, "service_tier", "invalid_value", model=plan.model)
 
     async def _events(

@@ -38,7 +38,7 @@ class BodyLimits:
     small_bytes: int
     """Up to here a body counts as small."""
     patience_seconds: float
-    """Beyond what its bytes take at `LEAST_BYTES_PER_SECOND`."""
+    """Beyond what its bytes take at `LEAST_BYTES_PER_SECOND`, and between two pieces of it."""
 
 
 class Bodies:
@@ -97,7 +97,9 @@ class Body:
                         raise self._too_large()
                     self._bodies.grow(self, len(piece))
                     self.content += piece
-                    patience.reschedule(due + len(self.content) / LEAST_BYTES_PER_SECOND)
+                    # What comes fast buys time, but none to be silent in.
+                    enough = due + len(self.content) / LEAST_BYTES_PER_SECOND
+                    patience.reschedule(min(enough, loop.time() + limits.patience_seconds))
         except TimeoutError as error:
             text = (
                 f"the body came too slowly: {len(self.content)} bytes so far; send it faster, or less of it"

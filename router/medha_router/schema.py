@@ -367,6 +367,7 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "list_type": "a list",
         "model_attributes_type": "an object",
         "model_type": "an object",
+        "string_too_short": "a text that is not empty",
         "string_type": "a text",
     }
 )
@@ -403,4 +404,5 @@ def _where(location: tuple[int | str, ...]) -> tuple[str, ...]:
 
 def _expected(problem: ErrorDetails) -> str:
     known = _EXPECTED.get(problem["type"])
-    return known or problem["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    words: str = problem["msg"].replace("String should match pattern", "a text that matches", 1)
+    return known or words.removeprefix("Input should be ").removeprefix("a valid ")

@@ -48,6 +48,25 @@ def test_a_run_in_a_directory_of_the_users_own_choice_is_found_too(temporary: Pa
     assert [path.name for path in temporary.iterdir()] == ["elsewhere"]
 
 
+def test_names_that_others_have_planted_hold_nobody_up_and_are_no_runs(temporary: Path) -> None:
+    """Anybody may write to the temporary directory: a pipe without a writer, a device without an end, a link to a run."""
+    run = directory(temporary, "medha-mine")
+    os.mkfifo(directory(temporary, "medha-pipe") / RUN_FILE)
+    (directory(temporary, "medha-device") / RUN_FILE).symlink_to("/dev/zero")
+    with announced(run, "grid"):
+        (directory(temporary, "medha-link") / RUN_FILE).symlink_to(run / RUN_FILE)
+        remove_ended()
+        assert [found.directory for found in running()] == [run]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+def test_a_run_file_in_a_directory_of_somebody_else_is_none_of_ours(temporary: Path) -> None:
+    run = directory(temporary)
+    with announced(run, "grid"):
+        os.chown(run, 65534, 65534)
+        assert running() == []
+
+
 def left_by_a_killed_one(run: Path, *, is_temporary: bool = False) -> None:
     code = (
         "import sys, time; from pathlib import Path; from medha_cli.runs import announced\n"

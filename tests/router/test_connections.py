@@ -116,6 +116,13 @@ def test_half_a_body_gets_408_and_is_closed(hasty: Router, length: int | None, p
     assert hasty.metric("medha_router_body_bytes") == 0
 
 
+def test_what_came_fast_buys_no_time_to_be_silent_in(hasty: Router) -> None:
+    """At 32 KiB/s it would be half a minute, in which it keeps the room for large bodies from others."""
+    with dial(hasty) as silent:
+        silent.sendall(head("/v1/completions", 2 * MI) + b" " * MI)
+        assert read_to_end(silent).startswith(b"HTTP/1.1 408 ")
+
+
 def test_a_body_may_take_its_time_if_it_goes_on(hasty: Router) -> None:
     """At 32 KiB/s or more: it comes in eight parts, which take longer than the first patience."""
     part = b" " * 40_000

@@ -53,11 +53,12 @@ def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
             f"({_mib(request.weights_bytes)}) and activations ({_mib(request.activation_bytes)}); lower it"
         )
     if blocks < longest_blocks:
+        lower = f", or lower model.maxModelLen to {blocks * request.block_size_tokens}" if blocks else ""
         raise OutOfMemory(
             f"maxModelLen {request.max_model_len} needs {_mib(longest_blocks * request.block_bytes)} of KV; "
             f"{source} holds {blocks * request.block_size_tokens} tokens, beside weights "
             f"({_mib(request.weights_bytes)}) and activations ({_mib(request.activation_bytes)}); "
-            f"{mend}, or lower model.maxModelLen to {blocks * request.block_size_tokens}"
+            f"{mend}{lower}"
         )
     return blocks
 

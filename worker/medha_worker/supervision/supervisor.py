@@ -123,7 +123,11 @@ class StopRequests:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
             self.events.put(Interrupt())
 
-        self._before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+        # Whoever started us with `nohup` means that a terminal which closes ends nothing.
+        heard = (
+            one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN
+        )
+        self._before = {number: signal.signal(number, interrupt) for number in heard}
         return self
 
     def __exit__(self, *_: object) -> None:
