@@ -222,7 +222,8 @@ class Resampled:
         self._cost = cost
         self._ranks = ranks
         self._factor = ranks.factor
-        typical_seconds = float(np.median(ranks.observed)) if len(ranks.observed) else 1.0
+        # A log whose steps took no time, by its clock, says nothing of how long a slow moment is.
+        typical_seconds = (float(np.median(ranks.observed)) if len(ranks.observed) else 0.0) or 1.0
         self._slow = SlowMoments(seed, typical_seconds)
 
     def __call__(self, step: Step, now: float) -> StepTiming:

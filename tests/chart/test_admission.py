@@ -25,7 +25,7 @@ from medha_operator.settings import OperatorSettings
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions
 
-STATEFUL_SET = CHILDREN[0]
+STATEFUL_SET, REVISION = CHILDREN[:2]
 OPERATOR = f"system:serviceaccount:{NAMESPACE}:medha-operator"
 JUDGED, EXEMPT, STANDARD = "judged", "exempted", "standard"
 """Namespaces: of replicas; of replicas that are not judged; the last with `-baseline` and `-restricted`, of bare pods."""
@@ -314,6 +314,22 @@ def test_what_a_pod_may_not_be_is_refused_to_the_operator(operator: Api, name: s
     assert said is not None
     wanted = case.said.removeprefix("model.source.hostPath.path ").removeprefix("volumes v: ")
     assert wanted in said
+
+
+def test_the_operator_may_not_write_what_stateful_sets_make_pods_of(user: Api, operator: Api) -> None:
+    """A StatefulSet takes its current pods from a ControllerRevision, by its name: no policy on StatefulSets sees those."""
+    path = REVISION.path(JUDGED)
+    template = stateful_set(FORBIDDEN["host network"])["spec"]["template"]
+
+    def revision(name: str, **data: Any) -> Document:
+        return {"metadata": {"name": name}, "revision": 1, "data": data}
+
+    eventually(
+        lambda: refused(operator, "POST", path, revision("theirs", spec={"template": template})),
+        lambda said: said is not None and "data.spec must not be set" in said,
+    )
+    operator.call("POST", path, revision("ours", fields={}, templates=[template]))
+    assert refused(user, "POST", path, revision("of-others", spec={"template": template})) is None
 
 
 @pytest.mark.parametrize("name", [name for name, case in (FORBIDDEN | MERGED).items() if case.level])

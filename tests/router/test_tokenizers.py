@@ -129,6 +129,13 @@ def unigram() -> Tokenizer:
     return tokenizer
 
 
+def with_padding() -> Tokenizer:
+    """Its pad token stands in the settings of the padding alone."""
+    tokenizer = byte_level()
+    tokenizer.enable_padding(pad_id=0, pad_token="[PAD]")
+    return tokenizer
+
+
 SHAPES = {
     "byte level": byte_level().to_str(),
     "llama 2": llama_2().to_str(),
@@ -137,6 +144,7 @@ SHAPES = {
     "metaspace first": metaspace("_", "first", False).to_str(),
     "metaspace never": metaspace("·", "never", True).to_str(),
     "unigram": unigram().to_str(),
+    "with padding": with_padding().to_str(),
 }
 
 
@@ -298,6 +306,8 @@ LAID_DOWN = {
     "another space": Made("metaspace first"),
     "another space, always in front": Made("metaspace never"),
     "Unigram": Made("unigram"),
+    "a pad token of the padding alone": Made("with padding"),
+    "a pad token beside the padding's": Made("with padding", config={"pad_token": "<x>"}),
 }
 ODD_TEXTS = [
     *(
@@ -386,6 +396,16 @@ BAD = {
     ),
     "text that changes after it was streamed": (
         Made("unigram", config={"clean_up_tokenization_spaces": True}),
+        r"tokenizer_config\.json: clean_up_tokenization_spaces is set.*set it to false",
+    ),
+    "text that changes even for byte pairs": (
+        Made(
+            "byte level",
+            config={
+                "clean_up_tokenization_spaces": True,
+                "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True,
+            },
+        ),
         r"tokenizer_config\.json: clean_up_tokenization_spaces is set.*set it to false",
     ),
     "a token that is none": (

@@ -175,6 +175,13 @@ def test_a_step_takes_what_live_steps_of_its_size_took() -> None:
     assert LiveRanks.of([], 0.0).factor == 1.0
 
 
+def test_a_log_whose_steps_took_no_time_is_simulated_all_the_same() -> None:
+    step = Step(step_id=0, epoch=0, entries=(StepEntry("a", 0, (Extent(0, 1),), False),))
+    ranks = LiveRanks.of([(0.01, 0.0)] * 3, 0.0)
+    (seconds,) = Resampled(lambda *_: StepTiming((0.01,)), ranks, seed=0)(step, 1.0).stage_seconds
+    assert 0 < seconds < 0.01
+
+
 def test_the_machine_is_slow_at_the_same_times_whatever_was_launched_before() -> None:
     """So two policies of one seed differ by what they decide, and not by their luck."""
     live = LiveRanks.of([(0.01, 0.01)] * 20 + [(0.01, 0.2)] * 5, 0.0)  # every fifth step is slow

@@ -22,6 +22,7 @@ from medha_worker.readable import require_readable
 
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
 _SPECIAL_MAP, _ADDED, _MODEL = "special_tokens_map.json", "added_tokens.json", "config.json"
+_CLEANS_UP_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that every tokenizer may name, in the order in which missing ones get their ids."""
@@ -159,7 +160,8 @@ def _require_known_form(files: _Checkpoint) -> None:
             _CONFIG,
             "split_special_tokens is set: special tokens would be read as ordinary text; remove the field",
         )
-    if config.get("clean_up_tokenization_spaces") and files.tokenizer["model"].get("type") != "BPE":
+    is_bpe = files.tokenizer["model"].get("type") == "BPE"
+    if config.get("clean_up_tokenization_spaces") and (not is_bpe or config.get(_CLEANS_UP_BPE)):
         raise files.error(
             _CONFIG,
             "clean_up_tokenization_spaces is set, which changes text that has been streamed already; set it to false",
@@ -324,6 +326,8 @@ def _tokens_of_files(
         return by_text.get(str(token), token) if name in _NAMED else token
 
     fields = {**of_class, **fields}
+    if padding := files.tokenizer.get("padding"):
+        fields.setdefault("pad_token", padding["pad_token"])
     named = {name: token_of(name, fields[name]) for name in _NAMED if fields.get(name) is not None}
     for name, value in fields.items():
         if name.endswith("_token") and name not in _NAMED and isinstance(value, (str, dict, AddedToken)):
