@@ -17,6 +17,7 @@ from medha_operator.rights import cluster_rules, lease_rules, namespaced_rules, 
 from medha_operator.settings import OperatorSettings
 
 _TESTS = Path(__file__).resolve().parents[1]
+_SHOWN_CHARACTERS = 4000
 
 
 class Operator:
@@ -89,10 +90,15 @@ class Operator:
 
 @contextmanager
 def operator(folder: Path, kubeconfig: Path, name: str = "op", **settings: Any) -> Iterator[Operator]:
-    """Run one until the end of the block."""
+    """Run one until the end of the block; if that fails, say how the operator is and what it said last."""
     running = Operator(folder, kubeconfig, name, **settings)
     try:
         yield running
+    except BaseException:
+        ended = running.process.poll()
+        state = "runs" if ended is None else f"has ended with {ended}"
+        print(f"operator {name} {state}; the end of its log:\n{running.said()[-_SHOWN_CHARACTERS:]}")
+        raise
     finally:
         if running.process.poll() is None:
             running.signal(signal.SIGCONT)
