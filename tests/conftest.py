@@ -14,8 +14,9 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("campaign", max_examples=1000, deadline=None, database=None)
 settings.load_profile("ci")
 
-# A shell that runs the tests in the background (`.ci/run &`) has SIGINT ignored, and what they start would inherit that.
+# A shell that runs the tests in the background (`.ci/run &`) has SIGINT ignored, and nohup SIGHUP; what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(trylast=True)

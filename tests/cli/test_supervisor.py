@@ -21,6 +21,8 @@ from typing import IO
 import psutil
 import pytest
 
+from medha_worker.supervision.supervisor import StopRequests
+
 FAKE_UP = Path(__file__).with_name("fake_up.py")
 
 
@@ -119,6 +121,19 @@ def test_one_signal_stops_router_controller_and_ranks_in_this_order(
     run.process.send_signal(number)
     assert run.end() == 0
     assert stop_order(run.output) == ["router", "controller", "rank 0"]
+
+
+def test_under_nohup_a_terminal_that_closes_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequests() as requests:
+            signal.raise_signal(signal.SIGHUP)
+            assert requests.events.empty()
+            signal.raise_signal(signal.SIGTERM)
+            assert not requests.events.empty()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_every_line_carries_its_time_and_its_part_and_no_colours_outside_a_terminal(start: Start) -> None:
