@@ -93,7 +93,12 @@ def test_unless_it_is_asked_for_nothing_can_be_written_outside_of_the_named_name
         found = granted(helm.render(**values))
         assert {place for place, *_ in found} == {NAMESPACE, served, EVERYWHERE}
         everywhere = {(resource, verb) for place, _, resource, verb, _ in found if place == EVERYWHERE}
-        assert everywhere == {("nodes", "list"), ("nodes", "watch"), ("pods", "list")}
+        assert everywhere == {
+            ("nodes", "list"),
+            ("nodes", "watch"),
+            ("pods", "list"),
+            ("persistentvolumes", "get"),
+        }
 
 
 @pytest.mark.parametrize("name", ["defaults", "two namespaces", "everything"])
