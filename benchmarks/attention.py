@@ -21,9 +21,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ran
 
 import numpy as np
 
-from medha_worker import profile
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.profile_fit import MeasuredStep, errors, fit_profile, held_out
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.profiling import measure as profile
+from medha_worker.profiling.fit import MeasuredStep, errors, fit_profile, held_out
 
 MAX_STEP_SECONDS = 10.0
 GOAL = 0.3  # the band that attention's rate is stated with (docs/predictor.md)

@@ -30,14 +30,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from medha.errors import PartFailed
-from medha_sim.campaign import SCALES, runs
-from medha_sim.campaign_adopt import Differs, check_again, sample
-from medha_sim.campaign_pool import Stopwatch, run_all
-from medha_sim.campaign_run import DEPLOYMENTS, Outcome, Run
+from medha_papers.campaign import SCALES, runs
+from medha_papers.campaign_adopt import Differs, check_again, sample
+from medha_papers.campaign_pool import Stopwatch, run_all
+from medha_papers.campaign_run import DEPLOYMENTS, Outcome, Run
+from medha_papers.lone_prompt import TOPOLOGIES
+from medha_papers.reproduction import page, report
+from medha_papers.sources import digest, loaded_files
 from medha_sim.compiled import compiled
-from medha_sim.lone_prompt import TOPOLOGIES
-from medha_sim.reproduction import page, report
-from medha_sim.sources import digest, loaded_files
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

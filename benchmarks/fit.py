@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from medha.cost.profile import Link, Operation
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape, layer_operations
-from medha.profile import Link, Operation
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "core" / "medha" / "fitted.py"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from revision import revision
 
-from medha_sim.one_server import Jobs, serve
+from medha_papers.one_server import Jobs, serve
 
 POLICIES = ("fcfs", "edf", "srpt", "lars", "guarded")
 QUANTUM_SECONDS = 0.25

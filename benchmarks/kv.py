@@ -16,11 +16,19 @@ from pathlib import Path
 
 import numpy as np
 
-from medha.balance import MARK_BLOCK_TOKENS, marks
-from medha.messages import Announce, Sampling, ServiceClassTerms
-from medha.pools import KvPools
-from medha.prefix import PrefixHasher
-from medha.routing import Arrive, BundleKnown, NewSequence, Received, RouterCore, RoutingLimits, Send
+from medha.kv.pools import KvPools
+from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.balance import MARK_BLOCK_TOKENS, marks
+from medha.routing.router_core import (
+    Arrive,
+    BundleKnown,
+    NewSequence,
+    Received,
+    RouterCore,
+    RoutingLimits,
+    Send,
+)
+from medha.wire.messages import Announce, Sampling, ServiceClassTerms
 
 BLOCK_TOKENS = 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 4096, 256

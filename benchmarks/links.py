@@ -24,9 +24,9 @@ from typing import Any
 
 import zmq
 
-from medha.messages import Done, Sample, Step
-from medha.quick import decode_entry
-from medha.wire import encode
+from medha.wire.frames import encode
+from medha.wire.messages import Done, Sample, Step
+from medha.wire.quick import decode_entry
 from medha_links.keys import KeyPair
 from medha_links.sockets import Doorkeeper, bind, connect
 

@@ -31,7 +31,7 @@ COMMANDS = (
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {
-    "tests/core": ("core", "sim/medha_sim/__init__.py", "sim/medha_sim/one_server.py"),
+    "tests/core": ("core", "papers/medha_papers/__init__.py", "papers/medha_papers/one_server.py"),
     "tests/reconcile": ("core", "operator"),
     "tests/router": ("core", "router", "worker"),
     "tests/serving": (
@@ -41,8 +41,8 @@ READ = {
 }  # fmt: skip
 """What the rows of a folder read besides, as git's pathspecs; those of folders that are not named may read `ANYTHING`."""
 ANYTHING = (
-    "benchmarks/*.py", "charts", "cli", "core", "crds", "docs/chart-findings.md", "examples", "operator", "router",
-    "sim", "tests/cluster", "worker",
+    "benchmarks/*.py", "charts", "cli", "core", "crds", "docs/chart-findings.md", "examples", "operator", "papers",
+    "router", "sim", "tests/cluster", "worker",
 )  # fmt: skip
 
 

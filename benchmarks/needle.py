@@ -39,8 +39,8 @@ from plotly.subplots import make_subplots
 from revision import revision
 from tokenizers import Tokenizer
 
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.haystack import Haystack, make_haystack, question
+from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
+from medha_worker.checkpoints.presets import init_checkpoint
 
 LENGTHS = [4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144]
 SHAPES = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, 4, 1)}  # stages, lanes, threads of a rank

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from revision import revision
 
-from medha.guarded import Guarded, GuardedSettings, Plan
-from medha.policy import Columns
-from medha_sim.one_server import Jobs, edf_meets_all, most_on_time, serve
+from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
+from medha.scheduler.policy import Columns
+from medha_papers.one_server import Jobs, edf_meets_all, most_on_time, serve
 from medha_sim.workloads import Targets, generate, sharegpt_with_long
 
 LINEAR_FLOPS = 1.5e10  # per token: twice the weights of Llama-3 8B without embeddings and head

@@ -47,10 +47,10 @@ from cluster.keys import ADMIN  # noqa: E402
 from cluster.kwok import with_kwok  # noqa: E402
 from cluster.operator_process import Operator, operator  # noqa: E402
 from medha_operator.keys import replica_keys  # noqa: E402
-from medha_operator.kinds import CHILDREN, EVENT, KINDS, REPLICA, SECRET  # noqa: E402
-from medha_operator.observed import Observed  # noqa: E402
-from medha_operator.plan import Apply, CreateKeys, SetStatus, Tell, plan  # noqa: E402
-from medha_operator.render import MANAGER, Owner  # noqa: E402
+from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, MANAGER, REPLICA, SECRET  # noqa: E402
+from medha_operator.replica.observed import Observed  # noqa: E402
+from medha_operator.replica.plan import Apply, CreateKeys, SetStatus, Tell, plan  # noqa: E402
+from medha_operator.replica.render import Owner  # noqa: E402
 from medha_operator.settings import OperatorSettings  # noqa: E402
 from medha_operator.status import ReplicaStatus  # noqa: E402
 

@@ -39,14 +39,12 @@ import numpy as np
 import torch
 from revision import revision
 
-from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
+from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
 from medha.shards import Segment, ShardMap, deal, place
 from medha.topology import Topology, stage_layers
-from medha_worker.checkpoint import init_checkpoint
+from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.cpu.choose import choose_kernels
-from medha_worker.executor import Executor
-from medha_worker.grid import Grid
 from medha_worker.model.attention import merge_partials
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
@@ -55,7 +53,9 @@ from medha_worker.model.memory import keep_freed_memory
 from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
-from medha_worker.spread import SpreadEntry, plan_spread
+from medha_worker.rank.executor import Executor
+from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread
+from medha_worker.rank.mesh import Grid
 
 BLOCK_TOKENS = 16
 STRIPE_TOKENS = 2048

@@ -21,7 +21,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ran
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.cpu.choose import choose_kernels
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig

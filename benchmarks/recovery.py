@@ -50,7 +50,7 @@ from rich.console import Console
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.up import RunFiles, write_parts
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.supervision.lifecycle import (
     DEATHS_SECONDS,
     MOST_DEATHS,

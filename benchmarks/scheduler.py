@@ -32,15 +32,15 @@ from typing import Any, get_args
 
 import numpy as np
 
-from medha import engine
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.cost.predictor import Predictor
 from medha.hardware import A100, LLAMA3_8B, profile_for
-from medha.messages import Done, Sample, Sampling, StageFree, Step, Submit
-from medha.predictor import Predictor
+from medha.scheduler import controller as engine
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha_sim.campaign_run import Run, capacity, simulate
+from medha.wire.messages import Done, Sample, Sampling, StageFree, Step, Submit
+from medha_papers.campaign_run import Run, capacity, simulate
 from medha_sim.compiled import compiled
 from medha_worker.process import collect_garbage_rarely
 

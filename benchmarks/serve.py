@@ -44,7 +44,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
 MODEL = "small"

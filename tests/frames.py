@@ -10,8 +10,8 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from medha.errors import WireInvalid
-from medha.messages import BundlePart, Message, Tokens
-from medha.wire import decode, encode
+from medha.wire.frames import decode, encode
+from medha.wire.messages import BundlePart, Message, Tokens
 
 RECORDED = Path(__file__).parent / "core" / "recorded" / "wire_v1.jsonl"
 HEADERS = [json.loads(line)["frame"] for line in RECORDED.read_text(encoding="utf-8").splitlines()]

@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from medha.errors import ConfigInvalid, PartFailed
-from medha.status import Order, ReplicaStatus
+from medha.scheduler.status import Order, ReplicaStatus
 from medha_cli.runs import Run, find
 
 ANSWER_SECONDS = 5.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from medha.api import API_VERSION, KIND, MedhaReplica, parse_replica
+from medha.api.replica import API_VERSION, KIND, MedhaReplica, parse_replica
+from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
-from medha.profile import Profile
 
 
 class _StrictLoader(yaml.SafeLoader):

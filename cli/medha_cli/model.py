@@ -40,7 +40,7 @@ def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int,
       medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
     """
-    from medha_worker.checkpoint import init_checkpoint  # brings torch, which takes seconds
+    from medha_worker.checkpoints.presets import init_checkpoint  # brings torch, which takes seconds
 
     init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
     click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}")

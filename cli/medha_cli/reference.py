@@ -13,17 +13,7 @@ from medha.metrics import reference_page
 from medha_cli.main import main
 
 _ROOT = Path(__file__).resolve().parents[2]  # the pages are written in a checkout, never in an installation
-_PACKAGES = (
-    "core/medha",
-    "core/medha_links",
-    "router/medha_router",
-    "worker/medha_worker",
-    "worker/medha_worker/model",
-    "operator/medha_operator",
-    "sim/medha_sim",
-    "sim/medha_sim/baselines",
-    "cli/medha_cli",
-)
+_FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
 
 
 def pages() -> dict[str, str]:
@@ -45,8 +35,9 @@ def cli_page() -> str:
 def modules_page() -> str:
     """Every module of the repository with the first sentence or two of its docstring."""
     parts = ["# The modules\n\nWritten by `make gen` from the modules' own docstrings.\n"]
-    for package in _PACKAGES:
-        folder = _ROOT / package
+    inits = (init for top in _FOLDERS for init in sorted((_ROOT / top).rglob("__init__.py")))
+    for folder in (init.parent for init in inits):
+        package = folder.relative_to(_ROOT).as_posix()
         rows = [f"- **{path.stem}** {_first_paragraph(path)}" for path in sorted(folder.glob("[!_]*.py"))]
         text = "\n".join([f"## {package}", "", _first_paragraph(folder / "__init__.py"), "", *rows])
         parts.append(text.rstrip() + "\n")

@@ -13,20 +13,20 @@ import click
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from medha.api import parse_deployment, parse_replica
+from medha.api.replica import parse_deployment, parse_replica
 from medha.errors import ConfigInvalid
 from medha_cli.manifest import read_documents
-from medha_operator.children import ObservedDeployment
 from medha_operator.crds import (
     LONGEST_DEPLOYMENT_NAME,
     LONGEST_REPLICA_NAME,
     NAME_PATTERN,
     name_problem,
 )
-from medha_operator.deployment import plan_deployment
-from medha_operator.observed import Observed
-from medha_operator.plan import Action, Apply, SetStatus, plan
-from medha_operator.render import Manifest
+from medha_operator.deployment.observed_deployment import ObservedDeployment
+from medha_operator.deployment.plan_deployment import plan_deployment
+from medha_operator.kube.kinds import Manifest
+from medha_operator.replica.observed import Observed
+from medha_operator.replica.plan import Action, Apply, SetStatus, plan
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 

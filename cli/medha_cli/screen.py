@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.measure import Measurement
 from rich.text import Text
 
-from medha.status import (
+from medha.scheduler.status import (
     ClassStatus,
     CoreStatus,
     KvStatus,

@@ -10,8 +10,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from medha.api import MedhaReplica
-from medha.messages import RankReady, Readiness
+from medha.api.replica import MedhaReplica
+from medha.wire.messages import RankReady, Readiness
 
 
 def summary(

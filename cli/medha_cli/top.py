@@ -22,7 +22,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from medha.status import MOST_REQUESTS, Order
+from medha.scheduler.status import MOST_REQUESTS, Order
 from medha_cli.look import Look, NotAnswering, Target
 from medha_cli.screen import page
 

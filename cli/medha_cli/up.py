@@ -24,20 +24,20 @@ import click
 from pydantic import BaseModel, TypeAdapter
 from rich.console import Console, RenderableType
 
-from medha.api import MedhaReplica
-from medha.api_fields import quantity_bytes
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplica
 from medha.declared import DeclaredModel, to_text
 from medha.errors import ConfigInvalid, PartFailed
-from medha.messages import Readiness
+from medha.wire.messages import Readiness
 from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.results import require_writable
 from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_links.limits import raise_file_limit
-from medha_worker.memory import host_free_bytes
-from medha_worker.preflight import require_possible
+from medha_worker.checkpoints.preflight import require_possible
 from medha_worker.process import RANK_ENVIRONMENT, free_port
+from medha_worker.rank.kv_pool_size import host_free_bytes
 from medha_worker.supervision.shown import end_if_unread
 from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from medha.cost.profile import Attention, Kernel, Link, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
-from medha.profile import Attention, Kernel, Link, Operation, Profile
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from medha.api import ServiceClass
-from medha.messages import ServiceClassTerms
+from medha.api.replica import ServiceClass
+from medha.wire.messages import ServiceClassTerms
 
 FALLBACK_TERMS = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096)
 """Of a replica that announces no service class."""

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from medha.api import MedhaDeploymentSpec, MedhaReplicaSpec
+from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 
 Schema = dict[str, Any]
@@ -279,7 +279,7 @@ def _crd(
 
 def files() -> dict[str, str]:
     """File name in `crds/` -> what it should hold."""
-    head = "# Written by `make gen` from core/medha/api.py; change it there.\n"
+    head = "# Written by `make gen` from core/medha/api/replica.py; change it there.\n"
     crds = (replica_crd(), deployment_crd())
     return {
         f"{crd['spec']['names']['plural']}.yaml": head + yaml.safe_dump(crd, sort_keys=False, width=118)

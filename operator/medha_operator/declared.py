@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.alias_generators import to_camel
 
-from medha.api import LifecycleSpec, MedhaReplicaSpec
+from medha.api.replica import LifecycleSpec, MedhaReplicaSpec
 from medha.declared import DeclaredModel, merged, to_text
-from medha_operator.cluster import Cluster
 from medha_operator.index import Index
-from medha_operator.kinds import CONFIG_MAP, DEPLOYMENT, REPLICA, ROUTER, Key
-from medha_operator.observed import seconds
-from medha_operator.plan import Tell
-from medha_operator.render import MANAGER, Manifest
+from medha_operator.kube.client import Cluster
+from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, ROUTER, Key, Manifest
+from medha_operator.kube.store import Document
+from medha_operator.replica.observed import seconds
+from medha_operator.replica.plan import Tell
 from medha_operator.settings import OperatorSettings, RouterSite
-from medha_operator.store import Document
 
 NAME_TAKEN = "NameTaken"
 """Reason of the event at a router whose ConfigMap would have the name of somebody else's."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from medha.api import MedhaReplicaSpec
+from medha.api.replica import MedhaReplicaSpec
 
 Fields = dict[str, Any]
 Api = Literal["core", "volcano"]

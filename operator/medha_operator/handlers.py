@@ -15,7 +15,7 @@ from typing import Any
 
 import kopf
 
-from medha_operator.kinds import DEPLOYMENT, REPLICA
+from medha_operator.kube.kinds import DEPLOYMENT, REPLICA
 from medha_operator.no_memory import NoDifferences, NoProgress
 from medha_operator.program import Program, identity, read_settings
 

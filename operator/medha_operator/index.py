@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from medha_operator.children import (
+from medha_operator.deployment.observed_deployment import (
     DEPLOYMENT_LABEL,
     MAY_DRAIN,
     KeptTemplate,
@@ -16,12 +16,12 @@ from medha_operator.children import (
     child_index,
     child_of,
 )
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, GANGS, NODE, POD, REPLICA, Key, Kind
-from medha_operator.observed import Node, Observed, Pod, any_heard_since, node_of, pod_of
-from medha_operator.render import MANAGER, OPEN_SINCE, Owner, keys_name
-from medha_operator.revision import Revision
+from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, GANGS, MANAGER, NODE, POD, REPLICA, Key, Kind
+from medha_operator.kube.store import Document, Entry, Store
+from medha_operator.replica.observed import Node, Observed, Pod, any_heard_since, node_of, pod_of
+from medha_operator.replica.render import OPEN_SINCE, Owner, keys_name
+from medha_operator.replica.revision import Revision
 from medha_operator.status import DeploymentStatus, ReplicaStatus
-from medha_operator.store import Document, Entry, Store
 
 Status = TypeVar("Status", ReplicaStatus, DeploymentStatus)
 

@@ -18,12 +18,12 @@ from medha_links.cluster_keys import (
     replica_secret,
     router_secret,
 )
-from medha_operator.cluster import ApiError, Cluster
-from medha_operator.kinds import ROUTER, SECRET, Key
-from medha_operator.plan import Tell
-from medha_operator.render import MANAGER, Manifest, Owner, labels
+from medha_operator.kube.client import ApiError, Cluster
+from medha_operator.kube.kinds import MANAGER, ROUTER, SECRET, Key, Manifest
+from medha_operator.kube.store import Document
+from medha_operator.replica.plan import Tell
+from medha_operator.replica.render import Owner, labels
 from medha_operator.settings import RouterSite
-from medha_operator.store import Document
 
 ROUTER_NOT_FOUND = "RouterNotFound"
 """Reason of a replica whose router has no keys yet, or is none of this installation's."""

@@ -18,17 +18,17 @@ from prometheus_client import make_wsgi_app
 
 from medha_links.bounded_http import BoundedWsgiServer
 from medha_links.limits import raise_file_limit
-from medha_operator.cluster import ApiError, Cluster, Fenced
 from medha_operator.declared import Declarations, models_key
 from medha_operator.index import Index
-from medha_operator.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
-from medha_operator.lease import Lease, Tenure, write_seconds
+from medha_operator.kube.client import ApiError, Cluster, Fenced
+from medha_operator.kube.kinds import DEPLOYMENT, GANGS, NODE, REPLICA, ROUTER, Key, Kind
+from medha_operator.kube.lease import Lease, Tenure, write_seconds
+from medha_operator.kube.reflector import Reflector
+from medha_operator.kube.store import Document
+from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, Reconciler, is_refusal
-from medha_operator.reflector import Reflector
 from medha_operator.settings import OperatorSettings
-from medha_operator.store import Document
 from medha_operator.telemetry import Telemetry
-from medha_operator.workqueue import WorkQueue
 
 _log = logging.getLogger(__name__)
 

@@ -12,16 +12,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from medha_operator.cluster import ApiError, Cluster, Fenced
-from medha_operator.conditions import Judgement, refuse, stamped
 from medha_operator.declared import models_key, publish_models
-from medha_operator.deployment import plan_deployment
+from medha_operator.deployment.plan_deployment import plan_deployment
 from medha_operator.index import Index, read_status
 from medha_operator.keys import ROUTER_NOT_FOUND, copy_enrolment, make_router_keys, replica_keys
-from medha_operator.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, GANGS, KINDS, REPLICA, ROUTER, SECRET, Key
-from medha_operator.nodes import asks_for_room, unsettled
-from medha_operator.observed import Observed
-from medha_operator.plan import (
+from medha_operator.kube.client import ApiError, Cluster, Fenced
+from medha_operator.kube.kinds import (
+    CONFIG_MAP,
+    DEPLOYMENT,
+    EVENT,
+    GANGS,
+    KINDS,
+    REPLICA,
+    ROUTER,
+    SECRET,
+    Key,
+    Manifest,
+)
+from medha_operator.kube.store import Document
+from medha_operator.replica.conditions import Judgement, refuse, stamped
+from medha_operator.replica.nodes import asks_for_room, unsettled
+from medha_operator.replica.observed import Observed
+from medha_operator.replica.plan import (
     Action,
     Apply,
     Confirm,
@@ -35,14 +47,9 @@ from medha_operator.plan import (
     plan,
     soonest,
 )
-from medha_operator.render import Manifest, Owner
-from medha_operator.repairs import Repairs
-from medha_operator.rooms import Rooms
-from medha_operator.settings import OperatorSettings
-from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
-from medha_operator.store import Document
-from medha_operator.telemetry import Telemetry
-from medha_operator.words import (
+from medha_operator.replica.render import Owner
+from medha_operator.replica.repairs import Repairs
+from medha_operator.replica.words import (
     AGAIN_SECONDS,
     PATIENCE_SECONDS,
     RECENT_SECONDS,
@@ -52,6 +59,10 @@ from medha_operator.words import (
     refusal_of,
     schema_problem,
 )
+from medha_operator.rooms import Rooms
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus
+from medha_operator.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 

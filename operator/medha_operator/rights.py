@@ -7,7 +7,7 @@ be written but its status.
 from __future__ import annotations
 
 from medha_operator.declared import models_key
-from medha_operator.kinds import (
+from medha_operator.kube.kinds import (
     CHILDREN,
     CLAIM,
     CONFIG_MAP,

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from medha_operator.cluster import ApiError, Cluster
 from medha_operator.index import Index
-from medha_operator.kinds import CLAIM, POD, VOLUME, Key
-from medha_operator.observed import Object, Observed, Room
-from medha_operator.room import (
+from medha_operator.kube.client import ApiError, Cluster
+from medha_operator.kube.kinds import CLAIM, POD, VOLUME, Key
+from medha_operator.replica.observed import Object, Observed, Room
+from medha_operator.replica.room import (
     Amounts,
     Needs,
     left_free,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from medha.api_fields import Model
+from medha.api.fields import Model
 
 
 class Condition(Model):

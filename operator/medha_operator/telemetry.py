@@ -11,10 +11,10 @@ from prometheus_client.registry import Collector
 
 from medha.metrics import OPERATOR_METRICS
 from medha_operator.index import Index
-from medha_operator.kinds import DEPLOYMENT, REPLICA
-from medha_operator.observed import seconds
-from medha_operator.store import Document
-from medha_operator.workqueue import WorkQueue
+from medha_operator.kube.kinds import DEPLOYMENT, REPLICA
+from medha_operator.kube.store import Document
+from medha_operator.kube.workqueue import WorkQueue
+from medha_operator.replica.observed import seconds
 
 _CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
 _EXPORTED = frozenset({"Ready", "Reconciling", "Stalled", "Degraded", "Available"})

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from medha.errors import RequestInvalid
-from medha.routing import Fail
+from medha.routing.router_core import Fail
 
 _TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 

@@ -14,9 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from medha.messages import ServiceClassTerms
 from medha.metrics import UNKNOWN_MODEL
 from medha.slo import FALLBACK_TERMS
+from medha.wire.messages import ServiceClassTerms
 from medha_router.access_log import AccessLog, Entry
 from medha_router.answers import Answers, usage
 from medha_router.api_error import ApiError

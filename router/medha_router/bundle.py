@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from medha.bundle import bundle_digest
 from medha.errors import CheckpointInvalid, RequestInvalid
-from medha.wire import TokenIds
+from medha.wire.bundle import bundle_digest
+from medha.wire.frames import TokenIds
 from medha_router.chat_template import ChatTemplate
 from medha_router.detokenize import token_bytes
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from medha.messages import ServiceClassTerms, TokenLogprob
-from medha.routing import Arrive, Deliver, Fail, NewSequence
+from medha.routing.router_core import Arrive, Deliver, Fail, NewSequence
+from medha.wire.messages import ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
 from medha_router.bundle import Bundle
 from medha_router.detokenize import StopStrings, TextStream

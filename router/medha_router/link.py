@@ -21,13 +21,11 @@ import numpy as np
 import zmq
 import zmq.asyncio
 
-from medha.balance import MARK_BLOCK_TOKENS, marks
-from medha.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
 from medha.declared import DeclaredModel
 from medha.errors import CheckpointInvalid, WireInvalid
-from medha.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
-from medha.prefix import PrefixHasher
-from medha.routing import (
+from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.balance import MARK_BLOCK_TOKENS, marks
+from medha.routing.router_core import (
     Abandon,
     Arrive,
     BundleKnown,
@@ -43,7 +41,9 @@ from medha.routing import (
     Send,
     SendPrompt,
 )
-from medha.wire import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
+from medha.wire.bundle import BUNDLE_FILES, MAX_BUNDLE_BYTES, bundle_digest
+from medha.wire.frames import TOKENS_PER_FRAME, TokenIds, decode, encode, tokens_to_frame
+from medha.wire.messages import Announce, BundlePart, Emit, Failed, Message, Refused, Submit, Tick, Tokens
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair, read_tokens
 from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind

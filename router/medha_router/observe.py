@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.registry import Collector
 
-from medha.messages import Announce
 from medha.metrics import (
     NOT_TOKENISED,
     ROUTER_METRICS,
@@ -15,7 +14,8 @@ from medha.metrics import (
     Metric,
     prompt_length_label,
 )
-from medha.routing import KnownModel
+from medha.routing.router_core import KnownModel
+from medha.wire.messages import Announce
 
 _ENGINE = "router"
 """The `engine` label of what the router measures itself."""

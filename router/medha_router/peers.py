@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import isfinite, ulp
 
 from medha.errors import WireInvalid
-from medha.messages import Announce, Emit
+from medha.wire.messages import Announce, Emit
 
 POSITIVE = ulp(0.0)
 """The least number that is more than 0."""

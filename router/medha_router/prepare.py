@@ -10,8 +10,8 @@ import numpy as np
 from pydantic_core import from_json, to_json
 
 from medha.errors import RequestInvalid
-from medha.messages import Sampling
-from medha.wire import TokenIds
+from medha.wire.frames import TokenIds
+from medha.wire.messages import Sampling
 from medha_router.api_error import ApiError
 from medha_router.bundle import Bundle, SamplingDefaults
 from medha_router.schema import (

@@ -33,7 +33,7 @@ from pydantic import TypeAdapter
 from pydantic_core import from_json, to_json
 
 from medha.errors import RequestInvalid
-from medha.wire import tokens_from_frame, tokens_to_frame
+from medha.wire.frames import tokens_from_frame, tokens_to_frame
 from medha_router.api_error import ApiError
 from medha_router.bodies import Body
 from medha_router.bundle import Bundle

@@ -13,10 +13,23 @@ from hashlib import blake2b
 from heapq import heappop, heappush
 from typing import Any, Protocol, TypeVar
 
-from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
-from medha.engine import Load
 from medha.errors import ConfigInvalid
-from medha.messages import (
+from medha.kv.prefix_cache import HASH_CHARACTERS
+from medha.routing.balance import MARK_BLOCK_TOKENS, Prefix, marks
+from medha.routing.router_core import (
+    Arrive,
+    BundleKnown,
+    Deliver,
+    Fail,
+    NewSequence,
+    Received,
+    RouterCommand,
+    RouterCore,
+    RouterEvent,
+    Send,
+)
+from medha.scheduler.controller import Load
+from medha.wire.messages import (
     Announce,
     Cancel,
     ControllerCommand,
@@ -28,19 +41,6 @@ from medha.messages import (
     Step,
     Submit,
     Tick,
-)
-from medha.prefix import HASH_CHARACTERS
-from medha.routing import (
-    Arrive,
-    BundleKnown,
-    Deliver,
-    Fail,
-    NewSequence,
-    Received,
-    RouterCommand,
-    RouterCore,
-    RouterEvent,
-    Send,
 )
 from medha_sim.executor import Executor, original_id
 from medha_sim.records import Ending, RequestRecord, RunLog
@@ -418,6 +418,6 @@ class _Router:
 
 
 def block_hashes(conversation: str, tokens: int, block_size_tokens: int) -> str:
-    """What `medha.prefix` would make of a prompt: every turn of a conversation is a prefix of one stream of ids."""
+    """What `medha.kv.prefix_cache` would make of a prompt: every turn of a conversation is a prefix of one stream of ids."""
     name = blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()
     return "".join(f"{name}{block:0{HASH_CHARACTERS // 2}x}" for block in range(tokens // block_size_tokens))

@@ -18,11 +18,11 @@ from typing import Protocol
 
 import numpy as np
 
-from medha.lane_replica import admitted_map, grown_map
-from medha.messages import ControllerEvent, Sample, Step
-from medha.predictor import Predictor, Work
-from medha.quick import new_done, new_sample, new_stage_free
+from medha.cost.predictor import Predictor, Work
+from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
+from medha.wire.messages import ControllerEvent, Sample, Step
+from medha.wire.quick import new_done, new_sample, new_stage_free
 
 
 @dataclass(slots=True)

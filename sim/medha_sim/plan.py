@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from medha.cost.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.errors import ConfigInvalid
 from medha.hardware import Hardware, ModelShape, profile_for
-from medha.predictor import TOKENS_PER_LANE, Predictor, Work
 from medha.topology import Topology
 
 _LARGEST_CHUNK = 8192

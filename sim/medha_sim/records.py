@@ -9,7 +9,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.messages import Step
+from medha.wire.messages import Step
 
 Ending = Literal["finished", "refused", "failed", "censored"]
 """`censored`: it was still under way when the simulation stopped."""

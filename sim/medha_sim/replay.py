@@ -23,11 +23,14 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import ValidationError
 
-from medha.api import MedhaReplicaSpec, SchedulingSpec
-from medha.config import ReplicaConfig, derive
-from medha.engine import ReplicaController
+from medha.api.replica import MedhaReplicaSpec, SchedulingSpec
+from medha.cost.predictor import Predictor
+from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid, WireInvalid
-from medha.messages import (
+from medha.scheduler.config import ReplicaConfig, derive
+from medha.scheduler.controller import ReplicaController
+from medha.wire.frames import decode, digest
+from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,
@@ -42,9 +45,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.predictor import Predictor
-from medha.profile import Profile
-from medha.wire import decode, digest
 from medha_sim.driver import Arrival, Progress, Simulation, Workload
 from medha_sim.executor import PredictorCost, StepCost, StepTiming
 from medha_sim.metrics import SERIES_POINTS

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from medha.api import MedhaReplicaSpec, SchedulingSpec, ServiceClass
-from medha.api_fields import quantity_bytes
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplicaSpec, SchedulingSpec, ServiceClass
+from medha.cost.predictor import TOKENS_PER_LANE, Chunking, Predictor
+from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, HARDWARE, LLAMA3_8B, MODELS, Hardware, ModelShape, profile_for
-from medha.messages import Announce, StepProfile
-from medha.predictor import TOKENS_PER_LANE, Chunking, Predictor
-from medha.profile import Profile
-from medha.routing import RouterCore
+from medha.routing.router_core import RouterCore
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
+from medha.wire.messages import Announce, StepProfile
 from medha_sim.driver import Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.lengths import Counts

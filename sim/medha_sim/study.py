@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from medha.api import SchedulingSpec
+from medha.api.replica import SchedulingSpec
 from medha.errors import ConfigInvalid, MedhaError, PartFailed
 from medha_sim.baselines.systems import OTHERS, SINGLE
 from medha_sim.baselines.systems import simulation as baseline

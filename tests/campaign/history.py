@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from cluster.api import Api, Document
-from medha_operator.kinds import KINDS, POD, Kind
+from medha_operator.kube.kinds import KINDS, POD, Kind
 
 _IDLE_SECONDS = 0.2
 

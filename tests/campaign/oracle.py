@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.api import OWNED, Api, condition
-from medha.api import MedhaReplicaSpec
-from medha_operator.drift import additions
-from medha_operator.kinds import DEPLOYMENT, POD, REPLICA
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA
 from medha_operator.overlay import holds
-from medha_operator.render import (
+from medha_operator.replica.drift import additions
+from medha_operator.replica.render import (
     Owner,
     config_map,
     config_name,
@@ -20,7 +20,7 @@ from medha_operator.render import (
     pod_templates,
     service,
 )
-from medha_operator.revision import begin
+from medha_operator.replica.revision import begin
 from medha_operator.settings import OperatorSettings
 
 Document = dict[str, Any]

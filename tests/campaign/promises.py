@@ -14,7 +14,7 @@ import httpx
 from campaign.proxy import Call, Fault, FaultyProxy
 from cluster.api import Api, Document, PlayedKubelets, condition, eventually
 from cluster.operator_process import Operator, operator
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, KINDS, POD, REPLICA
+from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, KINDS, POD, REPLICA
 
 _SERVICE = KINDS["Service"]
 _SECONDS = 20.0

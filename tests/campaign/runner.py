@@ -28,7 +28,7 @@ from campaign.proxy import Fault, FaultyProxy, Record
 from campaign.scenarios import SCENARIOS, Scenario
 from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
-from medha_operator.kinds import DEPLOYMENT, KINDS, POD, REPLICA
+from medha_operator.kube.kinds import DEPLOYMENT, KINDS, POD, REPLICA
 
 _SETTLE_SECONDS = 90.0  # the garbage collector looks for new kinds every 30 s
 

@@ -19,12 +19,12 @@ import httpx
 
 from campaign.mutations import Mutation, changed, mutations
 from cluster.api import Api, Document, condition, eventually
-from medha_operator.children import ObservedDeployment
-from medha_operator.deployment import plan_deployment
-from medha_operator.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
-from medha_operator.observed import Observed
+from medha_operator.deployment.observed_deployment import ObservedDeployment
+from medha_operator.deployment.plan_deployment import plan_deployment
+from medha_operator.kube.kinds import DEPLOYMENT, POD, REPLICA, SECRET, Kind
 from medha_operator.overlay import holds
-from medha_operator.plan import Action, Apply, plan
+from medha_operator.replica.observed import Observed
+from medha_operator.replica.plan import Action, Apply, plan
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus, ReplicaStatus
 

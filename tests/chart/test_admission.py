@@ -18,9 +18,9 @@ from chart.operating import PATIENCE_SECONDS, operator_of
 from cluster.api import Api, Document, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.definitions import wait_until_established
-from medha.api import MedhaReplicaSpec
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, POD, REPLICA
-from medha_operator.render import Owner, lane, pod_templates
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, POD, REPLICA
+from medha_operator.replica.render import Owner, lane, pod_templates
 from medha_operator.settings import OperatorSettings
 
 pytestmark = pytest.mark.timeout(300)  # whoever comes first starts an API server and fetches definitions

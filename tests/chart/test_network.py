@@ -9,9 +9,9 @@ import pytest
 from chart.helm import NAMESPACE, Helm, Manifest, pods
 from chart.network import End, Outside, Pod, is_open
 from chart.tables import EVERYTHING
-from medha.api import MedhaReplicaSpec
-from medha_operator.render import Owner, network_policy, pod_templates
-from medha_operator.revision import begin
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.replica.render import Owner, network_policy, pod_templates
+from medha_operator.replica.revision import begin
 from medha_operator.settings import OperatorSettings
 
 A, B = Owner("llama", "team-a", "a" * 36), Owner("qwen", "team-a", "b" * 36)

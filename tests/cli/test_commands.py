@@ -14,13 +14,13 @@ import openai
 import pytest
 from click.testing import CliRunner, Result
 
-from medha.api import parse_replica
+from medha.api.replica import parse_replica
+from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
-from medha.profile import Profile
 from medha_cli.main import main
 from medha_cli.manifest import read_manifest
 from medha_cli.up import RunFiles, write_parts
-from medha_worker.preflight import require_possible
+from medha_worker.checkpoints.preflight import require_possible
 
 REPLICA = {
     "apiVersion": "medha.dev/v1alpha1",
@@ -301,8 +301,8 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
 
 def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
     from medha_router.settings import RouterSettings
-    from medha_worker.controller import ControllerSettings
-    from medha_worker.loaded import RankSettings
+    from medha_worker.controller.process import ControllerSettings
+    from medha_worker.rank.engine import RankSettings
 
     replica = parse_replica(REPLICA)
     write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")

@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 from rich.console import Console
 
-from medha.status import (
+from medha.scheduler.status import (
     AttainmentStatus,
     ChunkStatus,
     ClassStatus,

@@ -14,7 +14,7 @@ import httpx
 
 from cluster.control_plane import ControlPlane
 from cluster.keys import ADMIN
-from medha_operator.kinds import CHILDREN, DEPLOYMENT, EVENT, LEASE, POD, REPLICA, SECRET, Kind
+from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, EVENT, LEASE, POD, REPLICA, SECRET, Kind
 
 Document = dict[str, Any]
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from cluster.medha import Document
 from cluster.node import Node
 from cluster.nodes import Cluster, two_nodes
 from cluster.operator_process import operator
-from medha_operator.observed import seconds
+from medha_operator.replica.observed import seconds
 
 pytestmark = pytest.mark.timeout(400)
 

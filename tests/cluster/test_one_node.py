@@ -208,19 +208,19 @@ def test_an_upgrade_of_definitions_and_operator_leaves_pods_alone_though_it_rend
     """The next release renders other probes, and has one more field with a default, which older pods do not know."""
     uids, log = medha.pod_uids(cluster), operator_log(cluster)
     render = edited(
-        medha.ROOT / "operator" / "medha_operator" / "render.py",
+        medha.ROOT / "operator" / "medha_operator" / "replica" / "render.py",
         "_PROBE_SECONDS = 5\n",
         "_PROBE_SECONDS = 7\n",
     )
     field = "    threads: int | None ="
     added = "    lookahead: int = Field(default=2, json_schema_extra=live())\n"
-    api = edited(medha.ROOT / "core" / "medha" / "api.py", field, added + field)
+    api = edited(medha.ROOT / "core" / "medha" / "api" / "replica.py", field, added + field)
     package = "opt/medha/lib/python3.11/site-packages"
     changed = {
-        f"{package}/medha_operator/render.py": render.encode(),
-        f"{package}/medha_operator/__pycache__/render.cpython-311.pyc": b"",  # as good as none
-        f"{package}/medha/api.py": api.encode(),
-        f"{package}/medha/__pycache__/api.cpython-311.pyc": b"",
+        f"{package}/medha_operator/replica/render.py": render.encode(),
+        f"{package}/medha_operator/replica/__pycache__/render.cpython-311.pyc": b"",  # as good as none
+        f"{package}/medha/api/replica.py": api.encode(),
+        f"{package}/medha/api/__pycache__/replica.cpython-311.pyc": b"",
     }
     name = f"docker.io/library/medha-operator:{VERSION}-next"
     cluster.nodes[0].import_image(write_changed(tmp_path / "next.tar", archives["operator"], name, changed))

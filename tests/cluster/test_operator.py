@@ -21,7 +21,7 @@ from cluster.operator_process import Operator, limited_kubeconfig, operator
 from medha.declared import from_text
 from medha_cli.main import main
 from medha_operator import overlay
-from medha_operator.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
+from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, EVENT, KINDS, POD, REPLICA, ROUTER, SECRET
 from medha_operator.settings import OperatorSettings
 from situations.recording import record
 

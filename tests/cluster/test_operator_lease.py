@@ -17,7 +17,7 @@ from cluster.api import Api, PlayedKubelets, condition, eventually
 from cluster.control_plane import ControlPlane
 from cluster.operator_process import operator
 from cluster.test_operator import ready, replica, scraped
-from medha_operator.kinds import LEASE, POD, REPLICA, ROUTER
+from medha_operator.kube.kinds import LEASE, POD, REPLICA, ROUTER
 from situations.recording import record
 
 pytestmark = pytest.mark.timeout(240)  # the garbage collector looks for new kinds every 30 s

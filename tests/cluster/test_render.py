@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cluster.control_plane import ControlPlane
-from medha.api import MedhaReplicaSpec
-from medha_operator.render import (
-    Manifest,
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.kube.kinds import Manifest
+from medha_operator.replica.render import (
     Owner,
     config_map,
     disruption_budget,
@@ -19,7 +19,7 @@ from medha_operator.render import (
     pod_templates,
     service,
 )
-from medha_operator.revision import begin
+from medha_operator.replica.revision import begin
 from medha_operator.settings import OperatorSettings
 
 OWNER = Owner("llama", "default", "7f0c7c0e-0000-4000-8000-000000000000")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from medha.api import MOST_PODS, MOST_RANKS
+from medha.api.replica import MOST_PODS, MOST_RANKS
 from medha_operator.crds import deployment_crd, files, replica_crd
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,29 +12,33 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("core", "worker", "router", "operator", "sim", "cli")
+FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
 
-LAYERS, CORE, NO_TORCH, MODEL, LOOP = range(5)
+LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, OPERATOR_WINGS = range(8)
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
-    (LAYERS, "core/medha/wire.py", "import medha_links"),
+    (LAYERS, "core/medha/wire/frames.py", "import medha_links"),
     (LAYERS, "core/medha_links/keys.py", "import medha_router"),
-    (LAYERS, "router/medha_router/settings.py", "import medha_worker.bundle"),
-    (LAYERS, "worker/medha_worker/bundle.py", "import medha_cli"),
+    (LAYERS, "router/medha_router/settings.py", "import medha_worker.checkpoints.read_bundle"),
+    (LAYERS, "worker/medha_worker/checkpoints/read_bundle.py", "import medha_cli"),
     (LAYERS, "operator/medha_operator/__init__.py", "import medha_sim"),
-    (CORE, "core/medha/policy.py", "import time"),
-    (CORE, "core/medha/engine.py", "from asyncio import Queue"),
-    (CORE, "core/medha/packer.py", "def late():\n    import torch"),
+    (CORE, "core/medha/scheduler/policy.py", "import time"),
+    (CORE, "core/medha/scheduler/controller.py", "from asyncio import Queue"),
+    (CORE, "core/medha/scheduler/packer.py", "def late():\n    import torch"),
     (NO_TORCH, "router/medha_router/app.py", "import torch"),
     (NO_TORCH, "operator/medha_operator/__init__.py", "import torch.nn"),
     (NO_TORCH, "sim/medha_sim/__init__.py", "import transformers"),
-    (NO_TORCH, "cli/medha_cli/up.py", "import medha_worker.rank"),
+    (NO_TORCH, "cli/medha_cli/up.py", "import medha_worker.rank.process"),
     (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
-    (LOOP, "worker/medha_worker/controller.py", "import torch"),
-    (LOOP, "worker/medha_worker/link.py", "import medha_worker.executor"),
+    (LOOP, "worker/medha_worker/controller/process.py", "import torch"),
+    (LOOP, "worker/medha_worker/link.py", "import medha_worker.rank.executor"),
+    (CORE_WINGS, "core/medha/kv/blocks.py", "import medha.scheduler.policy"),
+    (CORE_WINGS, "core/medha/cost/profile.py", "import medha.kv.blocks"),
+    (WORKER_WINGS, "worker/medha_worker/model/rope.py", "import medha_worker.checkpoints.needle"),
+    (OPERATOR_WINGS, "operator/medha_operator/kube/store.py", "import medha_operator.replica.plan"),
 ]
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = runpy.run_path(str(ROOT / "benchmarks" / "long.py"))
 PARTS = {
     "medha": "core", "medha_links": "core", "medha_cli": "cli", "medha_operator": "operator", "medha_router": "router",
-    "medha_sim": "sim", "medha_worker": "worker",
+    "medha_papers": "papers", "medha_sim": "sim", "medha_worker": "worker",
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ PARTS = {
         "benchmarks/recovery.py",
         "examples/needle.yaml",
         "pyproject.toml",
-        "worker/medha_worker/rank.py",
+        "worker/medha_worker/rank/process.py",
         "tests/serving",
     ],
 )
@@ -61,12 +61,12 @@ def test_tests_of_a_folder_that_reads_few_parts_name_no_other(folder: str) -> No
     assert named <= {path.partition("/")[0] for path in LONG["read_by"](folder)}
 
 
-def test_of_the_simulator_the_cores_tests_read_one_module_that_stands_on_the_core_alone() -> None:
+def test_of_the_papers_study_the_cores_tests_read_one_module_that_stands_on_the_core_alone() -> None:
     texts = [path.read_text() for path in (ROOT / "tests" / "core").rglob("*.py")]
-    assert {name for text in texts for name in re.findall(r"\bmedha_sim[.\w]*", text)} == {
-        "medha_sim.one_server"
+    assert {name for text in texts for name in re.findall(r"\bmedha_papers[.\w]*", text)} == {
+        "medha_papers.one_server"
     }
-    tree = ast.parse((ROOT / "sim" / "medha_sim" / "one_server.py").read_text())
+    tree = ast.parse((ROOT / "papers" / "medha_papers" / "one_server.py").read_text())
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(name.startswith("medha_") for name in modules)
 
@@ -109,7 +109,7 @@ def test_a_row_reads_no_tests_beside_its_own_but_those_that_they_name(
         ("README.md", True),
         ("tests/worker/test_rank.py", False),
         ("tests/worker/test_plain.py", True),
-        ("core/medha/wire.py", False),
+        ("core/medha/wire/frames.py", False),
     ],
 )
 def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
@@ -125,7 +125,7 @@ def test_a_row_holds_until_something_that_it_reads_is_committed_anew(
         "README.md": "one\n",
         "tests/worker/test_rank.py": "import hypothesis\n",
         "tests/worker/test_plain.py": "import pytest\n",
-        "core/medha/wire.py": "one\n",
+        "core/medha/wire/frames.py": "one\n",
         "benchmarks/long.py": "",
     }
     git("init", "-q")

@@ -53,6 +53,14 @@ def test_a_generated_page_is_up_to_date(name: str) -> None:
     assert written == pages()[name], "run `make gen` and commit the result"
 
 
+def test_the_files_that_answer_a_newcomers_questions_are_there() -> None:
+    page = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+    answers = page.partition("## Where to look\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)`", answers)
+    assert len(named) >= 4
+    assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
 def test_every_module_says_in_its_docstring_what_it_is() -> None:
     lines = pages()["modules.md"].splitlines()
     assert [line for line in lines if line.startswith("- ") and line.endswith("** ")] == []

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.blocks import BlockLedger
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.lane_replica import LaneReplica
-from medha.messages import (
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.blocks import BlockLedger
+from medha.kv.lane_replay import LaneReplica
+from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Admit,
     Cancel,
     ControllerCommand,
@@ -35,8 +37,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.prefix import HASH_CHARACTERS, PrefixHasher
-from medha.topology import Topology
 
 settings.register_profile("core", max_examples=60, deadline=None, derandomize=True, database=None)
 settings.load_profile("core")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from medha.blocks import cut_runs
-from medha.lane_replica import LaneReplica
-from medha.pools import KvPools
+from medha.kv.blocks import cut_runs
+from medha.kv.lane_replay import LaneReplica
+from medha.kv.pools import KvPools
 
 
 def assert_replayed(pools: KvPools, replicas: Sequence[LaneReplica]) -> None:

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from medha.api import MOST_PODS, MOST_RANKS, MedhaDeployment, MedhaReplica, SchedulingSpec, parse_replica
-from medha.api_fields import quantity_bytes
-from medha.config import derive
+from medha.api.fields import quantity_bytes
+from medha.api.replica import (
+    MOST_PODS,
+    MOST_RANKS,
+    MedhaDeployment,
+    MedhaReplica,
+    SchedulingSpec,
+    parse_replica,
+)
 from medha.errors import ConfigInvalid
-from medha.messages import RankReady, StepProfile
+from medha.scheduler.config import derive
 from medha.topology import Topology
+from medha.wire.messages import RankReady, StepProfile
 
 
 def manifest(**spec: Any) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.balance import MARK_BLOCK_TOKENS, PrefixMemory, marks, prefill_seconds
-from medha.prefix import PrefixHasher
+from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.balance import MARK_BLOCK_TOKENS, PrefixMemory, marks, prefill_seconds
 
 HASHER = PrefixHasher(MARK_BLOCK_TOKENS, b"secret")
 

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.blocks import BlockCopy, BlockLedger
+from medha.kv.blocks import BlockCopy, BlockLedger
 
 
 class LedgerMachine(RuleBasedStateMachine):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medha.bundle import bundle_digest
+from medha.wire.bundle import bundle_digest
 
 
 def test_the_digest_does_not_depend_on_the_order_of_the_files() -> None:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.api import SchedulingSpec
-from medha.candidates import Candidates, Room
-from medha.messages import Submit
-from medha.prefill import Alone
-from medha.request import Prompt, Request
+from medha.api.replica import SchedulingSpec
+from medha.cost.prefill_seconds import Alone
+from medha.scheduler.order import Urgency
+from medha.scheduler.prefill_table import Candidates, Room
+from medha.scheduler.request import Prompt, Request
 from medha.slo import Targets
-from medha.urgency import Urgency
+from medha.wire.messages import Submit
 
 NOW = 100.0
 BLOCKS = st.integers(0, 12)

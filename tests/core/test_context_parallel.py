@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.context_parallel import (
+from medha.kv.context_parallel import (
     ContextParallel,
     RingCosts,
     balanced,
@@ -18,7 +18,7 @@ from medha.context_parallel import (
     shared_tokens,
     striped,
 )
-from medha.messages import Extent
+from medha.wire.messages import Extent
 
 LLAMA_405B = RingCosts(
     query_heads=128,

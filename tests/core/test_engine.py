@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.engine import ReplicaController
-from medha.messages import (
+from medha.scheduler.controller import ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Cancel,
     Done,
     Drain,
@@ -23,7 +24,6 @@ from medha.messages import (
     Step,
     StepProfile,
 )
-from medha.topology import Topology
 
 ACTIONS = st.lists(
     st.one_of(

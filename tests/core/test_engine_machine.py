@@ -18,13 +18,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.blocks import BlockLedger
-from medha.config import ReplicaConfig
-from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
-from medha.engine import SHORT_STEP, ReplicaController
-from medha.lane_replica import LaneReplica
-from medha.messages import (
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.blocks import BlockLedger
+from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.lane_replay import LaneReplica
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import SHORT_STEP, ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Admit,
     Cancel,
     ControllerEvent,
@@ -41,7 +42,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.topology import Topology
 
 from .replayed import assert_replayed
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from benchmark import benchmark
+from medha.cost.profile import Link
 from medha.fitted import SHA256
 from medha.hardware import A100, LLAMA3_8B, layer_operations
-from medha.profile import Link
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fit.py"
 EFFICIENCY, BANDWIDTH, LAUNCH_SECONDS = 0.65, 0.8, 6e-6

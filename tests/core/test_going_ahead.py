@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha.messages import Done, Sample, StageFree
+from medha.wire.messages import Done, Sample, StageFree
 
 
 def positions(step: Any) -> dict[str, int]:

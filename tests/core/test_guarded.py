@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.guarded import Guarded, GuardedSettings, Plan
-from medha.policy import Columns
-from medha_sim.one_server import Jobs, Schedule, edf_meets_all, most_on_time, serve
+from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
+from medha.scheduler.policy import Columns
+from medha_papers.one_server import Jobs, Schedule, edf_meets_all, most_on_time, serve
 
 SHARE = 0.1
 

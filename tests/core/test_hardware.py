@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from medha.cost.predictor import Predictor, Work
 from medha.errors import ConfigInvalid
 from medha.fitted import LINKS, MEASURED, POOLED, SHA256, TILE_ROWS, WHOLE_WAVES
 from medha.hardware import (
@@ -23,7 +24,6 @@ from medha.hardware import (
     layer_operations,
     profile_for,
 )
-from medha.predictor import Predictor, Work
 from medha.topology import Topology
 
 EACH_MODEL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

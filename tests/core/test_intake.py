@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from medha.intake import malformed
-from medha.messages import Sampling, Submit
+from medha.scheduler.validation import malformed
+from medha.wire.messages import Sampling, Submit
 
 SUBMIT = Submit("a", "p", tokens=10, prompt_length=10, seed=1)
 

@@ -13,13 +13,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.blocks import BlockLedger
-from medha.config import ReplicaConfig
-from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
-from medha.engine import ReplicaController
-from medha.lane_replica import LaneReplica
-from medha.messages import (
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.blocks import BlockLedger
+from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.lane_replay import LaneReplica
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Cancel,
     ControllerEvent,
     Done,
@@ -31,8 +33,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.prefix import PrefixHasher
-from medha.topology import Topology
 
 from .replayed import assert_replayed
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.engine import ReplicaController
-from medha.messages import Done, Sample, Step, StepProfile, Submit
-from medha.prefix import PrefixHasher
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
+from medha.wire.messages import Done, Sample, Step, StepProfile, Submit
 
 SIZE = 4
 HASHER = PrefixHasher(SIZE, b"secret")

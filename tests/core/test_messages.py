@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from medha.messages import Admit, Sampling, Step
-from medha.pools import KvPools, Placed
-from medha.prefix import PrefixHasher
-from medha.wire import encode
+from medha.kv.pools import KvPools, Placed
+from medha.kv.prefix_cache import PrefixHasher
+from medha.wire.frames import encode
+from medha.wire.messages import Admit, Sampling, Step
 
 K = 1024
 SIZE = 16

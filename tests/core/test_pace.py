@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from medha.pace import Pace
+from medha.scheduler.pace import Pace
 
 LANE = (0,)
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha.engine import ReplicaController
-from medha.messages import Cancel, ControllerEvent, Done, Sample, StageFree, Step, StepProfile
+from medha.scheduler.controller import ReplicaController
+from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, StageFree, Step, StepProfile
 
 SECONDS_PER_TOKEN = 1e-3
 

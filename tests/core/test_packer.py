@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.messages import StepProfile
-from medha.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
-from medha.predictor import Predictor, Work
+from medha.cost.predictor import Predictor, Work
+from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
 from medha.topology import Topology
+from medha.wire.messages import StepProfile
 
 # One token takes 1 ms and nothing else takes time, so budgets are token counts.
 TOKEN_IS_A_MILLISECOND = Predictor(StepProfile(0.0, 0.001, 0.0, 0.0))

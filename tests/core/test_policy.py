@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.api import SchedulingSpec
-from medha.policy import Columns, keys, urgent_first
+from medha.api.replica import SchedulingSpec
+from medha.scheduler.policy import Columns, keys, urgent_first
 
 PLAIN = ("fcfs", "edf", "lrs", "srpt", "lars")
 

@@ -14,12 +14,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.blocks import BlockLedger
-from medha.lane_replica import LaneReplica
-from medha.messages import Admit, Grow, Sampling
-from medha.pools import KvPools, Placed
-from medha.prefix import HASH_CHARACTERS, PrefixHasher, hash_at
+from medha.kv.blocks import BlockLedger
+from medha.kv.lane_replay import LaneReplica
+from medha.kv.pools import KvPools, Placed
+from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixHasher, hash_at
 from medha.shards import Segment
+from medha.wire.messages import Admit, Grow, Sampling
 
 from .replayed import assert_replayed
 

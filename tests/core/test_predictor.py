@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.cost.predictor import Chunking, Predictor, Work
+from medha.cost.profile import Attention, Link, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
-from medha.messages import StepProfile
-from medha.predictor import Chunking, Predictor, Work
-from medha.profile import Attention, Link, Operation, Profile
 from medha.topology import Topology
+from medha.wire.messages import StepProfile
 
 WARM_UP = StepProfile(
     step_seconds=1.0, linear_seconds_per_token=0.1, attention_seconds_per_pair=0.001, sequence_seconds=0.01

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from medha.prefix import HASH_CHARACTERS, PrefixCache, PrefixHasher, TokenIds, hash_at, hash_count
+from medha.kv.prefix_cache import HASH_CHARACTERS, PrefixCache, PrefixHasher, TokenIds, hash_at, hash_count
 
 HASHER = PrefixHasher(4, b"a secret")
 

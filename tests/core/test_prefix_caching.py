@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.messages import Done, Emit, EntryFailed, Sample, Step, StepProfile, Submit
-from medha.prefix import PrefixHasher
+from medha.kv.prefix_cache import PrefixHasher
+from medha.wire.messages import Done, Emit, EntryFailed, Sample, Step, StepProfile, Submit
 
 SIZE = 4
 HASHER = PrefixHasher(SIZE, b"secret")
@@ -42,7 +42,9 @@ def test_whatever_happens_every_block_holds_what_its_reader_expects(
     """Arrivals, cancels, failures, a full pool, chunks, several stages: the fake ranks compare every position."""
     random = Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("medha.alike.WORTH_TELLING_TOKENS", random.choice([4, 12]))  # or nobody would wait
+        patch.setattr(
+            "medha.scheduler.alike.WORTH_TELLING_TOKENS", random.choice([4, 12])
+        )  # or nobody would wait
         replica = replica_of(
             random=Random(seed),
             stages=random.randint(1, 3),

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from medha.cost.predictor import Predictor, Work
+from medha.cost.profile import Attention, Kernel, Link, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
-from medha.messages import StepProfile
-from medha.predictor import Predictor, Work
-from medha.profile import Attention, Kernel, Link, Operation, Profile
 from medha.topology import Topology
+from medha.wire.messages import StepProfile
 
 TOPOLOGY = Topology(tensor=4, stream=2)
 ROOFLINE = profile_for(LLAMA3_8B, A100, TOPOLOGY)

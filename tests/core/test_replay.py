@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.engine import ReplicaController
-from medha.messages import ControllerCommand, ControllerEvent, Drain, StepProfile
-from medha.wire import decode, encode
+from medha.scheduler.controller import ReplicaController
+from medha.wire.frames import decode, encode
+from medha.wire.messages import ControllerCommand, ControllerEvent, Drain, StepProfile
 
 
 def busy_replica(replica_of: Any, submit_of: Any, seed: int) -> Any:

@@ -9,22 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.balance import MARK_BLOCK_TOKENS, Prefix, marks
 from medha.declared import DeclaredModel
-from medha.messages import (
-    Announce,
-    Cancel,
-    Emit,
-    Failed,
-    FetchBundle,
-    Refused,
-    Sampling,
-    ServiceClassTerms,
-    Submit,
-    Tick,
-)
-from medha.prefix import PrefixHasher
-from medha.routing import (
+from medha.kv.prefix_cache import PrefixHasher
+from medha.routing.balance import MARK_BLOCK_TOKENS, Prefix, marks
+from medha.routing.router_core import (
     Abandon,
     Arrive,
     BundleKnown,
@@ -42,6 +30,18 @@ from medha.routing import (
     RoutingLimits,
     Send,
     SendPrompt,
+)
+from medha.wire.messages import (
+    Announce,
+    Cancel,
+    Emit,
+    Failed,
+    FetchBundle,
+    Refused,
+    Sampling,
+    ServiceClassTerms,
+    Submit,
+    Tick,
 )
 
 CARD = Announce(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from medha.api import ServiceClass
-from medha.messages import ServiceClassTerms
+from medha.api.replica import ServiceClass
 from medha.slo import FALLBACK_TERMS, Targets, class_terms, targets, ttft_target_seconds
+from medha.wire.messages import ServiceClassTerms
 
 CHAT = ServiceClass(
     name="chat", ttft_floor_seconds=2, ttft_factor=3, tpot_target_seconds=0.05, tpot_floor_seconds=0.01

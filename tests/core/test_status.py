@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.messages import Cancel, Done, Sample, Sampling, StageFree, Step, StepProfile, Submit
-from medha.status import MOST_REQUESTS, CoreStatus, Order, RequestStatus, Seen, status
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
+from medha.scheduler.status import MOST_REQUESTS, CoreStatus, Order, RequestStatus, Seen, status
 from medha.topology import Topology
+from medha.wire.messages import Cancel, Done, Sample, Sampling, StageFree, Step, StepProfile, Submit
 
 PROFILE = StepProfile(1e-3, 1e-4, 1e-9, 1e-5)  # a token takes 0.1 ms
 

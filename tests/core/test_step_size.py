@@ -6,14 +6,14 @@ from collections import deque
 
 import pytest
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.context_parallel import ContextParallel, RingCosts
-from medha.engine import ReplicaController
-from medha.messages import Done, Sample, Sampling, StageFree, Step, StepProfile, Submit
-from medha.prefix import HASH_CHARACTERS
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.context_parallel import ContextParallel, RingCosts
+from medha.kv.prefix_cache import HASH_CHARACTERS
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha.wire import encode
+from medha.wire.frames import encode
+from medha.wire.messages import Done, Sample, Sampling, StageFree, Step, StepProfile, Submit
 
 SHORT, LONG = (
     4_096,

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.errors import DROP_REASONS, WireInvalid
-from medha.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
-from medha.wire import (
+from medha.wire.frames import (
     MAX_HEADER_BYTES,
     MAX_INTEGER,
     MAX_TOKENS_FRAME_BYTES,
@@ -27,6 +26,7 @@ from medha.wire import (
     tokens_from_frame,
     tokens_to_frame,
 )
+from medha.wire.messages import Emit, Message, Sampling, Step, StepEntry, Submit, TokenLogprob, Tokens
 
 RECORDED = Path(__file__).parent / "recorded" / "wire_v1.jsonl"
 KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}

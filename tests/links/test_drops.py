@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 
 from medha.errors import DROP_REASONS, WireInvalid
-from medha.messages import RankHello
-from medha.wire import encode
+from medha.wire.frames import encode
+from medha.wire.messages import RankHello
 from medha_links.drops import MOST_MESSAGES, Drops, RankDrops
 
 LINKS = ("control", "tokens")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 
 from .grid import Replica
 

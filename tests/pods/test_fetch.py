@@ -14,8 +14,9 @@ from threading import Thread
 
 import pytest
 
-from medha.api import MedhaReplicaSpec
-from medha_operator.render import Manifest, Owner, pod_templates
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.kube.kinds import Manifest
+from medha_operator.replica.render import Owner, pod_templates
 from medha_operator.settings import OperatorSettings
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

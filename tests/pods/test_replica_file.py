@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaReplicaSpec, parse_replica
+from medha.api.replica import MedhaReplicaSpec, parse_replica
 from medha.errors import ConfigInvalid
-from medha_operator.render import Owner, config_map
-from medha_worker.pod_parts import read_replica
+from medha_operator.replica.render import Owner, config_map
+from medha_worker.pod.parts import read_replica
 
 SPEC = MedhaReplicaSpec.model_validate(
     {

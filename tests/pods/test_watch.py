@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from medha_worker.part_state import PartState, Phase, read_state
-from medha_worker.pod_leader import looked_up
-from medha_worker.pod_watch import LIVE_SECONDS, UNMET_SECONDS, PodWatch
+from medha_worker.pod.leader import looked_up
+from medha_worker.pod.watch import LIVE_SECONDS, UNMET_SECONDS, PodWatch
 from medha_worker.supervision.lifecycle import GiveUp, Interrupt
 
 PARTS = ["controller", "rank 0", "rank 1"]

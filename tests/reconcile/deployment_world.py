@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from functools import cache
 from typing import Any
 
-from medha.api import MedhaReplicaSpec
-from medha_operator.children import (
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.deployment.observed_deployment import (
     MAY_DRAIN,
     TEMPLATE_LABEL,
     KeptTemplate,
@@ -18,9 +18,9 @@ from medha_operator.children import (
     child_index,
     child_of,
 )
-from medha_operator.deployment import plan_deployment
-from medha_operator.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
-from medha_operator.revision import Revision, begin
+from medha_operator.deployment.plan_deployment import plan_deployment
+from medha_operator.replica.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.replica.revision import Revision, begin
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import DeploymentStatus
 

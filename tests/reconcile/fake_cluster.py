@@ -6,14 +6,14 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from medha_operator.cluster import ApiError, Cluster
 from medha_operator.index import Index
-from medha_operator.kinds import Key, Kind
+from medha_operator.kube.client import ApiError, Cluster
+from medha_operator.kube.kinds import Key, Kind
+from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.program import least_pause
 from medha_operator.reconcile import Reconciler
 from medha_operator.settings import OperatorSettings
 from medha_operator.telemetry import Telemetry
-from medha_operator.workqueue import WorkQueue
 
 Document = dict[str, Any]
 GRID = {"model": {"name": "m", "source": {"path": "x"}}, "resources": {"accelerator": "none"}}

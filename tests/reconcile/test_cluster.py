@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from kubernetes.aio.client import Configuration
 
-from medha_operator.cluster import ApiError, Cluster, proxy_to
+from medha_operator.kube.client import ApiError, Cluster, proxy_to
 
 SECRET = {"kind": "Secret", "metadata": {"name": "r-keys", "namespace": "default"}}
 

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any, cast
 
 from medha.declared import DeclaredModel, from_text
-from medha_operator.cluster import Cluster
 from medha_operator.declared import (
     Declarations,
     declaration,
@@ -15,10 +14,11 @@ from medha_operator.declared import (
     models_of,
     publish_models,
 )
-from medha_operator.kinds import ROUTER, Key
-from medha_operator.plan import Tell
+from medha_operator.kube.client import Cluster
+from medha_operator.kube.kinds import ROUTER, Key
+from medha_operator.kube.store import Document
+from medha_operator.replica.plan import Tell
 from medha_operator.settings import OperatorSettings, RouterSite
-from medha_operator.store import Document
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 SITE = RouterSite(name="front", namespace="edge")

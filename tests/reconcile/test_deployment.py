@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from medha_operator.children import child_of
-from medha_operator.plan import Delete
+from medha_operator.deployment.observed_deployment import child_of
+from medha_operator.replica.plan import Delete
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_operator.children import Child, child_of
-from medha_operator.plan import Apply, Plan
+from medha_operator.deployment.observed_deployment import Child, child_of
+from medha_operator.replica.plan import Apply, Plan
 from medha_operator.settings import OperatorSettings
 from reconcile.deployment_world import DeploymentWorld, applied, deleted, template, watched
 from reconcile.world import World

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha_operator.cluster import ApiError
-from medha_operator.plan import Apply, SetStatus
+from medha_operator.kube.client import ApiError
+from medha_operator.replica.plan import Apply, SetStatus
 from medha_operator.status import Condition
 from reconcile.deployment_world import DeploymentWorld, applied, template, watched
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource

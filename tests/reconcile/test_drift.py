@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from medha_operator.kinds import Key
-from medha_operator.plan import Prune
-from medha_operator.repairs import AT_ONCE, FIRST_SECONDS, LONGEST_SECONDS
+from medha_operator.kube.kinds import Key
+from medha_operator.replica.plan import Prune
+from medha_operator.replica.repairs import AT_ONCE, FIRST_SECONDS, LONGEST_SECONDS
 from reconcile.fake_cluster import Stage, merged, resource
 from reconcile.test_reconcile import on_stage
 from reconcile.world import GRID, World, uids

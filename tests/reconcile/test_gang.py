@@ -10,9 +10,9 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
-from medha.api import MedhaReplicaSpec
-from medha_operator.plan import Apply, plan
-from medha_operator.render import Owner, gang_object, pod_templates
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.replica.plan import Apply, plan
+from medha_operator.replica.render import Owner, gang_object, pod_templates
 from medha_operator.settings import OperatorSettings
 from reconcile.world import World
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import pytest
 
 from medha_links.cluster_keys import TOKENS
-from medha_operator.cluster import Cluster
 from medha_operator.keys import KEYS_UNUSABLE, make_router_keys
-from medha_operator.kinds import ROUTER, SECRET, Key
-from medha_operator.plan import Tell
+from medha_operator.kube.client import Cluster
+from medha_operator.kube.kinds import ROUTER, SECRET, Key
+from medha_operator.kube.store import Document
+from medha_operator.replica.plan import Tell
 from medha_operator.settings import OperatorSettings, RouterSite
-from medha_operator.store import Document
 from reconcile.fake_cluster import FakeCluster, Stage
 
 SITE = RouterSite(name="front", namespace="default")

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from medha_operator.cluster import ApiError, Cluster, Fenced
-from medha_operator.lease import Lease, LeaseLost, Tenure, write_seconds
+from medha_operator.kube.client import ApiError, Cluster, Fenced
+from medha_operator.kube.lease import Lease, LeaseLost, Tenure, write_seconds
 from medha_operator.settings import OperatorSettings
 
 SETTINGS = OperatorSettings(lease_seconds=15.0)

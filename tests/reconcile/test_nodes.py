@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from medha_operator.nodes import ROOM_SECONDS, SETTLE_SECONDS, unsettled
-from medha_operator.observed import Node, Room
-from medha_operator.plan import EVICTION_SECONDS, Apply, Delete, Tell
-from medha_operator.render import OPEN_SINCE
+from medha_operator.replica.nodes import ROOM_SECONDS, SETTLE_SECONDS, unsettled
+from medha_operator.replica.observed import Node, Room
+from medha_operator.replica.plan import EVICTION_SECONDS, Apply, Delete, Tell
+from medha_operator.replica.render import OPEN_SINCE
 from reconcile.world import GRID, World, allowed_away, condition, deleted_pods, uids
 
 

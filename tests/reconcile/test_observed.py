@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medha_operator.observed import Node, any_heard_since, node_of, pod_of
+from medha_operator.replica.observed import Node, any_heard_since, node_of, pod_of
 
 
 def pod(**status: Any) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from medha_operator.cluster import ApiError, Cluster
-from medha_operator.kinds import GANGS, Kind
+from medha_operator.kube.client import ApiError, Cluster
+from medha_operator.kube.kinds import GANGS, Kind
 from medha_operator.program import Program
 from medha_operator.settings import OperatorSettings
 

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from medha_operator.cluster import ApiError
-from medha_operator.kinds import Key, Kind
+from medha_operator.kube.client import ApiError
+from medha_operator.kube.kinds import Key, Kind
+from medha_operator.kube.store import Document
 from medha_operator.program import least_pause
 from medha_operator.reconcile import TOLD_FAILURES
 from medha_operator.settings import OperatorSettings
-from medha_operator.store import Document
 from reconcile.fake_cluster import GRID, FakeCluster, Stage, resource
 
 DEPLOYMENT = {"replicas": 2, "template": {"spec": GRID}}

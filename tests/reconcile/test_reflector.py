@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from medha_operator.cluster import ApiError, Cluster
 from medha_operator.index import Index
-from medha_operator.kinds import KINDS, NODE, Key, Kind
-from medha_operator.reflector import Reflector
-from medha_operator.store import WentBack
+from medha_operator.kube.client import ApiError, Cluster
+from medha_operator.kube.kinds import KINDS, NODE, Key, Kind
+from medha_operator.kube.reflector import Reflector
+from medha_operator.kube.store import WentBack
 
 Event = tuple[str, dict[str, Any]]
 
@@ -79,7 +79,7 @@ def reflect(played: Played, kind: Kind = KINDS["Service"], *, is_optional: bool 
         await really(0)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("medha_operator.reflector.asyncio.sleep", sleep)
+        patched.setattr("medha_operator.kube.reflector.asyncio.sleep", sleep)
         asyncio.run(run())
     return index
 

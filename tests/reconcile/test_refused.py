@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from medha_operator.kinds import Key
-from medha_operator.observed import Node
-from medha_operator.plan import Delete, SetStatus, Tell
+from medha_operator.kube.kinds import Key
+from medha_operator.replica.observed import Node
+from medha_operator.replica.plan import Delete, SetStatus, Tell
 from medha_operator.settings import OperatorSettings
 from reconcile.fake_cluster import GRID as SPEC
 from reconcile.fake_cluster import Stage

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaReplicaSpec
-from medha_operator.revision import begin, find, restart_fields
+from medha.api.replica import MedhaReplicaSpec
+from medha_operator.replica.revision import begin, find, restart_fields
 
 
 def spec(**fields: Any) -> MedhaReplicaSpec:

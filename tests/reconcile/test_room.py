@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cluster.api import running
-from medha_operator.cluster import ApiError
-from medha_operator.kinds import Key
-from medha_operator.nodes import SETTLE_SECONDS
-from medha_operator.observed import Node, node_of
-from medha_operator.room import left_free, may_take, needs_of, requests, without_room
+from medha_operator.kube.client import ApiError
+from medha_operator.kube.kinds import Key
+from medha_operator.replica.nodes import SETTLE_SECONDS
+from medha_operator.replica.observed import Node, node_of
+from medha_operator.replica.room import left_free, may_take, needs_of, requests, without_room
 from reconcile.fake_cluster import GRID, Stage, resource
 from reconcile.test_reconcile import on_stage
 

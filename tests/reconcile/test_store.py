@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from medha_operator.index import Index
-from medha_operator.kinds import Key
-from medha_operator.store import Store, WentBack
+from medha_operator.kube.kinds import Key
+from medha_operator.kube.store import Store, WentBack
 
 REPLICA = Key("MedhaReplica", "default", "r")
 

@@ -9,14 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from medha_operator.cluster import ApiError, Fenced
 from medha_operator.index import Index
-from medha_operator.kinds import Key
+from medha_operator.kube.client import ApiError, Fenced
+from medha_operator.kube.kinds import Key
+from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.program import Program
 from medha_operator.reconcile import Look, Reconciler
 from medha_operator.settings import OperatorSettings
 from medha_operator.telemetry import Telemetry
-from medha_operator.workqueue import WorkQueue
 
 CREATED = datetime(2030, 1, 1, tzinfo=UTC).timestamp()
 WAITED_SECONDS = 3.0

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from medha_operator.cluster import ApiError
+from medha_operator.kube.client import ApiError
 from medha_operator.program import least_pause
-from medha_operator.words import (
+from medha_operator.replica.words import (
     PATIENCE_SECONDS,
     explained,
     in_doubt,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from medha_operator.kinds import Key
-from medha_operator.workqueue import FIRST_SECONDS, WorkQueue, rest_seconds
+from medha_operator.kube.kinds import Key
+from medha_operator.kube.workqueue import FIRST_SECONDS, WorkQueue, rest_seconds
 
 A, B = (Key("MedhaReplica", "default", name) for name in "ab")
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from medha_operator.nodes import asks_for_room
-from medha_operator.observed import Node, Observed, Pod, Room, any_heard_since
-from medha_operator.plan import (
+from medha_operator.replica.nodes import asks_for_room
+from medha_operator.replica.observed import Node, Observed, Pod, Room, any_heard_since
+from medha_operator.replica.plan import (
     Action,
     Apply,
     Confirm,
@@ -23,7 +23,7 @@ from medha_operator.plan import (
     Tell,
     plan,
 )
-from medha_operator.revision import Revision
+from medha_operator.replica.revision import Revision
 from medha_operator.settings import OperatorSettings
 from medha_operator.status import ReplicaStatus
 from reconcile.fake_cluster import merged

@@ -19,8 +19,9 @@ import pytest
 import zmq
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from medha.bundle import bundle_digest
-from medha.messages import (
+from medha.wire.bundle import bundle_digest
+from medha.wire.frames import decode, encode, tokens_from_frame
+from medha.wire.messages import (
     Announce,
     BundlePart,
     Cancel,
@@ -33,7 +34,6 @@ from medha.messages import (
     TokenLogprob,
     Tokens,
 )
-from medha.wire import decode, encode, tokens_from_frame
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Opened, connect
 from medha_router.bundle import Bundle

@@ -14,7 +14,8 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from medha.messages import (
+from medha.wire.frames import encode
+from medha.wire.messages import (
     Announce,
     BundlePart,
     Cancel,
@@ -25,7 +26,6 @@ from medha.messages import (
     ServiceClassTerms,
     TokenLogprob,
 )
-from medha.wire import encode
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import connect
 from medha_router.bundle import Bundle

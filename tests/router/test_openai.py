@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from medha.messages import BundlePart, Failed, ServiceClassTerms
-from medha.wire import encode
+from medha.wire.frames import encode
+from medha.wire.messages import BundlePart, Failed, ServiceClassTerms
 from medha_router.bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say, wait_for

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from medha.errors import WireInvalid
-from medha.messages import Announce
+from medha.wire.messages import Announce
 from medha_router.peers import Peers
 
 CARD = Announce(

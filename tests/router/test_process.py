@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from medha.messages import Emit
+from medha.wire.messages import Emit
 from medha_links.keys import KeyFiles
 from medha_router.bundle import Bundle
 

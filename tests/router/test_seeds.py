@@ -8,7 +8,7 @@ import openai
 import pytest
 import torch
 
-from medha.messages import Submit
+from medha.wire.messages import Submit
 from medha_router.bundle import Bundle
 from medha_worker.model.sampler import Drawn, SequenceSampler, draw
 

@@ -22,7 +22,7 @@ from medha_router.api_error import ApiError
 from medha_router.bundle import Bundle
 from medha_router.detokenize import TextStream
 from medha_router.prepare import Catalog, ModelTerms, prepare
-from medha_worker.bundle import read_bundle
+from medha_worker.checkpoints.read_bundle import read_bundle
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 CORPUS = [

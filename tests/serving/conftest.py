@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 
 START_SECONDS = 90
 MODEL = "tiny"

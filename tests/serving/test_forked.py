@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medha.engine import STATE_HASH_EVERY_STEPS
+from medha.scheduler.controller import STATE_HASH_EVERY_STEPS
 
 from .conftest import MODEL, free_port, start, stop, write_manifest
 from .test_failures import processes, streamed
@@ -16,7 +16,7 @@ FORK = """
 import sys
 
 if any(argument.endswith("/rank-1.json") for argument in sys.orig_argv):
-    from medha_worker.executor import Executor
+    from medha_worker.rank.executor import Executor
 
     plan, steps = Executor.plan, 0
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 import zmq
 
-from medha.messages import RankFault, RankHello
-from medha.wire import encode
+from medha.wire.frames import encode
+from medha.wire.messages import RankFault, RankHello
 from medha_links.keys import KeyFiles, KeyPair, read_public_key
 from medha_links.sockets import Opened, connect
 

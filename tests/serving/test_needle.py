@@ -18,8 +18,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.haystack import Haystack, make_haystack, question
+from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
+from medha_worker.checkpoints.presets import init_checkpoint
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from medha.cost.predictor import Predictor
+from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, LLAMA31_405B, profile_for
-from medha.messages import Cancel, Done, Emit, Failed, Refused, Sample, Sampling, Step, Submit
-from medha.predictor import Predictor
-from medha.profile import Attention, Operation, Profile
 from medha.topology import Topology
+from medha.wire.messages import Cancel, Done, Emit, Failed, Refused, Sample, Sampling, Step, Submit
 from medha_sim.baselines.costs import DisaggregatedCost, ElasticCost, RingLink
 from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens
 from medha_sim.baselines.hrrn import Hrrn

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.cost.predictor import Predictor
+from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
 from medha.hardware import H100, LLAMA3_8B
-from medha.messages import ControllerCommand, ControllerEvent, Step, StepProfile
-from medha.predictor import Predictor
-from medha.profile import Profile
-from medha.routing import RouterCore
+from medha.routing.router_core import RouterCore
+from medha.scheduler.config import ReplicaConfig
 from medha.topology import Topology
+from medha.wire.messages import ControllerCommand, ControllerEvent, Step, StepProfile
 from medha_sim.driver import Arrival, FollowUp, Latencies, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Perturbed, PredictorCost
 from medha_sim.records import RunLog

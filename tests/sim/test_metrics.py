@@ -7,7 +7,7 @@ from math import isinf
 
 import pytest
 
-from medha.messages import Extent, Step, StepEntry
+from medha.wire.messages import Extent, Step, StepEntry
 from medha_sim.metrics import (
     convoy,
     distribution,

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from medha.cost.predictor import Chunking, Predictor, Work
 from medha.errors import ConfigInvalid
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, profile_for
-from medha.predictor import Chunking, Predictor, Work
 from medha.topology import Topology
 from medha_cli.main import main
 from medha_sim.plan import Wish, bounds, grids, plan, rate, read_shape, shortfall

@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.api import MedhaReplicaSpec
-from medha.config import derive
-from medha.engine import Load, ReplicaController
+from medha.api.replica import MedhaReplicaSpec
+from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
-from medha.messages import (
+from medha.scheduler.config import derive
+from medha.scheduler.controller import Load, ReplicaController
+from medha.wire.frames import digest, encode
+from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,
@@ -25,8 +27,6 @@ from medha.messages import (
     StepEntry,
     StepProfile,
 )
-from medha.predictor import Predictor
-from medha.wire import digest, encode
 from medha_sim.driver import Arrival, Simulation, Workload
 from medha_sim.executor import Perturbed, PredictorCost, StepCost, StepTiming
 from medha_sim.records import RunLog

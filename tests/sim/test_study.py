@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from medha.api import MedhaReplicaSpec, ServiceClass
+from medha.api.replica import MedhaReplicaSpec, ServiceClass
 from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology

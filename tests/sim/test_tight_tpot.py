@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from medha.api import ServiceClass
+from medha.api.replica import ServiceClass
 from medha.topology import Topology
 from medha_sim.driver import Arrival, Workload
 from medha_sim.scenario import Deployment

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
-from medha.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
-from medha.pools import KvPools, Placed
-from medha.prefix import PrefixHasher
+from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
+from medha.kv.pools import KvPools, Placed
+from medha.kv.prefix_cache import PrefixHasher
+from medha.wire.messages import Admit, Extent, Grow, Sampling, Step, StepEntry
 
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.messages import Sample, Step, Tokens
 from medha.topology import Topology, stage_layers
+from medha.wire.messages import Sample, Step, Tokens
 from medha_worker.cpu.choose import choose_kernels
-from medha_worker.executor import Executor, PlannedStep
-from medha_worker.grid import Grid
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.kernels import Kernels
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
-from medha_worker.spread import positions
+from medha_worker.rank.executor import Executor, PlannedStep
+from medha_worker.rank.kv_parallel_plan import positions
+from medha_worker.rank.mesh import Grid
 
 Result = TypeVar("Result")
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from medha.errors import PartFailed
-from medha.messages import RankHello, Shutdown, StageFree, Step
+from medha.wire.messages import RankHello, Shutdown, StageFree, Step
 from medha_links import sockets
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair
 from medha_links.sockets import Doorkeeper, bind
-from medha_worker.ahead import Ahead
-from medha_worker.executor import PlannedStep
 from medha_worker.link import Context, Link, rank_identity
+from medha_worker.rank.executor import PlannedStep
+from medha_worker.rank.prefetch import Ahead
 
 SECONDS = 10.0
 PEER = rank_identity(0)

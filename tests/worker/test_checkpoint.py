@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
-from medha_worker.checkpoint import ARCHITECTURES, PRESETS, init_checkpoint
+from medha_worker.checkpoints.presets import ARCHITECTURES, PRESETS, init_checkpoint
 
 MULTILINGUAL = "Hello wörld, मेधा 知识!\n  def f(x): return x + 12345 🙂"
 
@@ -128,7 +128,7 @@ def test_a_failure_half_way_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     def full(*_: object, **__: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("medha_worker.checkpoint.save_file", full)
+    monkeypatch.setattr("medha_worker.checkpoints.presets.save_file", full)
     with pytest.raises(OSError, match="No space"):
         init_checkpoint(tmp_path / "model", preset="tiny", seed=0)
     assert list(tmp_path.iterdir()) == []

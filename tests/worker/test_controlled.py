@@ -18,11 +18,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.context_parallel import ContextParallel, PrefillStrategy, RingCosts
-from medha.engine import ReplicaController
-from medha.messages import (
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.kv.context_parallel import ContextParallel, PrefillStrategy, RingCosts
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Cancel,
     ControllerEvent,
     Done,
@@ -37,8 +39,6 @@ from medha.messages import (
     StepProfile,
     Submit,
 )
-from medha.prefix import PrefixHasher
-from medha.topology import Topology
 from medha_worker.model import attention
 from medha_worker.model.kernels import Kernels
 

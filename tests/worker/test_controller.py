@@ -24,10 +24,19 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
-from medha.api import LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, ParallelismSpec, SchedulingSpec
-from medha.config import ReplicaConfig, derive
-from medha.engine import ReplicaController
-from medha.messages import (
+from medha.api.replica import (
+    LifecycleSpec,
+    MedhaReplicaSpec,
+    ModelSource,
+    ModelSpec,
+    ParallelismSpec,
+    SchedulingSpec,
+)
+from medha.cost.profile import Profile
+from medha.scheduler.config import ReplicaConfig, derive
+from medha.scheduler.controller import ReplicaController
+from medha.wire.frames import decode, encode, tokens_from_frame, tokens_to_frame
+from medha.wire.messages import (
     Announce,
     BundlePart,
     Cancel,
@@ -51,13 +60,11 @@ from medha.messages import (
     Submit,
     Tokens,
 )
-from medha.profile import Profile
-from medha.wire import decode, encode, tokens_from_frame, tokens_to_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Doorkeeper, Opened, bind, connect
-from medha_worker.bundle import read_bundle
-from medha_worker.controller import Controller, ControllerSettings, read_settings
+from medha_worker.checkpoints.read_bundle import read_bundle
+from medha_worker.controller.process import Controller, ControllerSettings, read_settings
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 from medha_worker.part_state import PartState
@@ -386,7 +393,7 @@ def change(stage: Stage, **scheduling: object) -> None:
 def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("medha_worker.rank_links.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("medha_worker.controller.rank_links.TELL_SECONDS", 0.0)
     spec = SPEC.model_copy(update={"parallelism": ParallelismSpec(stream=2)})
     stage = Stage(tmp_path, spec, start=False)
     with closing(stage), in_this_process(stage):
@@ -401,7 +408,7 @@ def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
 def test_settings_that_change_are_the_fault_of_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medha_worker.controller.LIVE_SECONDS", 0.0)
+    monkeypatch.setattr("medha_worker.controller.process.LIVE_SECONDS", 0.0)
     stage = Stage(tmp_path, start=False)
     with closing(stage), in_this_process(stage):
         stage.ready()
@@ -450,7 +457,7 @@ def test_numbers_that_no_replica_can_be_made_of_end_the_epoch_and_name_the_rank(
             raise ValueError("cannot convert float NaN to integer")
         return derive(spec, ready)
 
-    monkeypatch.setattr("medha_worker.controller.derive", derive_from)
+    monkeypatch.setattr("medha_worker.controller.process.derive", derive_from)
     stage = Stage(tmp_path, start=False)
     with closing(stage), in_this_process(stage):
         stage.rank.send(replace(READY, epoch=stage.hello().epoch))

@@ -12,14 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from medha.blocks import BlockLedger
 from medha.errors import PartFailed, WireInvalid
-from medha.lane_replica import LaneReplica
-from medha.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.executor import Executor, PlannedStep
+from medha.kv.blocks import BlockLedger
+from medha.kv.lane_replay import LaneReplica
+from medha.wire.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
+from medha_worker.rank.executor import Executor, PlannedStep
 
 VOCAB = 512
 BLOCK_TOKENS = 16

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from medha.messages import (
+from medha.wire.frames import encode, tokens_to_frame
+from medha.wire.messages import (
     Cancel,
     Done,
     Emit,
@@ -37,11 +38,10 @@ from medha.messages import (
     Tokens,
     TracePart,
 )
-from medha.wire import encode, tokens_to_frame
 from medha_links.drops import MOST_MESSAGES
 from medha_links.keys import KeyPair, read_public_key
 from medha_links.sockets import connect
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link
 
 from ..frames import frames, is_dropped

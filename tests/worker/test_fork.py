@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec
-from medha.config import derive
-from medha.engine import STATE_HASH_EVERY_STEPS, ReplicaController
+from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec
 from medha.errors import PartFailed
-from medha.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
+from medha.scheduler.config import derive
+from medha.scheduler.controller import STATE_HASH_EVERY_STEPS, ReplicaController
 from medha.shards import Segment, ShardMap
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.executor import Executor
+from medha.wire.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
+from medha_worker.rank.executor import Executor
 
 BLOCK_TOKENS, KV_BLOCKS, VOCAB = 16, 64, 512
 READY = RankReady(

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from medha.api import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
-from medha.config import derive
-from medha.engine import ReplicaController
-from medha.messages import (
+from medha.api.replica import KvCacheSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.config import derive
+from medha.scheduler.controller import ReplicaController
+from medha.wire.messages import (
     ControllerEvent,
     Emit,
     Failed,
@@ -26,16 +27,15 @@ from medha.messages import (
     Submit,
     Tokens,
 )
-from medha.prefix import PrefixHasher
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.controller.outputs import OutputHasher
 from medha_worker.cpu.choose import choose_kernels
-from medha_worker.executor import Executor
 from medha_worker.model.attention import TorchAttention
 from medha_worker.model.batch import SequenceSpan
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
-from medha_worker.outputs import OutputHasher
-from medha_worker.spread import positions
+from medha_worker.rank.executor import Executor
+from medha_worker.rank.kv_parallel_plan import positions
 
 from .ranks import Recording
 from .test_model_transformer import save_reference

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: i
 
 from medha.errors import PartFailed
 from medha.topology import Topology
-from medha_worker.grid import MOST_WAIT_SECONDS, WAIT_SECONDS, Grid
+from medha_worker.rank.mesh import MOST_WAIT_SECONDS, WAIT_SECONDS, Grid
 
 FAR_BEYOND_THE_BOUND_SECONDS = 8.0  # of one second
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.messages import StepProfile, StepTimes, Trace, TracePart
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha_worker import trace as trace_module
-from medha_worker.inspection import FOREVER_SECONDS, LAST_PARTS_SECONDS, Inspection
-from medha_worker.telemetry import AskStatus, AskTrace
+from medha.wire.messages import StepProfile, StepTimes, Trace, TracePart
+from medha_worker.controller import trace as trace_module
+from medha_worker.controller.inspection import FOREVER_SECONDS, LAST_PARTS_SECONDS, Inspection
+from medha_worker.controller.telemetry import AskStatus, AskTrace
 
 CONFIG = ReplicaConfig(
     topology=Topology(stream=2),

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import zmq
 
-from medha.messages import Shutdown, StageFree, Tokens
-from medha.wire import tokens_from_frame, tokens_to_frame
+from medha.wire.frames import tokens_from_frame, tokens_to_frame
+from medha.wire.messages import Shutdown, StageFree, Tokens
 from medha_links import sockets
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from medha.errors import ConfigInvalid
-from medha_worker.live_settings import LOOK_SECONDS, LiveFile
+from medha_worker.controller.live_settings import LOOK_SECONDS, LiveFile
 from medha_worker.process import usable_cpus
 
 

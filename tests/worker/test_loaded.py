@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from medha.topology import Topology
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.loaded import _shard
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.config import ModelConfig
+from medha_worker.rank.engine import _shard
 
 
 @pytest.mark.parametrize(("layers", "stages", "expected"), [(24, 2, [12, 12]), (9, 4, [3, 2, 2, 2])])

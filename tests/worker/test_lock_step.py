@@ -1,7 +1,8 @@
 """What the lanes of a coupled step report becomes one event."""
 
-from medha.messages import Done, EntryFailed, Extent, Sample, StageFree, Step, StepEntry
-from medha_worker.lock_step import LockStep, bound_seconds
+from medha.wire.messages import Done, EntryFailed, Extent, Sample, StageFree, Step, StepEntry
+from medha_worker.controller.lock_step import LockStep
+from medha_worker.timeouts import bound_seconds
 
 
 def test_a_step_of_one_lane_passes_at_once() -> None:

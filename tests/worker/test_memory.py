@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from medha.cost.predictor import Predictor, Work
+from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import OutOfMemory
-from medha.predictor import Predictor, Work
-from medha.profile import Attention, Operation, Profile
-from medha_worker import warmup
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.memory import MIB, PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
-from medha_worker.profile_fit import MeasuredStep
+from medha_worker.profiling.fit import MeasuredStep
+from medha_worker.rank import warmup
+from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
 
 REQUEST = PoolRequest(
     block_bytes=MIB,
@@ -203,7 +203,7 @@ import sys, time, torch
 from pathlib import Path
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
-from medha_worker.warmup import warm_up
+from medha_worker.rank.warmup import warm_up
 
 torch.set_num_threads(1)
 directory = Path(sys.argv[1])

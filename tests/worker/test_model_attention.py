@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.cpu import attention as cpu_attention
 from medha_worker.cpu.attention import CpuAttention
 from medha_worker.cpu.choose import choose_kernels

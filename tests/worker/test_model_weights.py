@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model import weights as weights_module
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.weights import LayerWeights, Shard, Weights, load_weights

@@ -12,11 +12,8 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from medha.errors import ConfigInvalid
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.haystack import Haystack, make_haystack, question
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.rope import inverse_frequencies, rotation_table
-from medha_worker.needle import (
+from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
+from medha_worker.checkpoints.needle import (
     BEFORE,
     IS,
     NAMED,
@@ -26,6 +23,9 @@ from medha_worker.needle import (
     WINDOW_TOKENS,
     name_ids,
 )
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.rope import inverse_frequencies, rotation_table
 
 LONGEST = 2**18
 NEEDED_NATS = math.log(LONGEST)  # one right place against 256 Ki wrong ones

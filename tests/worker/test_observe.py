@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.messages import StepProfile
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha_worker.observe import Observer
+from medha.wire.messages import StepProfile
+from medha_worker.controller.observe import Observer
 
 CONFIG = ReplicaConfig(
     topology=Topology(kv=2),

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from medha.api import MedhaReplicaSpec
-from medha.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
+from medha.api.replica import MedhaReplicaSpec
 from medha.errors import OutOfMemory
-from medha.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
+from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
 from medha.shards import Segment, place
 from medha.topology import Topology
-from medha_worker import executor, loaded
-from medha_worker.executor import Executor
-from medha_worker.loaded import Engine, Loaded, RankSettings
+from medha.wire.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
 from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw
-from medha_worker.recorder import StepRecorder
+from medha_worker.rank import engine as engine_module
+from medha_worker.rank import executor
+from medha_worker.rank.engine import Engine, Loaded, RankSettings
+from medha_worker.rank.executor import Executor
+from medha_worker.rank.recorder import StepRecorder
 
 from .ranks import Ranks, free_endpoint
 from .test_model_transformer import save_reference
@@ -239,7 +240,7 @@ def test_memory_that_lanes_need_for_their_exchanges_is_no_part_of_the_pool(
         asked.append(arguments)
         return 2**50
 
-    monkeypatch.setattr(loaded, "exchange_bytes", large)
+    monkeypatch.setattr(engine_module, "exchange_bytes", large)
     for found in start(lanes, tmp_path, tight_rank=None):
         assert isinstance(found, OutOfMemory)
         assert "activations (1073741" in str(found)

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medha.prefix import PrefixHasher
-from medha_worker.outputs import OutputHasher
+from medha.kv.prefix_cache import PrefixHasher
+from medha_worker.controller.outputs import OutputHasher
 
 HASHER = PrefixHasher(4, b"secret")
 

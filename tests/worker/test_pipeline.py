@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from medha.errors import PartFailed
-from medha.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.executor import Executor, Pipeline, PlannedStep
+from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
+from medha_worker.rank.executor import Executor, Pipeline, PlannedStep
 
 
 class FirstStage:

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha.cost.predictor import Predictor, Work
+from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import ConfigInvalid
-from medha.predictor import Predictor, Work
-from medha.profile import Attention, Operation, Profile
-from medha_worker.checkpoint import init_checkpoint
-from medha_worker.profile import BLOCK_TOKENS, Grid, StepTimer, blocks_of, grid, load, measure
-from medha_worker.profile_fit import MeasuredStep, errors, fit_profile, held_out
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.profiling.fit import MeasuredStep, errors, fit_profile, held_out
+from medha_worker.profiling.measure import BLOCK_TOKENS, Grid, StepTimer, blocks_of, grid, load, measure
 
 TRUTH = Profile(
     name="truth",

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from medha.errors import WireInvalid
-from medha.messages import Submit, Tokens
-from medha.prefix import PrefixHasher
-from medha.wire import TokenIds
-from medha_worker.prompts import PromptStore
+from medha.kv.prefix_cache import PrefixHasher
+from medha.wire.frames import TokenIds
+from medha.wire.messages import Submit, Tokens
+from medha_worker.controller.prompts import PromptStore
 
 IDS = np.arange(10, dtype=np.int32)
 

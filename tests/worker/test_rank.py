@@ -22,9 +22,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from medha.api import KvCacheSpec, LifecycleSpec, MedhaReplicaSpec, ModelSource, ModelSpec, SchedulingSpec
+from medha.api.replica import (
+    KvCacheSpec,
+    LifecycleSpec,
+    MedhaReplicaSpec,
+    ModelSource,
+    ModelSpec,
+    SchedulingSpec,
+)
 from medha.errors import CheckpointInvalid
-from medha.messages import (
+from medha.wire.frames import encode, tokens_to_frame
+from medha.wire.messages import (
     Admit,
     Done,
     Extent,
@@ -41,13 +49,12 @@ from medha.messages import (
     Tokens,
     Trace,
 )
-from medha.wire import encode, tokens_to_frame
 from medha_links.drops import Drops
 from medha_links.keys import KeyFiles, KeyPair, read_public_keys
 from medha_links.sockets import Doorkeeper, bind
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link, rank_identity
-from medha_worker.loaded import RankSettings, eos_token_ids
+from medha_worker.rank.engine import RankSettings, eos_token_ids
 
 from ..frames import frames
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from medha.errors import ConfigInvalid, PartFailed
-from medha_worker.rank import Rank
+from medha_worker.rank.process import Rank
 
 
 def lost_by(error: Exception, *, ranks: int = 2, engine: object = "serves") -> list[tuple[int, str]]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from medha.errors import CheckpointInvalid
-from medha_worker.bundle import read_bundle
-from medha_worker.checkpoint import init_checkpoint
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.checkpoints.read_bundle import read_bundle
 from medha_worker.model.config import ModelConfig
 from medha_worker.model.weights import Shard, load_weights
 

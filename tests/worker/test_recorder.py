@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from medha.messages import StepTimes, TracePart
-from medha_worker.recorder import MOST_STEPS, SEND_SECONDS, StepRecorder, machine
+from medha.wire.messages import StepTimes, TracePart
+from medha_worker.rank.recorder import MOST_STEPS, SEND_SECONDS, StepRecorder, machine
 
 
 class Clock:

@@ -9,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from medha.api import SchedulingSpec
-from medha.messages import Announce, Emit, RankHello, Sample, Sampling, Step, Tokens
-from medha.wire import tokens_to_frame
+from medha.api.replica import SchedulingSpec
+from medha.wire.frames import tokens_to_frame
+from medha.wire.messages import Announce, Emit, RankHello, Sample, Sampling, Step, Tokens
 
 from .test_controller import IDS, SPEC, Stage
 

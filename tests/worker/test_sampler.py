@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from medha.messages import Sampling
+from medha.wire.messages import Sampling
 from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw, filter_logits
 
 VOCAB = 300

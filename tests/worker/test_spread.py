@@ -14,15 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha.blocks import BlockLedger
-from medha.context_parallel import OWNER
-from medha.messages import Extent
+from medha.kv.blocks import BlockLedger
+from medha.kv.context_parallel import OWNER
 from medha.shards import Segment, ShardMap
+from medha.wire.messages import Extent
 from medha_worker.model import attention
 from medha_worker.model.attention import AttentionBackend, TorchAttention
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.spread import Landing, Rows, SpreadPlan, SpreadStep
-from medha_worker.spread import SpreadEntry, plan_spread, positions
+from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread, positions
 
 from .random_steps import STRATEGIES, Cut
 from .test_model_attention import compiled

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter
 
 from medha.errors import ConfigInvalid
 from medha_links.bounded_http import MOST_CONNECTIONS
-from medha_worker.telemetry import AskStatus, AskTrace, Questions, Telemetry, serve
+from medha_worker.controller.telemetry import AskStatus, AskTrace, Questions, Telemetry, serve
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_nothing_else_is_here_and_nothing_can_be_written(questions: Questions) -
 def test_a_loop_that_does_not_answer_is_told_not_waited_for(
     questions: Questions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medha_worker.telemetry.ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("medha_worker.controller.telemetry.ANSWER_SECONDS", 0.05)
     status, body = get(questions, "/status")
     assert status == "503 Service Unavailable"
     assert "did not answer" in json.loads(body)["error"]

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.messages import (
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
+from medha.topology import Topology
+from medha.wire.messages import (
     Cancel,
     ControllerEvent,
     Done,
@@ -24,9 +25,8 @@ from medha.messages import (
     Submit,
     TracePart,
 )
-from medha.topology import Topology
-from medha_worker import trace as trace_module
-from medha_worker.trace import Tracing, read_trace
+from medha_worker.controller import trace as trace_module
+from medha_worker.controller.trace import Tracing, read_trace
 
 TOPOLOGY = Topology(stream=2, kv=2)
 CONFIG = ReplicaConfig(

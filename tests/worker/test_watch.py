@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from medha.api import SchedulingSpec, ServiceClass
-from medha.config import ReplicaConfig
-from medha.engine import ReplicaController
-from medha.messages import Cancel, ControllerEvent, Done, Sample, Sampling, Step, StepProfile, Submit
+from medha.api.replica import SchedulingSpec, ServiceClass
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
-from medha_worker.watch import WINDOW_SECONDS, Watch
+from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, Sampling, Step, StepProfile, Submit
+from medha_worker.controller.watch import WINDOW_SECONDS, Watch
 
 CONFIG = ReplicaConfig(
     topology=Topology(),

@@ -1,4 +1,4 @@
-"""Links of the worker's processes: sockets that speak `medha.wire`, and drop what does not belong on them.
+"""Links of the worker's processes: sockets that speak `medha.wire.frames`, and drop what does not belong on them.
 
 Each pair of processes is joined by two links, so that a 40 MB prompt never blocks a step: `control` carries
 small messages, `tokens` carries token ids.
@@ -15,8 +15,8 @@ from typing import Literal
 import zmq
 
 from medha.errors import WireInvalid
-from medha.messages import Cancel, FetchBundle, Message, Submit, Tokens
-from medha.wire import decode, encode
+from medha.wire.frames import decode, encode
+from medha.wire.messages import Cancel, FetchBundle, Message, Submit, Tokens
 from medha_links.drops import Drops
 from medha_links.keys import KeyPair
 from medha_links.sockets import (

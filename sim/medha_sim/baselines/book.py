@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from medha.engine import Load
-from medha.messages import (
+from medha.scheduler.controller import Load
+from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     Done,

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from medha.messages import Step
-from medha.predictor import Predictor, Work
-from medha.profile import Profile
+from medha.cost.predictor import Predictor, Work
+from medha.cost.profile import Profile
+from medha.wire.messages import Step
 from medha_sim.executor import StepTiming
 
 _TABLE_TOKENS = 16384

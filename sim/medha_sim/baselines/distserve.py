@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from medha.engine import Load
 from medha.hardware import Hardware, ModelShape
-from medha.messages import (
+from medha.scheduler.controller import Load
+from medha.wire.messages import (
     Cancel,
     ControllerCommand,
     ControllerEvent,

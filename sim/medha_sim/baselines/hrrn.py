@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from medha.engine import Load
-from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
+from medha.scheduler.controller import Load
+from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
 from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 

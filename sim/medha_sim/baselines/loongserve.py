@@ -27,8 +27,17 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from math import inf
 
-from medha.engine import Load
-from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Step, Submit
+from medha.scheduler.controller import Load
+from medha.wire.messages import (
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Done,
+    Drain,
+    StageFree,
+    Step,
+    Submit,
+)
 from medha_sim.baselines.book import Book, Request, Steps
 from medha_sim.baselines.costs import ElasticCost
 

@@ -11,8 +11,8 @@ Left out: preemption by recomputation (KV is reserved at admission), CPU time of
 
 from __future__ import annotations
 
-from medha.engine import Load
-from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
+from medha.scheduler.controller import Load
+from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
 from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 

@@ -3,7 +3,7 @@
 These are the variants of paper B §6.1 and §6.4 (Medha-FCFS, -EDF, -LRS, and LARS alone): "standard scheduling while
 retaining all other proposed mechanisms". A step has all runnable decodes and the largest chunk of the most
 urgent prefill that keeps the whole step inside the tightest TPOT target over the stages; a partial prefill re-enters as
-soon as stage 0 is free. With no decode running, `max_step_seconds` bounds a step. Orders are `medha.policy`'s.
+soon as stage 0 is free. With no decode running, `max_step_seconds` bounds a step. Orders are `medha.scheduler.policy`'s.
 
 Left out: space sharing (it needs a second prefill), the cap on admitted longs, corrections of the predictor.
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from medha.engine import Load
-from medha.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
-from medha.policy import Columns, keys, urgent_first
-from medha.predictor import Predictor
+from medha.cost.predictor import Predictor
+from medha.scheduler.controller import Load
+from medha.scheduler.policy import Columns, keys, urgent_first
+from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Drain, StageFree, Submit
 from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 _GRANULARITY_TOKENS = 1024

@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from medha.cost.predictor import Predictor
 from medha.errors import ConfigInvalid
 from medha.hardware import profile_for
-from medha.predictor import Predictor
 from medha.topology import Topology
 from medha_sim.baselines.costs import DisaggregatedCost, ElasticCost, RingLink
 from medha_sim.baselines.distserve import DistServe, longest_prompt_tokens

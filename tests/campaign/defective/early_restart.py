@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.plan",
+    "medha_operator.replica.plan",
     "        ended = [pod for pod in alive if pod.is_failed]\n",
     "        ended = [pod for pod in alive if pod.is_failed or pod.trouble is not None]\n",
 )

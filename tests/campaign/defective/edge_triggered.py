@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.plan",
+    "medha_operator.replica.plan",
     "    if observed.is_deleting:\n",
     "    if observed.is_deleting or (\n"
     "        observed.generation == observed.status.observed_generation\n"

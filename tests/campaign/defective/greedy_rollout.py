@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.deployment",
+    "medha_operator.deployment.plan_deployment",
     "    least = scene.replicas - scene.suspending - unavailable\n",
     "    least = -1\n",
 )

@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.plan",
+    "medha_operator.replica.plan",
     "    if known is not None:\n        return known, []\n",
     "    if known is not None:\n"
     "        known = replace(known, templates=pod_templates(owner, spec, known.name, settings))\n"

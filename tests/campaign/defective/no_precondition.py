@@ -3,7 +3,7 @@
 from campaign.defective.planting import plant
 
 plant(
-    "medha_operator.cluster",
+    "medha_operator.kube.client",
     '            "preconditions": {"uid": uid, "resourceVersion": version},\n',
     "",
 )

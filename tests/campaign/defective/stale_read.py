@@ -2,4 +2,4 @@
 
 from campaign.defective.planting import plant
 
-plant("medha_operator.store", '        if event != "DELETED":\n', "        if True:\n")
+plant("medha_operator.kube.store", '        if event != "DELETED":\n', "        if True:\n")

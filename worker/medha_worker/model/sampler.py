@@ -29,7 +29,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from medha.messages import FailureReason, FinishReason, Sampling, TokenLogprob
+from medha.wire.messages import FailureReason, FinishReason, Sampling, TokenLogprob
 
 LogitsMask = Callable[[Sequence[int]], Tensor | None]
 """Per-step hook: the output ids so far -> bool [vocab] of the tokens allowed next (None: all are)."""

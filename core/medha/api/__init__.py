@@ -1,0 +1,1 @@
+"""The resources that users write, and what their fields mean."""

@@ -1,0 +1,1 @@
+"""Predicted times: of one step, of a whole prefill, on one lane of a given profile."""

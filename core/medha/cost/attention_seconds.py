@@ -1,0 +1,60 @@
+"""Seconds of one sequence's attention in one layer: the formula alone, which decisions ask hundreds of times a second.
+
+Apart from `medha.cost.profile`, whose dataclasses pydantic reads, so that this can be compiled.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+
+class AttentionSeconds:
+    """The longer of computing a sequence's pairs and reading its KV; or what was measured. See `profile.Attention`."""
+
+    def __init__(
+        self,
+        *,
+        sequence_seconds: float,
+        seconds_per_pair: float,
+        kv_seconds_per_token: float,
+        rows_per_token: int,
+        tiles: tuple[int, ...],
+        points: tuple[tuple[int, float], ...],
+    ) -> None:
+        self._sequence_seconds = sequence_seconds
+        self._seconds_per_pair = seconds_per_pair
+        self._kv_seconds_per_token = kv_seconds_per_token
+        self._rows_per_token = rows_per_token
+        self._small_tiles = tiles[:-1]
+        self._largest_small_tile = max(tiles[:-1], default=0)
+        self._tile = tiles[-1]
+        self._points = points
+
+    def of(self, context: int, count: int, foreign: bool) -> float:
+        """Of `count` queries behind `context` tokens; `foreign`: the context is another lane's whole shard."""
+        keys: float = context if foreign else context + (count + 1) / 2
+        if self._points:
+            return self._sequence_seconds + keys * self._measured_slope(count)
+        compute = self.padded(count) * keys * self._seconds_per_pair
+        memory = (context if foreign else context + count) * self._kv_seconds_per_token
+        return self._sequence_seconds + max(memory, compute)
+
+    def padded(self, count: int) -> float:
+        """Query tokens, rounded up to whole tiles of rows."""
+        rows = count * self._rows_per_token
+        if rows <= self._largest_small_tile:
+            for tile in self._small_tiles:
+                if rows <= tile:
+                    return tile / self._rows_per_token
+        return -(-rows // self._tile) * self._tile / self._rows_per_token
+
+    def _measured_slope(self, count: int) -> float:
+        """Seconds a key for `count` queries: between measured points a line, beyond them in proportion."""
+        points = self._points
+        index = bisect_left(points, (count,))
+        if index == len(points):
+            return points[-1][1] * count / points[-1][0]
+        if points[index][0] == count:
+            return points[index][1]
+        (left, low), (right, high) = points[index - 1 : index + 1]
+        return low + (high - low) * (count - left) / (right - left)

@@ -1,0 +1,372 @@
+"""Predicted time of a whole step, and of a whole prefill, on one lane.
+
+A step's linear layers cost a function of its tokens, its attention a sum over its sequences, its output head a function
+of its sequences; `medha.cost.profile` says how much. The step's time is not the sum of its parts' times alone: two chunks
+share the reading of the weights, which is why a second prefill can be nearly free (paper B §4.2), and why the packer
+asks for whole batches. `Tally` answers that question in constant time.
+
+A slowly moving factor corrects every prediction by what steps really took, because an over-prediction shrinks chunks
+silently and an under-prediction breaks TPOT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from medha.cost.prefill_seconds import Alone, Chunking, Counts, PrefillTable, Seconds
+from medha.cost.profile import Profile
+from medha.errors import ConfigInvalid
+from medha.topology import Topology
+from medha.wire.messages import StepProfile
+
+TOKENS_PER_LANE = 512 * 1024
+"""KV tokens of one request that a lane holds before the next lane joins (DESIGN §5)."""
+
+_CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a change
+_CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
+
+
+# Not frozen: each decision makes dozens, and freezing one takes longer than making it.
+@dataclass(slots=True, unsafe_hash=True)
+class Work:
+    """The part of one sequence in a step on one lane: `count` query tokens behind `context` tokens of KV.
+
+    `attention_only`: a helper lane's share, `count` foreign queries over its whole shard of `context` tokens; every
+    query sees all of it, and no linear layer runs for them here.
+    """
+
+    context: int
+    count: int
+    attention_only: bool = False
+
+    @property
+    def pairs(self) -> float:
+        """(query, key) pairs: causally, each query sees the context, itself and its predecessors."""
+        keys = self.context if self.attention_only else self.context + (self.count + 1) / 2
+        return self.count * keys
+
+
+@dataclass(frozen=True, slots=True)
+class StepTerms:
+    """A prediction, explained (seconds, after correction)."""
+
+    launch: float = 0.0  # fixed costs of a step, and of each layer's attention
+    linear: float = 0.0  # linear and elementwise operations of the layers
+    attention: float = 0.0
+    collectives: float = 0.0  # all-reduces of tensor parallelism
+    head: float = 0.0  # output head and sampling
+    hops: float = 0.0  # from stage to stage; of a latency alone
+    exchange: float = 0.0  # queries and partials between coupled lanes
+
+    @property
+    def total(self) -> float:
+        in_layers = self.linear + self.attention + self.collectives + self.exchange
+        return self.launch + in_layers + self.head + self.hops
+
+
+class Tally:
+    """A step under construction: what has been added, and what the step would take with one part more.
+
+    Every operation takes the same short time, however many sequences are in. Sums are of plain floats, so removing
+    what was added may leave a rounding error in the last digits.
+    """
+
+    __slots__ = ("_asked", "_attention", "_predictor", "_works", "sequences", "tokens")
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self.tokens = 0  # that pass the linear layers
+        self.sequences = 0  # that may be sampled
+        self._works = 0
+        self._attention = 0.0  # of one layer, before correction
+        self._asked = (0, 0, 0.0)  # the chunk that was asked for last, and its attention
+
+    def add(self, work: Work) -> None:
+        """Put `work` into the step."""
+        self._count(work, 1)
+
+    def add_chunk(self, context: int, count: int) -> None:
+        """Put in `count` query tokens of a sequence behind `context` tokens of KV."""
+        asked_context, asked_count, seconds = self._asked
+        if asked_context != context or asked_count != count:  # else it was asked for, and is put in now
+            seconds = self._predictor._attention.of(context, count, False)
+        self._works += 1
+        self.tokens += count
+        self.sequences += 1
+        self._attention += seconds
+
+    def remove(self, work: Work) -> None:
+        """Take out a `work` that was added."""
+        self._count(work, -1)
+
+    def add_decodes(self, contexts_sum: int, count: int) -> None:
+        """Put in `count` sequences of one query token each, behind `contexts_sum` tokens of KV together."""
+        self._works += count
+        self.tokens += count
+        self.sequences += count
+        self._attention += count * self._predictor._sequence_seconds
+        self._attention += (contexts_sum + count) * self._predictor._decode_seconds_per_token
+
+    def seconds(self) -> float:
+        """`Predictor.stage_seconds` of all that is in."""
+        if self._works == 0:  # sums may keep a rounding error
+            return 0.0
+        return self._predictor._stage(self.tokens, self.sequences, self._attention)
+
+    def seconds_with(self, context: int, count: int) -> float:
+        """The same, with `count` query tokens behind `context` tokens of KV added."""
+        predictor = self._predictor
+        seconds = predictor._attention.of(context, count, False)
+        self._asked = (context, count, seconds)
+        return predictor._stage(self.tokens + count, self.sequences + 1, self._attention + seconds)
+
+    def largest(self, context: int, most: int, budget_seconds: float) -> int:
+        """The largest count up to `most` behind `context` with which the step ends within the budget, or 0."""
+        if most <= 0 or self.seconds_with(context, most) <= budget_seconds:
+            return max(most, 0)
+        low, high = 0, most  # fits at low (a chunk of none), not at high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.seconds_with(context, middle) <= budget_seconds:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _count(self, work: Work, sign: int) -> None:
+        self._works += sign
+        if not work.attention_only:
+            self.tokens += sign * work.count
+            self.sequences += sign
+        seconds = self._predictor._attention.of(work.context, work.count, work.attention_only)
+        self._attention += sign * seconds
+
+
+class Predictor:
+    """Predicts one lane of a replica from a profile; `observe` moves the correction."""
+
+    def __init__(
+        self,
+        profile: StepProfile | Profile,
+        topology: Topology | None = None,
+        chunking: Chunking | None = None,
+        tokens_per_lane: int = TOKENS_PER_LANE,
+    ) -> None:
+        """`chunking`: how a lone prefill is cut, for `prefill_seconds`; it joins a lane each `tokens_per_lane`.
+
+        Raises:
+            ConfigInvalid: the profile was made for another degree of tensor parallelism.
+        """
+        self.topology = topology or Topology()
+        stages, tensor = self.topology.stream, self.topology.tensor
+        if isinstance(profile, StepProfile):
+            profile = Profile.of_warm_up(profile, stages, tensor)
+        if topology is not None and profile.tensor != tensor:
+            raise ConfigInvalid(
+                f"profile {profile.name!r} is of tensor parallelism {profile.tensor}, but parallelism.tensor is "
+                f"{tensor}; leave scheduling.profile out, or change the manifest"
+            )
+        self.profile = profile
+        self.correction = 1.0
+        self.tokens_per_lane = tokens_per_lane
+        self._most_layers = -(-self.profile.layers // stages)
+        self._last_layers = self.profile.layers // stages  # the last stage also has the head
+        self._launch = self.profile.launch_seconds
+        self._attention = self.profile.attention.one()
+        self._sequence_seconds = self.profile.attention.sequence_seconds
+        self._attention_launch = self.profile.attention.launch_seconds
+        self._decode_seconds_per_token = self.profile.attention.decode_seconds_per_token
+        self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
+        self._per_layer: list[float] = []  # the same: reading one number of a list is faster
+        self._hops: list[float] = []  # from one stage to the next, by tokens
+        self._head: list[float] = []  # by sequences
+        self._table = PrefillTable(chunking or Chunking(), self._lone_stage, self._lone_drain)
+
+    # --- steps --------------------------------------------------------------------------------------
+
+    def stage_seconds(self, works: Iterable[Work]) -> float:
+        """How long the slowest stage is busy with a step over `works`."""
+        return self._tallied(works).seconds()
+
+    def latency_seconds(self, works: Iterable[Work]) -> float:
+        """From the step's entry into stage 0 until the result of the last stage."""
+        return self.explain(works, whole=True).total
+
+    def coupled_seconds(self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int) -> float:
+        """How long the slowest stage is busy with a step of coupled lanes.
+
+        In each layer the lanes meet twice, when queries and when partials are exchanged: they wait for the slowest
+        linear part and for the slowest attention, which need not be the same lane's.
+        """
+        return self.coupled_tally_seconds(
+            [self._tallied(works) for works in works_by_lane], exchanged_queries
+        )
+
+    def coupled_tally_seconds(self, lanes: Sequence[Tally], exchanged_queries: int) -> float:
+        """`coupled_seconds` of tallies."""
+        if not any(lane._works for lane in lanes):
+            return 0.0
+        tokens = max(lane.tokens for lane in lanes)
+        sequences = max(lane.sequences for lane in lanes)
+        attention = max(lane._attention for lane in lanes)
+        attention += self.profile.exchange.seconds_one(exchanged_queries)
+        return self._stage(tokens, sequences, attention)
+
+    def hop_seconds(self, tokens: int) -> float:
+        """From one stage to the next; 0 if there is one stage."""
+        if self.topology.stream == 1:
+            return 0.0
+        self._layer_seconds(tokens)
+        return self._hops[tokens] * self.correction
+
+    def tally(self) -> Tally:
+        """An empty step, to be filled."""
+        return Tally(self)
+
+    def explain(self, works: Iterable[Work], *, whole: bool = False) -> StepTerms:
+        """The terms of `stage_seconds`, or where `whole`, of `latency_seconds`."""
+        return self.explain_coupled([works], 0, whole=whole)
+
+    def explain_coupled(
+        self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int, *, whole: bool = False
+    ) -> StepTerms:
+        """The terms of `coupled_seconds`, each of the lane that the others wait for; `whole`: of all stages and hops."""
+        lanes = [self._tallied(works) for works in works_by_lane]
+        if not any(lane._works for lane in lanes):
+            return StepTerms()
+        tokens = max(lane.tokens for lane in lanes)
+        attention = max(lane._attention for lane in lanes)
+        exchange = self.profile.exchange.seconds_one(exchanged_queries)
+        profile, factor, stages = self.profile, self.correction, self.topology.stream
+        head = self._head_seconds(max(lane.sequences for lane in lanes))
+        in_layers = self._layer_seconds(tokens) + attention + exchange + self._attention_launch
+        last_is_slowest = self._last_layers * in_layers + head >= self._most_layers * in_layers
+        layers = self._last_layers if last_is_slowest else self._most_layers
+        if whole:
+            layers = profile.layers
+        collectives = profile.all_reduce.seconds_one(tokens)
+        return StepTerms(
+            launch=((stages if whole else 1) * self._launch + layers * self._attention_launch) * factor,
+            linear=layers * (self._layer_seconds(tokens) - collectives) * factor,
+            attention=layers * attention * factor,
+            collectives=layers * collectives * factor,
+            head=(head if whole or last_is_slowest else 0.0) * factor,
+            hops=(stages - 1) * profile.hop.seconds_one(tokens) * factor if whole else 0.0,
+            exchange=layers * exchange * factor,
+        )
+
+    # --- prefills -----------------------------------------------------------------------------------
+
+    def prefill_seconds(self, context: int, tokens: int) -> float:
+        """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
+        return self.uncorrected_prefill(context, tokens).seconds * self.correction
+
+    def uncorrected_prefill(self, context: int, tokens: int) -> Alone:
+        """The same before correction, in its parts."""
+        return self._table.one(context, tokens, self._lone_stage_one, self._lone_drain_one)
+
+    def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
+        """`prefill_seconds` of many sequences at once."""
+        return self.uncorrected_prefill_seconds_many(contexts, tokens) * self.correction
+
+    def uncorrected_prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
+        """The same before correction: a column of them stays valid while the correction moves."""
+        return self._table.seconds(np.asarray(contexts, np.int64), np.asarray(tokens, np.int64))
+
+    # --- correction ---------------------------------------------------------------------------------
+
+    def observe(self, predicted_seconds: float, observed_seconds: float) -> None:
+        """Move the correction towards what a step really took."""
+        if predicted_seconds <= 0 or observed_seconds <= 0:
+            return
+        wanted = self.correction * observed_seconds / predicted_seconds
+        low, high = _CORRECTION_BOUNDS
+        self.correction += _CORRECTION_WEIGHT * (min(high, max(low, wanted)) - self.correction)
+
+    # --- one step, from its sums --------------------------------------------------------------------
+
+    def _tallied(self, works: Iterable[Work]) -> Tally:
+        tally = Tally(self)
+        for work in works:
+            tally.add(work)
+        return tally
+
+    def _stage(self, tokens: int, sequences: int, attention: float) -> float:
+        """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
+        try:
+            in_layer = self._per_layer[tokens] + attention + self._attention_launch
+            last = self._last_layers * in_layer + self._head[sequences]
+        except IndexError:  # more than was ever asked for
+            self._layer_seconds(tokens), self._head_seconds(sequences)
+            return self._stage(tokens, sequences, attention)
+        return (self._launch + max(self._most_layers * in_layer, last)) * self.correction
+
+    def _layer_seconds(self, tokens: int) -> float:
+        if tokens >= len(self._per_layer):
+            upto = np.arange(max(2 * tokens, 4096) + 1)
+            self._per_layer_array = self.profile.linear_seconds(upto) + self.profile.all_reduce.seconds(upto)
+            self._per_layer = self._per_layer_array.tolist()
+            self._hops = self.profile.hop.seconds(upto).tolist()
+        return self._per_layer[tokens]
+
+    def _head_seconds(self, sequences: int) -> float:
+        if sequences >= len(self._head):
+            upto = np.arange(max(2 * sequences, 512) + 1)
+            self._head = np.maximum.accumulate(self.profile.head.seconds(upto)).tolist()
+        return self._head[sequences]
+
+    # --- a lone sequence's chunk ---------------------------------------------------------------------
+
+    def _lone_layer_one(self, context: int, count: int) -> float:
+        lanes = min(-(-(context + count) // self.tokens_per_lane), self.topology.kv)
+        own = min(context, max(self.tokens_per_lane, -(-context // self.topology.kv)))
+        seconds = self._attention.of(own, count, False) + self._attention_launch
+        if lanes > 1:
+            seconds += self.profile.exchange.seconds_one(count)
+        return seconds + self._layer_seconds(count)
+
+    def _lone_stage_one(self, context: int, count: int) -> float:
+        in_layer = self._lone_layer_one(context, count)
+        last = self._last_layers * in_layer + self._head_seconds(1)
+        return self._launch + max(self._most_layers * in_layer, last)
+
+    def _lone_drain_one(self, context: int, count: int) -> float:
+        stages = self.topology.stream
+        if stages == 1:
+            return 0.0
+        whole = stages * self._launch + self.profile.layers * self._lone_layer_one(context, count)
+        whole += self._head_seconds(1) + (stages - 1) * self._hops[count]
+        return whole - self._lone_stage_one(context, count)
+
+    # --- a lone sequence's chunks, vectorised -------------------------------------------------------
+
+    def _lone_layer(self, contexts: Counts, counts: Counts) -> Seconds:
+        """One layer of a chunk alone; once its KV passes a lane's share, the lanes that hold it work together."""
+        profile = self.profile
+        lanes = np.minimum(-(-(contexts + counts) // self.tokens_per_lane), self.topology.kv)
+        shard = np.maximum(self.tokens_per_lane, -(-contexts // self.topology.kv))
+        own = np.minimum(contexts, shard)
+        seconds = profile.attention.seconds_many(own, counts) + profile.attention.launch_seconds
+        seconds += np.where(lanes > 1, profile.exchange.seconds(counts), 0.0)
+        self._layer_seconds(int(counts.max(initial=0)))
+        return seconds + self._per_layer_array[counts]
+
+    def _lone_stage(self, contexts: Counts, counts: Counts) -> Seconds:
+        in_layer = self._lone_layer(contexts, counts)
+        last = self._last_layers * in_layer + self._head_seconds(1)
+        return np.where(counts > 0, self._launch + np.maximum(self._most_layers * in_layer, last), 0.0)
+
+    def _lone_drain(self, contexts: Counts, counts: Counts) -> Seconds:
+        """What a chunk's result takes beyond its time in the slowest stage: the other stages and the hops."""
+        stages = self.topology.stream
+        if stages == 1:
+            return np.zeros(len(counts))
+        whole = stages * self._launch + self.profile.layers * self._lone_layer(contexts, counts)
+        whole += self._head_seconds(1) + (stages - 1) * self.profile.hop.seconds(counts)
+        return np.where(counts > 0, whole - self._lone_stage(contexts, counts), 0.0)
+
+
+__all__ = ["Chunking", "Predictor", "StepTerms", "Tally", "Work"]

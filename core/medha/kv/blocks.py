@@ -1,0 +1,383 @@
+"""The KV ledger of one lane: who holds which blocks. Numbers only, no tensors.
+
+The controller and every rank of a lane own one ledger each, and apply the same operations in the same order
+(`medha.kv.pools` names them and replays them), so all of them agree on every block table without one ever crossing
+a wire. `state_hash` is a part of what makes a disagreement visible.
+
+A block is in one of three states: *held* by one or more sequences, *remembered* by nobody but the prefix cache, or
+*free*. A held block may be remembered too; it then stays when its last sequence releases it. Which blocks are worth
+remembering, and which of them go first, is decided by the controller's `medha.kv.prefix_cache`; a ledger is only told.
+
+A sequence holds the blocks of its whole reservation from admission on. That makes "no admitted sequence runs
+out" a fact of the ledger rather than a hope, and lets the ledger hand out *contiguous runs* of blocks: a
+CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables are kept as runs, so that a million
+tokens cost no more than a thousand where the pool is not fragmented.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+Run = tuple[int, int]
+"""Consecutive blocks: the first one, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy-on-write: the KV of block `source` must be copied to block `target` before the next entry runs."""
+
+    source: int
+    target: int
+
+
+class BlockLedger:
+    """Which of `blocks` KV blocks, of `block_size_tokens` tokens each, belong to which sequence.
+
+    A request is served from the smallest run of free blocks that holds it whole (best fit), else from the longest
+    runs first, so that tables stay in few runs. Cost per operation: O(runs touched * log(free runs)), and a numpy
+    pass over the blocks touched.
+    """
+
+    def __init__(self, blocks: int, block_size_tokens: int) -> None:
+        assert blocks >= 0
+        assert block_size_tokens > 0
+        self.blocks = blocks
+        self.block_size_tokens = block_size_tokens
+        self._free_runs = _FreeRuns(blocks)
+        self._idle_blocks = 0  # remembered, and held by no sequence
+        self._tables: dict[str, list[Run]] = {}
+        self._table_blocks: dict[str, int] = {}
+        self._encoded: dict[
+            str, bytes
+        ] = {}  # tables as `state_hash` reads them, of those that have not changed
+        self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
+        self._remembered = np.zeros(blocks, dtype=np.bool_)
+        self._remembered_digest: bytes | None = None  # as long as nothing of it changes
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that nobody holds and nobody remembers."""
+        return self._free_runs.blocks
+
+    @property
+    def remembered_blocks(self) -> int:
+        """Blocks that no sequence holds, kept for their content alone."""
+        return self._idle_blocks
+
+    @property
+    def remembered(self) -> npt.NDArray[np.bool_]:
+        """Of each block whether it is kept for its content, held or not; to be read only."""
+        return self._remembered
+
+    @property
+    def held_blocks(self) -> int:
+        return self.blocks - self._free_runs.blocks - self._idle_blocks
+
+    @property
+    def free_tokens(self) -> int:
+        return self._free_runs.blocks * self.block_size_tokens
+
+    def __contains__(self, sequence: str) -> bool:
+        return sequence in self._tables
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def table(self, sequence: str) -> npt.NDArray[np.int64]:
+        """The block table of a sequence: token position p lies in block `table[p // block_size_tokens]`."""
+        runs = self._tables[sequence]
+        if len(runs) == 1:
+            return np.arange(runs[0][0], runs[0][0] + runs[0][1])
+        return np.concatenate(
+            [np.arange(first, first + length) for first, length in runs] or [np.empty(0, np.int64)]
+        )
+
+    def runs(self, sequence: str, start: int = 0, stop: int | None = None) -> list[Run]:
+        """Blocks `start .. stop` (exclusive) of a sequence's table, as runs in table order."""
+        return cut_runs(self._tables[sequence], start, self._table_blocks[sequence] if stop is None else stop)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size_tokens)
+
+    def reserved_tokens(self, sequence: str) -> int:
+        """Tokens that the sequence's blocks can hold."""
+        return self._table_blocks[sequence] * self.block_size_tokens
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a new sequence of `tokens` tokens, sharing nothing, can be reserved now."""
+        return self.blocks_for(tokens) <= self.free_blocks
+
+    def reserve(self, sequence: str, tokens: int, cached: Sequence[Run] = ()) -> bool:
+        """Give a new sequence the blocks for `tokens` tokens, or change nothing and return False.
+
+        Its table begins with the remembered blocks `cached`, which it shares; the rest are free ones.
+        """
+        assert sequence not in self._tables, f"{sequence} already holds KV"
+        runs: list[Run] = []
+        if not cached:
+            wanted = self.blocks_for(tokens)
+            if wanted > self.free_blocks:
+                return False
+            self._extend(sequence, runs, 0, wanted, after=None)
+            return True
+        shared = sum(length for _, length in cached)
+        wanted = self.blocks_for(tokens) - shared
+        assert wanted >= 0, f"{sequence} shares {shared} blocks but reserves {tokens} tokens"
+        if wanted > self.free_blocks:
+            return False
+        for first, length in cached:
+            assert self._remembered[first : first + length].all(), f"blocks {first}+{length} are not cached"
+        self._share(cached)
+        for run in cached:
+            append_run(runs, run)
+        self._extend(sequence, runs, shared, wanted, after=_end(runs))
+        return True
+
+    def grow(self, sequence: str, tokens: int) -> bool:
+        """Let the reservation of a sequence reach `tokens` tokens, or change nothing and return False."""
+        held = self._table_blocks[sequence]
+        wanted = self.blocks_for(tokens) - held
+        if wanted > self.free_blocks:
+            return False
+        if wanted > 0:
+            runs = self._tables[sequence]
+            self._extend(sequence, runs, held, wanted, after=_end(runs))
+        return True
+
+    def fork(self, parent: str, child: str, shared_tokens: int, tokens: int) -> list[BlockCopy] | None:
+        """Let `child` share the first `shared_tokens` tokens of `parent`, and reserve `tokens` in all.
+
+        Whole blocks are shared by reference. A block that is shared only in part would be written by both,
+        so the child gets its own, and the copy to make is returned. None: nothing fits, nothing changed.
+        """
+        assert child not in self._tables, f"{child} already holds KV"
+        assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
+        whole, partial_tokens = divmod(shared_tokens, self.block_size_tokens)
+        wanted = self.blocks_for(tokens) - whole
+        if wanted > self.free_blocks:
+            return None
+        shared = self.runs(parent, 0, whole)
+        self._share(shared)
+        self._extend(child, shared, whole, wanted, after=None)
+        if partial_tokens == 0:
+            return []
+        [(source, _)] = self.runs(parent, whole, whole + 1)
+        [(target, _)] = self.runs(child, whole, whole + 1)
+        return [BlockCopy(source, target)]
+
+    def release(self, sequence: str) -> None:
+        """Give back what a sequence holds; blocks that others share stay theirs, remembered ones stay here."""
+        runs = self._tables.pop(sequence)
+        del self._table_blocks[sequence]
+        self._encoded.pop(sequence, None)
+        for first, length in sorted(runs):
+            holders = self._holders[first : first + length]
+            remembered = self._remembered[first : first + length]
+            holders -= 1
+            if not holders.any():
+                idle = int(np.count_nonzero(remembered))
+                self._idle_blocks += idle
+                if idle == 0:
+                    self._free_runs.give(first, length)
+                elif idle < length:
+                    self._give(first, ~remembered)
+            else:
+                unheld = holders == 0
+                self._idle_blocks += int(np.count_nonzero(unheld & remembered))
+                self._give(first, unheld & ~remembered)
+
+    def remember(self, sequence: str, start: int, count: int) -> list[Run]:
+        """Keep blocks `start .. start + count` of a sequence's table for their content, also when it releases them."""
+        runs = self.runs(sequence, start, start + count)
+        assert sum(length for _, length in runs) == count, f"{sequence} has no blocks {start}+{count}"
+        for first, length in runs:
+            assert not self._remembered[first : first + length].any(), (
+                f"{first}+{length} is remembered already"
+            )
+            self._remembered[first : first + length] = True
+        self._remembered_digest = None
+        return runs
+
+    def evict(self, runs: Iterable[Run]) -> None:
+        """Forget the content of remembered blocks; those that no sequence holds become free."""
+        self._remembered_digest = None
+        for first, length in runs:
+            remembered = self._remembered[first : first + length]
+            assert remembered.all(), f"blocks {first}+{length} are not cached"
+            remembered[:] = False
+            holders = self._holders[first : first + length]
+            if not holders.any():
+                self._idle_blocks -= length
+                self._free_runs.give(first, length)
+            else:
+                unheld = holders == 0
+                self._idle_blocks -= int(np.count_nonzero(unheld))
+                self._give(first, unheld)
+
+    def state_hash(self, also: bytes = b"") -> int:
+        """A 53-bit digest of every table, of what is remembered, and `also` of other state that goes with it.
+
+        Equal on all replicas of this ledger.
+        """
+        tables: list[bytes] = []
+        for sequence in sorted(self._tables):
+            encoded = self._encoded.get(sequence)
+            if encoded is None:
+                runs = "".join([f"{first}+{length};" for first, length in self._tables[sequence]])
+                encoded = self._encoded[sequence] = f"{len(sequence)}:{sequence}{runs}".encode()
+            tables.append(encoded)
+        digest = blake2b(b"".join(tables), digest_size=8)
+        if self._remembered_digest is None:
+            bits = np.packbits(self._remembered).tobytes()
+            self._remembered_digest = blake2b(bits, digest_size=8).digest()
+        digest.update(self._remembered_digest)
+        digest.update(also)
+        return int.from_bytes(digest.digest(), "big") >> 11  # 53 bits fit a JSON number
+
+    def check(self) -> None:
+        """Assert that no block is lost, held wrongly or counted twice; O(blocks), for tests."""
+        holders = np.zeros(self.blocks, dtype=np.int32)
+        for sequence in self._tables:
+            table = self.table(sequence)
+            assert len(table) == self._table_blocks[sequence] == len(set(table.tolist()))
+            holders[table] += 1
+        assert np.array_equal(holders, self._holders)
+        free = np.zeros(self.blocks, dtype=np.bool_)
+        for first, length in self._free_runs:
+            assert not free[first : first + length].any()
+            free[first : first + length] = True
+        assert np.array_equal(free, (holders == 0) & ~self._remembered), "a block is lost"
+        # As Python's integer: compiled code takes no numpy one for a result of `==`.
+        idle = int(np.count_nonzero(self._remembered & (holders == 0)))
+        assert self._idle_blocks == idle
+
+    def _share(self, runs: Iterable[Run]) -> None:
+        """Count one more sequence on blocks that are held or remembered."""
+        for first, length in runs:
+            holders = self._holders[first : first + length]
+            self._idle_blocks -= int(length - np.count_nonzero(holders))
+            holders += 1
+
+    def _extend(self, sequence: str, runs: list[Run], held: int, wanted: int, after: int | None) -> None:
+        """Let a sequence have the table `runs` (`held` blocks), then `wanted` free ones, best those from `after` on."""
+        for run in self._free_runs.take(wanted, after):
+            self._holders[run[0] : run[0] + run[1]] = 1
+            append_run(runs, run)
+        self._tables[sequence] = runs
+        self._table_blocks[sequence] = held + wanted
+        self._encoded.pop(sequence, None)
+
+    def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
+        """Blocks `first + i` become free where `freed[i]`."""
+        inside = np.concatenate(([False], freed, [False]))
+        borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
+        for start, stop in zip(borders[::2], borders[1::2], strict=True):
+            self._free_runs.give(first + start, stop - start)
+
+
+class _FreeRuns:
+    """Disjoint, maximal runs of free blocks, found by place and by length."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = 0
+        self._lengths: dict[int, int] = {}  # first block -> length
+        self._by_place: list[int] = []  # first blocks, ascending
+        self._by_length: list[Run] = []  # (length, first block), ascending
+        if blocks:
+            self._insert(0, blocks)
+
+    def __iter__(self) -> Iterator[Run]:
+        return ((first, self._lengths[first]) for first in self._by_place)
+
+    def take(self, wanted: int, after: int | None) -> list[Run]:
+        """Remove `wanted` of the free blocks; first those from block `after` on, if that one is free."""
+        taken: list[Run] = []
+        while wanted:
+            if after is not None and after in self._lengths:
+                first = after
+            else:
+                index = bisect_left(self._by_length, (wanted, -1))
+                if index == len(self._by_length):  # no run holds all: the longest, of those the first
+                    index = bisect_left(self._by_length, (self._by_length[-1][0], -1))
+                first = self._by_length[index][1]
+            if wanted < self._lengths[first]:
+                self._shorten(first, wanted)
+                return [*taken, (first, wanted)]
+            length = self._remove(first)
+            taken.append((first, length))
+            wanted -= length
+            after = None
+        return taken
+
+    def give(self, first: int, length: int) -> None:
+        """Add a run, and join it with its neighbours."""
+        behind = first + length
+        if behind in self._lengths:
+            length += self._remove(behind)
+        index = bisect_left(self._by_place, first)
+        if index > 0:
+            before = self._by_place[index - 1]
+            if before + self._lengths[before] == first:
+                length += self._remove(before)
+                first = before
+        self._insert(first, length)
+
+    def _shorten(self, first: int, count: int) -> None:
+        """Take the first `count` blocks off a longer run, which keeps its place among the others."""
+        length, by_length = self._lengths.pop(first), self._by_length
+        behind, left = first + count, length - count
+        self._lengths[behind] = left
+        self._by_place[bisect_left(self._by_place, first)] = behind
+        del by_length[bisect_left(by_length, (length, first))]
+        insort(by_length, (left, behind))
+        self.blocks -= count
+
+    def _insert(self, first: int, length: int) -> None:
+        self._lengths[first] = length
+        insort(self._by_place, first)
+        insort(self._by_length, (length, first))
+        self.blocks += length
+
+    def _remove(self, first: int) -> int:
+        length = self._lengths.pop(first)
+        del self._by_place[bisect_left(self._by_place, first)]
+        del self._by_length[bisect_left(self._by_length, (length, first))]
+        self.blocks -= length
+        return length
+
+
+def append_run(runs: list[Run], run: Run) -> None:
+    """Append a run; where it continues the last one, as part of that."""
+    if runs and _end(runs) == run[0]:
+        runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
+    else:
+        runs.append(run)
+
+
+def _end(runs: Sequence[Run]) -> int | None:
+    """The block behind the last one."""
+    return runs[-1][0] + runs[-1][1] if runs else None
+
+
+def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """Blocks `start .. stop` (exclusive) of the blocks that `runs` list."""
+    if len(runs) == 1:
+        first, length = runs[0]
+        stop = min(stop, length)
+        return [(first + start, stop - start)] if start < stop else []
+    found: list[Run] = []
+    position = 0
+    for first, length in runs:
+        skipped, end = max(start - position, 0), min(stop - position, length)
+        if skipped < end:
+            found.append((first + skipped, end - skipped))
+        position += length
+        if position >= stop:
+            break
+    return found

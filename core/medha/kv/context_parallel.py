@@ -1,0 +1,133 @@
+"""Context parallelism (paper C): how a chunk of a prompt is cut over lanes, and what goes around the ring.
+
+Every lane runs the linear layers of its own positions of the chunk. For attention either the keys and values go
+around the ring of lanes (*pass-KV*) or the queries do, and the partial results come back (*pass-Q*). Where K and V
+are kept is the shard map's matter, the same for every strategy: new ones go to the lane that holds their position, so
+the steps of one request may use different strategies, and owner-compute as well.
+
+Pure functions. Paper C's symbols: T new tokens, P cached ones, N lanes, N_H and N_KV heads, e bytes an element,
+C attention FLOP/s of a lane, BW bytes/s between two lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from medha.wire.messages import Extent, StepEntry
+
+OWNER, PASS_KV, PASS_Q = "owner", "passKv", "passQ"
+"""What a `StepEntry.strategy` over several lanes may name."""
+
+PrefillStrategy = Literal["ownerCompute", "passKv", "passQ", "auto", "striped"]
+
+
+@dataclass(frozen=True, slots=True)
+class RingCosts:
+    """What decides between pass-KV and pass-Q. An unknown link counts as infinitely slow: then the smaller message wins."""
+
+    query_heads: int  # N_H, of the whole model
+    kv_heads: int  # N_KV
+    element_bytes: int = 2  # e
+    attention_flops_per_second: float = 0.0  # C, of a lane
+    link_bytes_per_second: float = 0.0  # BW, between two lanes
+
+    @property
+    def flops_per_byte(self) -> float:
+        """C / BW: what a lane computes while a byte travels; infinite where the link is not known."""
+        if self.link_bytes_per_second <= 0 or self.attention_flops_per_second <= 0:
+            return inf
+        return self.attention_flops_per_second / self.link_bytes_per_second
+
+
+def pass_kv_is_hidden(new_tokens: int, lanes: int, costs: RingCosts) -> bool:
+    """Whether attention takes as long as sending K and V: T >= N C N_KV e / (2 N_H BW) (eq. 2)."""
+    least = lanes * costs.flops_per_byte * costs.kv_heads * costs.element_bytes / (2 * costs.query_heads)
+    return new_tokens >= least
+
+
+def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: RingCosts) -> bool:
+    """Algorithm 5, which counts the partial results that pass-Q sends back (eq. 5); without a known link, eq. 1."""
+    if pass_kv_is_hidden(new_tokens, lanes, costs):
+        return True
+    hidden = 4 * new_tokens / (lanes * costs.flops_per_byte * costs.element_bytes)
+    miss_rate = new_tokens / (new_tokens + cached_tokens)
+    return miss_rate >= 2 * costs.kv_heads / costs.query_heads - hidden
+
+
+def balanced(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
+    """Positions `start .. stop` (exclusive) in 2N runs, of which lane i takes the i-th and the i-th last (§3.5.1).
+
+    The first of the lanes has the last position. A lane may get nothing of a chunk shorter than 2N.
+    """
+    cuts = [start + (stop - start) * part // (2 * lanes) for part in range(2 * lanes + 1)]
+    return [_runs(cuts, (lane, 2 * lanes - 1 - lane)) for lane in range(lanes)]
+
+
+def striped(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
+    """Positions `start .. stop` (exclusive) dealt out one by one (striped attention, Brandon et al. 2023).
+
+    The first of the lanes has the last position.
+    """
+    dealt: list[tuple[Extent, ...]] = []
+    for lane in range(lanes):
+        count = -(-(stop - lane - start) // lanes)
+        first = stop - 1 - lane - (count - 1) * lanes
+        dealt.append((Extent(first, count, lanes if count > 1 else 1),) if count > 0 else ())
+    return dealt
+
+
+def share_tokens(count: int, lanes: int) -> int:
+    """The most positions that a lane computes of a chunk of `count`; one that is too short to share is the owner's."""
+    return count if count < 2 * lanes else 2 * -(-count // (2 * lanes))
+
+
+def shared_tokens(share: int, lanes: int) -> int:
+    """The largest chunk of which no lane computes more than `share` positions, and of no smaller one either."""
+    return share if share < 2 * lanes else share // 2 * 2 * lanes
+
+
+@dataclass(frozen=True, slots=True)
+class ContextParallel:
+    """How the lanes of a replica prefill long prompts together."""
+
+    strategy: PrefillStrategy
+    costs: RingCosts
+
+    def passes(self, new_tokens: int, cached_tokens: int, lanes: int) -> str:
+        """What goes around the ring for a chunk."""
+        if self.strategy == "auto":
+            return PASS_KV if prefers_pass_kv(new_tokens, cached_tokens, lanes, self.costs) else PASS_Q
+        return PASS_Q if self.strategy == "passQ" else PASS_KV
+
+    def entries(
+        self, name: str, lanes: Sequence[int], start: int, stop: int, *, samples: bool, shard_map_version: int
+    ) -> list[StepEntry]:
+        """The entries of positions `start .. stop` (exclusive) of a request: one for each lane that computes some.
+
+        The first of `lanes` has the last position, and so draws; a chunk too short to share is all its own.
+        """
+        if stop - start < 2 * len(lanes):
+            extents = (Extent(start, stop - start),)
+            return [StepEntry(name, lanes[0], extents, samples, OWNER, shard_map_version)]
+        strategy = self.passes(stop - start, start, len(lanes))
+        cut = (striped if self.strategy == "striped" else balanced)(start, stop, len(lanes))
+        return [
+            StepEntry(name, lane, extents, samples and lane == lanes[0], strategy, shard_map_version)
+            for lane, extents in zip(lanes, cut, strict=True)
+            if extents
+        ]
+
+
+def _runs(cuts: Sequence[int], parts: Sequence[int]) -> tuple[Extent, ...]:
+    """The runs between `cuts`, empty ones left out, neighbours joined."""
+    found: list[Extent] = []
+    for part in parts:
+        start, count = cuts[part], cuts[part + 1] - cuts[part]
+        if count and found and found[-1].start + found[-1].count == start:
+            found[-1] = Extent(found[-1].start, found[-1].count + count)
+        elif count:
+            found.append(Extent(start, count))
+    return tuple(found)

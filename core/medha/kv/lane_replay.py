@@ -1,0 +1,109 @@
+"""A rank's part of KV: the ledger of its lane, which replays what `medha.kv.pools` decided.
+
+A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane. It needs no
+token ids, no hashes and no rule of eviction, so it cannot come to other conclusions than the controller; `state_hash`
+shows whether it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from medha.kv.blocks import BlockCopy, BlockLedger, Run
+from medha.kv.cached_paths import NO_BLOCK, CachedPaths
+from medha.shards import Segment, ShardMap, dealt, digest_of
+from medha.wire.messages import Admit, Eviction, Grow, Publish
+
+
+class LaneReplica:
+    """A rank's ledger of its lane, which replays what `KvPools` decided.
+
+    Each call applies one part of a `Step`, in the order that it names: publishes, releases, grows, admits.
+    """
+
+    def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
+        self.ledger = ledger
+        self.lane = lane
+        self._paths = CachedPaths(ledger.blocks)
+        self._shards: dict[str, ShardMap] = {}
+
+    def shards(self, sequence: str) -> ShardMap:
+        return self._shards[sequence]
+
+    def state_hash(self) -> int:
+        """A 53-bit digest of the ledger and of every sequence's shard map, as `KvPools.state_hashes` has it."""
+        return self.ledger.state_hash(digest_of(self._shards))
+
+    def publish(self, publishes: Iterable[Publish]) -> None:
+        for publish in publishes:
+            if publish.lane == self.lane:
+                runs = self.ledger.remember(publish.id, publish.start, publish.count)
+                self._paths.publish(publish.id, runs, publish.start, publish.after)
+
+    def release(self, sequence: str) -> None:
+        """In the controller's order, which tells what is least recently used; of other lanes' sequences nothing is here."""
+        if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
+            self.ledger.release(sequence)
+            self._paths.release(sequence)
+
+    def grow(self, grow: Grow) -> bool:
+        """False if no KV is left, which means that the ledgers have parted."""
+        self._evict(grow.evictions)
+        shards = self._shards[grow.id] = grown_map(self._shards[grow.id], grow)
+        tokens = shards.tokens_on(self.lane)
+        if grow.id in self.ledger:
+            return self.ledger.grow(grow.id, tokens)
+        if tokens == 0:
+            return True
+        self._paths.lock(grow.id, NO_BLOCK, 0)
+        return self.ledger.reserve(grow.id, tokens)
+
+    def admit(self, admit: Admit) -> list[BlockCopy] | None:
+        """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
+        shards = self._shards[admit.id] = admitted_map(admit)
+        tokens = shards.tokens_on(self.lane)
+        cached: list[Run] = []
+        if tokens:
+            last, count = NO_BLOCK, 0
+            for prefix in admit.prefixes:
+                if prefix.lane == self.lane:
+                    last, count = prefix.last, prefix.count
+            self._paths.lock(admit.id, last, count)  # before anything is evicted
+            cached = self._paths.runs(last, count)
+        self._evict(admit.evictions)
+        if tokens == 0:
+            return []
+        if admit.fork_of is not None:
+            shared = shards.local_lengths(admit.shared_tokens).get(self.lane, 0)
+            return fork_on(self.ledger, admit.fork_of, admit.id, shared, tokens)
+        return [] if self.ledger.reserve(admit.id, tokens, cached) else None
+
+    def _evict(self, evictions: Iterable[Eviction]) -> None:
+        for eviction in evictions:
+            if eviction.lane == self.lane:
+                self.ledger.evict(self._paths.evicted(eviction, self.ledger.remembered))
+
+
+def admitted_map(admit: Admit) -> ShardMap:
+    """Where the KV of an admitted sequence lies."""
+    return ShardMap(admit.segments or dealt(admit.deals) or (Segment(0, 0, admit.reserved_tokens),))
+
+
+def grown_map(shards: ShardMap, grow: Grow) -> ShardMap:
+    """The shard map of a sequence once it has grown."""
+    changed = grow.segments or dealt(grow.deals)
+    if changed:
+        kept = [segment for segment in shards.segments if segment.start < changed[0].start]
+        return ShardMap((*kept, *changed), shards.version + 1)
+    if grow.reserved_tokens > shards.tokens:
+        return ShardMap((Segment(shards.owner, 0, grow.reserved_tokens),), shards.version + 1)
+    return shards
+
+
+def fork_on(
+    ledger: BlockLedger, parent: str, child: str, shared_tokens: int, tokens: int
+) -> list[BlockCopy] | None:
+    """Fork on one lane, where the parent may hold nothing that is shared."""
+    if shared_tokens == 0:
+        return [] if ledger.reserve(child, tokens) else None
+    return ledger.fork(parent, child, shared_tokens, tokens)

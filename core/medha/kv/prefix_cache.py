@@ -1,0 +1,430 @@
+"""Prefix caching: which prompts begin alike, and which blocks hold the KV of their beginning.
+
+**Hashes.** `PrefixHasher` gives each whole block of a prompt a 128-bit hash of *all* token ids up to its end, so that
+equal hashes mean equal prefixes. It is a keyed universal hash: multilinear over the ids of a block, then over the
+blocks (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), so that the chain is one cumulative sum
+and numpy computes it whole. Two different prefixes collide with a probability of about 2^-120 for any who does not
+know the key, and the key never leaves the process: nobody can craft a prompt that is answered from another's KV.
+A prompt with a *cache salt* starts its sums at a point that the key and the salt choose. So equal prompts share a prefix
+under one salt, and under two salts they collide no more than different prompts do.
+
+**Cache.** `PrefixCache` remembers, for one lane, which block holds the KV behind which hash. It is a radix tree whose
+nodes are spans of blocks, so that its costs grow with the branches that a prompt passes and not with its length.
+Sequences lock the path that they use or have published; what nobody locks is free-but-remembered, and is evicted
+when its blocks are needed: the least recently used branch first, from its end.
+
+A lane's tree holds the blocks of that lane alone, and a hash names an absolute position in its prompt, so a shard map
+that cuts elsewhere finds less, but never the wrong block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import shake_256
+from heapq import heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.kv.blocks import Run, append_run, cut_runs
+
+HASH_CHARACTERS = 32
+"""Hexadecimal characters of one block's hash; the hashes of a prompt are one string, block after block."""
+
+_ROWS = 4  # independent 32-bit hashes that make up the 128 bits
+_FIRST_KEYS = 4096  # blocks for which keys are drawn at once
+
+TokenIds = npt.NDArray[np.int32]
+
+
+class PrefixHasher:
+    """Hashes prompts under one secret key; equal prompts get equal hashes from one hasher only."""
+
+    def __init__(self, block_size_tokens: int, secret: bytes) -> None:
+        self.block_size_tokens = block_size_tokens
+        self._secret = secret
+        self._token_keys = self._draw(b"tokens", block_size_tokens)  # uint64 [block size, rows]
+        self._block_keys = self._draw(b"blocks", _FIRST_KEYS)  # uint64 [blocks, rows]
+
+    def start(self, salt: str = "") -> PromptHash:
+        """A prompt of which no id has come yet; it shares prefixes with prompts of the same `salt` only."""
+        if not salt:
+            return PromptHash(self)
+        return PromptHash(self, _sums=self._draw(b"salt", 1, salt.encode())[0])
+
+    def hashes(self, ids: TokenIds, salt: str = "") -> str:
+        """The hashes of a whole prompt, int32 [n]: `n // block_size_tokens` of them."""
+        prompt = self.start(salt)
+        prompt.update(ids)
+        return prompt.hashes
+
+    def digest_blocks(
+        self, ids: TokenIds, first_block: int, sums: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """The running sums, uint64 [blocks, rows], behind each block of `ids`, after `first_block` blocks of `sums`."""
+        blocks = ids.astype(np.uint32).reshape(-1, self.block_size_tokens).astype(np.uint64)
+        digests = (blocks @ self._token_keys) >> np.uint64(33)
+        digests += np.uint64(1)  # none is 0, so that a block of zeros makes another prefix too
+        digests *= self._keys(first_block, first_block + len(blocks))
+        digests[0] += sums
+        return np.cumsum(digests, axis=0, dtype=np.uint64)
+
+    def _keys(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
+        if stop > len(self._block_keys):
+            self._block_keys = self._draw(b"blocks", max(stop, 2 * len(self._block_keys)))
+        return self._block_keys[start:stop]
+
+    def _draw(self, purpose: bytes, count: int, salt: bytes = b"") -> npt.NDArray[np.uint64]:
+        """Keys, uint64 [count, rows]; more of them begin with the same ones."""
+        stream = shake_256(purpose + self._secret + salt).digest(8 * _ROWS * count)
+        return np.frombuffer(stream, dtype="<u8").reshape(count, _ROWS)
+
+
+@dataclass(slots=True)
+class PromptHash:
+    """The hashes of a prompt whose ids come piece by piece."""
+
+    hasher: PrefixHasher
+    blocks: int = 0
+    _parts: list[str] = field(default_factory=list)
+    _sums: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(_ROWS, dtype=np.uint64))
+    _rest: TokenIds = field(
+        default_factory=lambda: np.empty(0, dtype=np.int32)
+    )  # ids of a block not yet whole
+
+    @property
+    def hashes(self) -> str:
+        """Of the whole blocks that have come, `HASH_CHARACTERS` each."""
+        if len(self._parts) > 1:
+            self._parts = ["".join(self._parts)]
+        return self._parts[0] if self._parts else ""
+
+    @property
+    def missing_tokens(self) -> int:
+        """Ids until the next block is whole."""
+        return self.hasher.block_size_tokens - len(self._rest)
+
+    def fork(self) -> PromptHash:
+        """What follows these ids is hashed apart from here on; `hashes` of it are those of the blocks to come."""
+        return PromptHash(self.hasher, self.blocks, [], self._sums, self._rest)
+
+    def take(self) -> str:
+        """The hashes so far; `hashes` begins anew behind them."""
+        taken, self._parts = self.hashes, []
+        return taken
+
+    def update(self, ids: TokenIds) -> None:
+        """Take the next ids, int32 [n]."""
+        ids = np.concatenate([self._rest, ids]) if len(self._rest) else ids
+        whole = len(ids) // self.hasher.block_size_tokens
+        used = whole * self.hasher.block_size_tokens
+        self._rest = ids[used:].copy()
+        if whole == 0:
+            return
+        sums = self.hasher.digest_blocks(ids[:used], self.blocks, self._sums)
+        self._sums = sums[-1]
+        self.blocks += whole
+        self._parts.append((sums >> np.uint64(32)).astype(">u4").tobytes().hex())
+
+
+def hash_count(hashes: str) -> int:
+    """Blocks that `hashes` name."""
+    return len(hashes) // HASH_CHARACTERS
+
+
+def hash_at(hashes: str, block: int) -> str:
+    return hashes[block * HASH_CHARACTERS : (block + 1) * HASH_CHARACTERS]
+
+
+def hash_range(hashes: str, start: int, stop: int) -> str:
+    """The hashes of blocks `start .. stop` (exclusive)."""
+    return hashes[start * HASH_CHARACTERS : stop * HASH_CHARACTERS]
+
+
+# --- the cache of one lane -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A span of remembered blocks behind those of its parent: hashes `start .. start + blocks` of `hashes`.
+
+    `hashes` is the string of the prompt that published it, shared and not copied.
+    """
+
+    parent: _Node | None
+    hashes: str
+    start: int
+    blocks: int
+    runs: list[Run]
+    children: dict[str, _Node] = field(default_factory=dict)  # by their first hash
+    locks: int = 0
+    used_at: int = 0
+
+    @property
+    def first_hash(self) -> str:
+        return hash_at(self.hashes, self.start)
+
+    @property
+    def last_block(self) -> int:
+        """-1 of the root."""
+        if not self.runs:
+            return -1
+        first, length = self.runs[-1]
+        return first + length - 1
+
+    def common_blocks(self, hashes: str, position: int, stop: int) -> int:
+        """How many blocks of this node are those of `hashes` in `position .. stop`, of which the first one is.
+
+        A hash covers everything before it, so that equality at a block means equality up to it.
+        """
+        most = min(self.blocks, stop - position)
+        low, high = 1, most  # equal up to low
+        if self._equal(hashes, position, most - 1):
+            return most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._equal(hashes, position, middle - 1):
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _equal(self, hashes: str, position: int, offset: int) -> bool:
+        return hash_at(self.hashes, self.start + offset) == hash_at(hashes, position + offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A remembered beginning of a prompt: the blocks that hold it, and how many of them nobody locks."""
+
+    blocks: int
+    runs: tuple[Run, ...]
+    unlocked: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Blocks that are forgotten: all that were last used before `used_before`, and `count` of a branch that end at `last`."""
+
+    runs: list[Run]
+    used_before: int = 0
+    last: int = -1
+    count: int = 0
+
+
+class PrefixCache:
+    """Which blocks of a lane hold the KV of which prefixes; the controller's part of prefix caching.
+
+    It names blocks and moves none: the caller lets the ledgers `remember`, share and `evict` what it says. Cost per
+    call: O(branches on the path), and O(log cached branches) per evicted branch.
+    """
+
+    def __init__(self) -> None:
+        self._root = _Node(None, "", 0, 0, [])
+        self._locked: dict[
+            str, tuple[_Node, int]
+        ] = {}  # sequence -> deepest node, and blocks down to its end
+        self._leaves: list[
+            tuple[int, int, _Node]
+        ] = []  # heap of (used_at, tie, node); stale entries are skipped
+        self._ties = 0
+        self._nodes = 0
+        self._clock = 0
+        self.blocks = 0
+        """Blocks that are remembered."""
+        self.evictable_blocks = 0
+        """Those of them that no sequence locks."""
+
+    def match(self, hashes: str, stop: int) -> Match:
+        """The longest remembered prefix of the first `stop` of `hashes`."""
+        position, unlocked, node = 0, 0, self._root
+        runs: list[Run] = []
+        while position < stop:
+            child = node.children.get(hash_at(hashes, position))
+            if child is None:
+                break
+            common = child.common_blocks(hashes, position, stop)
+            for run in child.runs if common == child.blocks else cut_runs(child.runs, 0, common):
+                append_run(runs, run)
+            unlocked += common if child.locks == 0 else 0
+            position += common
+            if common < child.blocks:
+                break
+            node = child
+        return Match(position, tuple(runs), unlocked)
+
+    def lock(self, sequence: str, hashes: str, stop: int) -> None:
+        """Keep what is remembered of the first `stop` of `hashes` while `sequence` runs."""
+        assert sequence not in self._locked, f"{sequence} has locked a prefix already"
+        if stop == 0:
+            self._locked[sequence] = (self._root, 0)
+            return
+        node, blocks = self._walk(self._root, hashes, 0, stop)
+        self._locked[sequence] = (node, blocks)
+        self._add_lock(node, None)
+
+    def end(self, sequence: str) -> tuple[int, int]:
+        """The last block of what a sequence locks, and how many lead to it; -1 and 0 if it locks none."""
+        node, blocks = self._locked[sequence]
+        return (node.last_block if blocks else -1), blocks
+
+    def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
+        """Remember what `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
+
+        Blocks of which another sequence has published the like stay that one's. Returns how many blocks at the end of
+        `runs` are remembered from now on, which the ledgers must keep, and the block that they follow, -1 if none; None
+        if the sequence had locked as much.
+        """
+        before, known = self._locked[sequence]
+        if stop <= known:
+            return None
+        node, position = self._walk(before, hashes, known, stop)
+        new, after = stop - position, node.last_block
+        if new > 0:
+            added = cut_runs(runs, position, stop)
+            if node is before and node.locks == 1 and not node.children:
+                self._lengthen(node, hashes, position, added, new)
+            else:
+                self._nodes += 1
+                child = _Node(node, hashes, position, new, added)
+                node.children[child.first_hash] = child
+                self.evictable_blocks += new  # until it is locked, below
+                node = child
+            self.blocks += new
+        if node is not before:
+            self._add_lock(node, before)
+        self._locked[sequence] = (node, stop)
+        return new, after
+
+    def unlock(self, sequence: str) -> None:
+        """`sequence` has ended: what it locked alone may be evicted from now on."""
+        deepest, _ = self._locked.pop(sequence)
+        self._clock += 1
+        for node in _upwards(deepest):
+            node.used_at = self._clock
+            node.locks -= 1
+            if node.locks == 0:
+                self.evictable_blocks += node.blocks
+                self._offer(node)
+
+    def evict(self, blocks: int) -> Evicted:
+        """Forget `blocks` of the evictable blocks or more, the least recently used branch first and from its end.
+
+        A branch that is not longer than what is asked for goes whole: its rest would only be a hole in the pool.
+        """
+        assert blocks <= self.evictable_blocks
+        evicted: list[Run] = []
+        missing = blocks
+        # Whoever uses a branch uses what leads to it, so that equally old nodes are one path, and go from its end.
+        used_at, last, count_there = 0, -1, 0
+        while missing > 0:
+            if not _is_current(self._leaves[0]):
+                heappop(self._leaves)  # locked, lengthened or used again meanwhile
+                continue
+            node = self._leaves[0][2]
+            assert node.parent is not None
+            count = node.blocks if node.blocks <= blocks else missing
+            evicted += cut_runs(node.runs, node.blocks - count, node.blocks)
+            if node.used_at > used_at:
+                used_at, last, count_there = node.used_at, node.last_block, 0
+            count_there += count
+            missing -= count
+            self.blocks -= count
+            self.evictable_blocks -= count
+            node.runs = cut_runs(node.runs, 0, node.blocks - count)
+            node.blocks -= count
+            if node.blocks == 0:
+                heappop(self._leaves)
+                parent = node.parent
+                del parent.children[node.first_hash]
+                node.parent = None
+                self._nodes -= 1
+                self._offer(parent)
+        return Evicted(evicted, used_at, last, count_there)
+
+    def check(self) -> None:
+        """Assert that the counts are those of the tree; O(nodes), for tests."""
+        locks: dict[int, int] = {}
+        for deepest, _ in self._locked.values():
+            for node in _upwards(deepest):
+                locks[id(node)] = locks.get(id(node), 0) + 1
+        blocks = evictable = 0
+        offered = {(id(node), used_at) for used_at, _, node in self._leaves}
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            assert node.locks == locks.get(id(node), 0)
+            assert node.blocks == sum(length for _, length in node.runs) > 0
+            assert all(child.parent is node for child in node.children.values())
+            assert node.locks or node.children or (id(node), node.used_at) in offered
+            blocks += node.blocks
+            evictable += node.blocks if node.locks == 0 else 0
+            stack += node.children.values()
+        assert (blocks, evictable) == (self.blocks, self.evictable_blocks)
+
+    def _walk(self, node: _Node, hashes: str, position: int, stop: int) -> tuple[_Node, int]:
+        """The deepest node below `node` that hashes `position .. stop` reach, cut so that they fill it."""
+        while position < stop:
+            child = node.children.get(hash_at(hashes, position))
+            if child is None:
+                break
+            common = child.common_blocks(hashes, position, stop)
+            node = child if common == child.blocks else self._split(child, common)
+            position += common
+            if node is not child:
+                break
+        return node, position
+
+    def _split(self, node: _Node, blocks: int) -> _Node:
+        """Cut a node behind its first `blocks`; the new one in front, which has the same locks."""
+        assert node.parent is not None
+        self._nodes += 1
+        front = _Node(node.parent, node.hashes, node.start, blocks, cut_runs(node.runs, 0, blocks))
+        front.locks, front.used_at = node.locks, node.used_at
+        node.parent.children[front.first_hash] = front
+        node.runs = cut_runs(node.runs, blocks, node.blocks)
+        node.start += blocks
+        node.blocks -= blocks
+        node.parent = front
+        front.children[node.first_hash] = node
+        return front
+
+    def _lengthen(self, node: _Node, hashes: str, position: int, added: list[Run], new: int) -> None:
+        """Let a node that only its publisher locks go on, so that a prompt of many chunks stays one node."""
+        node.hashes, node.start = hashes, position - node.blocks
+        node.blocks += new
+        for run in added:
+            append_run(node.runs, run)
+
+    def _add_lock(self, deepest: _Node, above: _Node | None) -> None:
+        """Lock the nodes from `deepest` up to, but without, `above`."""
+        for node in _upwards(deepest):
+            if node is above:
+                break
+            if node.locks == 0:
+                self.evictable_blocks -= node.blocks
+            node.locks += 1
+
+    def _offer(self, node: _Node) -> None:
+        """Name a node for eviction if it is a branch's end that nobody locks."""
+        if node.parent is None or node.locks or node.children:
+            return
+        self._ties += 1
+        heappush(self._leaves, (node.used_at, self._ties, node))
+        if len(self._leaves) > 4 * self._nodes + 64:  # drop the stale entries, at most one of four stays
+            valid = {id(entry[2]): entry for entry in self._leaves if _is_current(entry)}
+            self._leaves = sorted(valid.values())
+
+
+def _upwards(node: _Node) -> Iterator[_Node]:
+    """The node and those above it, without the root."""
+    while node.parent is not None:
+        yield node
+        node = node.parent
+
+
+def _is_current(entry: tuple[int, int, _Node]) -> bool:
+    """Whether a node that was named for eviction is still a branch's end, not used since."""
+    used_at, _, node = entry
+    return node.parent is not None and not node.locks and not node.children and node.used_at == used_at

@@ -1,0 +1,1 @@
+"""Which replica serves which sequence, and when: the decisions of a router."""

@@ -1,0 +1,80 @@
+"""Which replica a sequence should go to: where its first token is expected soonest.
+
+The expectation is the prefill work ahead of it, as the replica announced it and as was forwarded since, plus its own
+prefill without the prefix that the replica is thought to have cached. So a prefix pulls a sequence to where it is
+cached exactly as long as the replicas' loads differ by less than the seconds that the hit saves; a popular prefix
+spreads to other replicas as soon as its first one is busy. No constant has to be chosen for that.
+
+A router cannot see the caches. It remembers which prefixes it sent where lately, at marks that lie about one and a
+half times as far from the start as the one before: a few dozen per prompt, however long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Sequence
+from math import log
+
+from medha.kv.prefix_cache import hash_at, hash_count
+
+MARK_BLOCK_TOKENS = 64
+"""Prefixes shorter than this are not worth remembering; also the block size of the hasher that marks are made with."""
+REMEMBERED_MARKS = 16_384
+"""Of one replica: some thousand prompts."""
+
+Prefix = tuple[tuple[int, str], ...]
+"""Marks of a prompt: (tokens, hash of all ids up to there), ascending."""
+
+
+def marks(hashes: str, block_size_tokens: int = MARK_BLOCK_TOKENS) -> Prefix:
+    """Marks at 1, 2, 3, 4, 6, 8, 12, ... blocks of a prompt with these block hashes, and at its last whole block."""
+    blocks = hash_count(hashes)
+    powers = [2**power for power in range(blocks.bit_length())]
+    ends = {end for power in powers for end in (power, 3 * power // 2) if end <= blocks}
+    return tuple(
+        (end * block_size_tokens, hash_at(hashes, end - 1)) for end in sorted(ends | {blocks}) if end
+    )
+
+
+class PrefixMemory:
+    """Prefixes that a replica has been sent lately; the least recently sent marks are forgotten first."""
+
+    def __init__(self, limit: int = REMEMBERED_MARKS) -> None:
+        self._limit = limit
+        self._marks: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def add(self, prefix: Prefix) -> None:
+        for _, mark in reversed(prefix):  # so that the shortest, which most prompts share, are forgotten last
+            self._marks[mark] = None
+            self._marks.move_to_end(mark)
+        while len(self._marks) > self._limit:
+            self._marks.popitem(last=False)
+
+    def known_tokens(self, prefix: Prefix) -> int:
+        """Tokens up to the last mark that is remembered, 0 if none is."""
+        for tokens, mark in reversed(prefix):
+            if mark in self._marks:
+                return tokens
+        return 0
+
+
+def prefill_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float:
+    """Prefill time of `tokens` tokens alone, interpolated between a replica's announced (tokens, seconds).
+
+    Below the first point it is taken as proportional; beyond the last as quadratic, as attention makes it. Without
+    points it is 0, so that only what the replicas announce of their load tells them apart.
+    """
+    if not points or tokens <= 0:
+        return 0.0
+    index = bisect_left(points, (tokens, float("-inf")))
+    if index == 0:
+        return points[0][1] * tokens / points[0][0]
+    if index == len(points):
+        return points[-1][1] * (tokens / points[-1][0]) ** 2
+    (low, low_seconds), (high, high_seconds) = points[index - 1], points[index]
+    exponent = log(high_seconds / low_seconds) / log(high / low)  # a power law: exact where the curve is one
+    return float(low_seconds * (tokens / low) ** exponent)

@@ -1,0 +1,1 @@
+"""What a replica runs next: admission, order, and the filling of steps."""

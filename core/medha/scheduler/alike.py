@@ -1,0 +1,149 @@
+"""Requests whose prompts begin alike: who waits for whose prefill, and whom to tell that a prefix is shareable.
+
+Several questions about one document that nobody has computed arrive together. Each could start at once; then each
+would compute the document. So a request *follows* a running prefill (its leader) that is about to compute what both
+share, if that is due no later than itself, and waits until the shared part is computed, the leader has ended, or the
+leader was given up, so that it is due only behind the follower's own deadline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from medha.kv.prefix_cache import hash_at, hash_count
+from medha.scheduler.request import Request
+
+WORTH_TELLING_TOKENS = 256
+"""Less than this that is cached in addition changes nobody's plans."""
+MOST_ASKED = 32
+"""Requests that one event looks at, the longest here first; the others find out when they are admitted."""
+
+
+class Alike:
+    """Waiting requests and running prefills with a hashed prompt, grouped by its first block."""
+
+    def __init__(self, block_size_tokens: int, due: Callable[[Request], float]) -> None:
+        """`due` says by when a running prefill will be done."""
+        self._due = due
+        self._size = block_size_tokens
+        self._worth_blocks = -(-WORTH_TELLING_TOKENS // block_size_tokens)
+        self._waiting: dict[str, dict[str, Request]] = {}
+        self._prefilling: dict[str, dict[str, Request]] = {}
+        self._followers: dict[str, dict[str, tuple[Request, int]]] = {}  # leader -> (request, tokens shared)
+
+    def wait(self, request: Request) -> None:
+        """It has come: it follows a prefill, if there is one to follow."""
+        if request.submit.block_hashes:
+            self._waiting.setdefault(_first(request), {})[request.id] = request
+            self._find_leader(request, self._prefilling.get(_first(request), {}).values())
+
+    def enter(self, request: Request) -> list[Request]:
+        """It has been admitted and starts its prefill; returns who follows it from now on."""
+        if not request.submit.block_hashes:
+            return []
+        self.remove(request)
+        if request.dispatched >= request.prompt.tokens - 1:
+            return []
+        self._prefilling.setdefault(_first(request), {})[request.id] = request
+        asked = islice(self._waiting.get(_first(request), {}).values(), MOST_ASKED)
+        return [other for other in asked if other.leader is None and self._find_leader(other, [request])]
+
+    def computed(self, request: Request) -> list[Request]:
+        """A chunk of it is computed; returns its followers for whom that is enough."""
+        followers = self._followers.get(request.id)
+        if not followers:
+            return []
+        ready = [other for other, shared in followers.values() if request.computed >= shared]
+        for other in ready:
+            self._unfollow(other)
+        return ready
+
+    def ended(self, request: Request) -> list[Request]:
+        """It prefills no more; returns who has to look again at what is cached, and followed it or shares more."""
+        group = self._prefilling.get(_first(request), {})
+        if group.pop(request.id, None) is None:
+            return []
+        if not group:
+            del self._prefilling[_first(request)]
+        told = {other.id: other for other, _ in self._followers.get(request.id, {}).values()}
+        for other in told.values():
+            self._unfollow(other)
+            self._find_leader(other, group.values())
+        hashes = request.submit.block_hashes
+        for other in islice(self._waiting.get(_first(request), {}).values(), MOST_ASKED):
+            block = other.cached_tokens // self._size + self._worth_blocks - 1
+            found = hash_at(hashes, block)
+            if found and found == hash_at(other.submit.block_hashes, block):
+                told[other.id] = other
+        return list(told.values())
+
+    def leave_given_up(self) -> list[Request]:
+        """Who follows a leader that is no longer due in time follows it no more; returns them."""
+        late = [
+            other
+            for followers in self._followers.values()
+            for other, _ in followers.values()
+            if other.leader is not None and self._due(other.leader) > other.deadline
+        ]
+        for other in late:
+            self._unfollow(other)
+            self._find_leader(other, self._prefilling.get(_first(other), {}).values())
+        return late
+
+    def awaited_tokens(self, request: Request) -> int:
+        """Tokens of its prompt that its leader will have computed by the time that it follows no more; else 0."""
+        if request.leader is None:
+            return 0
+        return self._followers[request.leader.id][request.id][1]
+
+    def remove(self, request: Request) -> None:
+        """It waits no more; nothing happens to a request that does not."""
+        self._unfollow(request)
+        group = self._waiting.get(_first(request), {})
+        if group.pop(request.id, None) is not None and not group:
+            del self._waiting[_first(request)]
+
+    def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
+        for leader in islice(candidates, MOST_ASKED):
+            if leader.deadline > request.deadline or self._due(leader) > request.deadline:
+                continue  # it may be left behind, or is
+            known = max(leader.computed, request.cached_tokens) // self._size
+            shared = self._shared_blocks(leader, request, known)
+            if shared - known >= self._worth_blocks:
+                request.leader = leader
+                followers = self._followers.setdefault(leader.id, {})
+                followers[request.id] = (request, shared * self._size)
+                return True
+        return False
+
+    def _unfollow(self, request: Request) -> None:
+        leader, request.leader = request.leader, None
+        if leader is not None:
+            followers = self._followers[leader.id]
+            del followers[request.id]
+            if not followers:
+                del self._followers[leader.id]
+
+    def _shared_blocks(self, one: Request, other: Request, known: int) -> int:
+        """Blocks that two prompts share; if fewer than is worth waiting for beyond `known`, none.
+
+        A hash covers everything before it, so that a search by halves finds where they part.
+        """
+        first, second = one.submit.block_hashes, other.submit.block_hashes
+        low = known + self._worth_blocks  # shared up to here
+        most = min(hash_count(first), hash_count(second))
+        if low > most or hash_at(first, low - 1) != hash_at(second, low - 1):
+            return 0
+        high = most + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            if hash_at(first, middle - 1) == hash_at(second, middle - 1):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _first(request: Request) -> str:
+    return hash_at(request.submit.block_hashes, 0)

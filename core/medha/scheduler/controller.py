@@ -1,0 +1,474 @@
+"""The replica controller: `handle(event, now) -> commands`.
+
+The controller is a state machine over messages. It owns no socket, no thread and no clock: the worker drives
+it in real time, the simulator under a virtual clock, and a recorded list of (time, event) fed to a fresh
+controller gives the same commands again.
+
+How a request moves::
+
+    Submit -> waiting -> admitted: holds KV, prefills, decodes -> ended -> released
+                  \\                                            /
+                   `---------------- Cancel -----------------'
+
+* `StageFree` and `Done` are two events. A step leaves stage 0 long before it leaves the last stage, and the next
+  chunk of the same prompt may enter as soon as stage 0 is free; so `dispatched` moves when a step is launched and
+  `computed` when it is done.
+* The ledgers are changed only when a step is launched (grows, admits) or a request has left the pipeline (releases),
+  and each change rides on the next step, in the order that the ranks replay it. Every rank of every lane sees every
+  step, so that all ledgers see all changes in one order; it computes only the steps that name its lane.
+* A request that ends while a step with it is in flight waits in quarantine: its blocks are not reused before then.
+* With one stage, ranks would wait for the controller between two steps. Where no prefill could take part in the next one,
+  decodes go ahead: it is launched before the tokens that it begins with are drawn. What a sequence that has drawn its stop
+  token computes beyond it is dropped.
+
+The parts: `validation` says what a request is entitled to, `requests` knows who is here, `prefill_table` holds the prefills, `order`
+orders them, `admission` gives KV, `lanes` knows what can take a step, and `step_builder` fills it with the `packer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from medha.cost.predictor import Chunking, Predictor
+from medha.cost.profile import Profile
+from medha.kv.blocks import BlockLedger
+from medha.kv.pools import KvPools
+from medha.scheduler import validation
+from medha.scheduler.admission import Admission
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.lanes import Lanes
+from medha.scheduler.packer import Packed
+from medha.scheduler.prefill_table import Candidates
+from medha.scheduler.request import Request
+from medha.scheduler.requests import Roster
+from medha.scheduler.step_builder import Filler, Filling
+from medha.wire.messages import (
+    Admit,
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Done,
+    Drain,
+    Emit,
+    EntryFailed,
+    Failed,
+    Grow,
+    Refused,
+    Sample,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+)
+from medha.wire.quick import new_emit, new_step
+
+STATE_HASH_EVERY_STEPS = 31
+"""Odd, so that a hash seldom falls on a decision that looks at far dues as well, which is one in eight (`guarded`)."""
+SHORT_STEP = 0.025
+"""Of the strictest floor of TTFT targets: by so much a step that goes ahead at once may keep an arrival waiting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a replica tells routers of itself, and exports as gauges."""
+
+    running: int
+    waiting: int
+    kv_tokens_free: int
+    kv_blocks_held: int
+    pending_prefill_seconds: float
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step in flight, and whom it computes."""
+
+    step: Step
+    filling: Filling
+
+
+class ReplicaController:
+    """Decides what one replica computes next."""
+
+    def __init__(
+        self, config: ReplicaConfig, profile: StepProfile | Profile | Predictor, epoch: int = 0
+    ) -> None:
+        """A controller that knows no request; after a lost rank, a new one with the next `epoch` takes its place."""
+        self.config = config
+        self.epoch = epoch
+        self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
+        self._admission = Admission(config)
+        self._pools = self._admission.pools
+        self._candidates = Candidates(by_due=config.scheduling.policy == "guarded")
+        self._roster = Roster(config, self.predictor, self._admission, self._candidates)
+        self._lanes = Lanes(config.topology.kv, config.topology.stream)
+        self._filler = Filler(
+            config, self.predictor, self._admission, self._candidates, self._roster, self._lanes
+        )
+        self._in_flight: dict[int, _Launched] = {}
+        floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
+        self._short_seconds = SHORT_STEP * min(floors_seconds)
+        self._draining = False
+        self._next_step_id = 0
+
+    # --- what others may read -----------------------------------------------------------------------
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits, runs, or is still to be told to the ranks."""
+        roster = self._roster
+        return not (roster.waiting or roster.running or self._in_flight or self._has_news)
+
+    @property
+    def _has_news(self) -> bool:
+        """Ranks are still to be told of something that has ended, or can be shared."""
+        return bool(self._roster.forgets) or self._pools.has_news
+
+    @property
+    def pools(self) -> KvPools:
+        """The KV of all lanes."""
+        return self._pools
+
+    @property
+    def ledger(self) -> BlockLedger:
+        """Of lane 0."""
+        return self._pools.ledger(0)
+
+    def knows_prompt(self, prompt: str) -> bool:
+        """Whether a request here names this prompt."""
+        return prompt in self._roster.prompts
+
+    def requests(self) -> Iterable[Request]:
+        """Every request known here, waiting ones first."""
+        return [*self._roster.waiting.values(), *self._roster.running.values()]
+
+    def find(self, request_id: str) -> Request | None:
+        """The request of this id, if it is here."""
+        return self._roster.find(request_id)
+
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes, to be looked at: only the controller changes them."""
+        return self._lanes
+
+    @property
+    def steps_in_flight(self) -> list[Step]:
+        """Steps that have not left the last stage, oldest first."""
+        return [launched.step for launched in self._in_flight.values()]
+
+    def packed(self, step: Step) -> Packed:
+        """How a step in flight was filled."""
+        return self._in_flight[step.step_id].filling.packed
+
+    def due(self, request: Request) -> float:
+        """When the first token of a request is due, on the clock of `now`.
+
+        Its deadline; later while it is given up (`medha.scheduler.guarded`), which is then what it was promised instead.
+        """
+        return self._candidates.due(request)
+
+    def load(self) -> Load:
+        return Load(
+            running=self._roster.active,
+            waiting=len(self._roster.waiting),
+            kv_tokens_free=self._pools.free_tokens,
+            kv_blocks_held=self._pools.held_blocks,
+            pending_prefill_seconds=self._candidates.total_remaining_seconds() * self.predictor.correction,
+        )
+
+    def slack_seconds(self, request: Request, now: float) -> float:
+        """Deadline - now - remaining work, of a request that has not finished its prefill."""
+        return request.deadline - now - self._remaining_seconds(request)
+
+    def relative_slack(self, request: Request, now: float) -> float:
+        """rho of a request that has not finished its prefill."""
+        return request.relative_slack(self._remaining_seconds(request), now)
+
+    def _remaining_seconds(self, request: Request) -> float:
+        return self._candidates.remaining_seconds(request) * self.predictor.correction
+
+    # --- the one entry ------------------------------------------------------------------------------
+
+    def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
+        """Take one event at `now` (seconds, any monotonic origin); return what is to be done, in order."""
+        commands: list[ControllerCommand] = []
+        match event:
+            case StageFree():
+                self._stage_free(event)
+            case Done():
+                commands += self._done(event)
+            case Submit():
+                commands += self._submit(event, now)
+            case Cancel():
+                self._cancel(event.id)
+            case Drain():
+                self._draining = True
+        for lanes in self._lanes.coupled:
+            # A launch may couple lanes that come later; they move together from the next event on.
+            if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
+                commands += self._launch(lanes, now)
+            if lanes in self._lanes.coupled and self._go_ahead(lanes):
+                commands += self._launch(lanes, now)
+        return commands
+
+    def _go_ahead(self, lanes: tuple[int, ...]) -> bool:
+        """Let the decodes of `lanes` go into a step before the last one has drawn their tokens, if they can; whether they do.
+
+        Not where a prefill might take part in it: which one may depend on who ends, or can be shared, in the one before. Nor
+        behind a prefill: whose first token it draws would have to wait for the step after the next. Who arrives meanwhile
+        waits for both; so where steps are long, it is not launched before all that is left of the one before is the drawing.
+        Nor does anybody go ahead while KV is looked for, or while who waits can have the place of one that ends.
+        """
+        if self._roster.prefills or any(self._lanes[lane].decodes.starved for lane in lanes):
+            return False
+        step_id = self._lanes.lone_step(lanes)
+        if step_id is None:
+            return False
+        launched = self._in_flight[step_id]
+        step = launched.step
+        if launched.filling.prefills or step.lanes != lanes:
+            return False
+        if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
+            return False
+        going = [request for request in launched.filling.decodes if request.goes_on]
+        if len(going) < len(launched.filling.decodes) and self._roster.waiting:
+            return False
+        if not all(request.can_go_ahead for request in going):
+            return False
+        for request in going:
+            request.length += 1
+            request.goes_ahead = True
+            self._lanes[request.lane].decodes.add(request)
+        return bool(going)
+
+    def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
+        """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
+        if not (len(self._candidates) or self._lanes.decode(lanes) or self._has_news):
+            self._filler.rested(lanes)
+            return []
+        grows, exhausted = self._grow(lanes)
+        admits = self._admit_late(now)
+        filling = self._filler.fill(lanes, admits, now)
+        ends: list[ControllerCommand] = [
+            Emit(id=request.id, tokens=(), finish_reason="length") for request in exhausted
+        ]
+        if not (filling.entries or admits or grows or self._has_news):
+            for request in exhausted:
+                self._end(request)
+            return ends + self._launch(lanes, now) if exhausted else []
+        step = self._new_step(lanes, filling, grows, admits)
+        self._in_flight[step.step_id] = _Launched(step, filling)
+        for lane in lanes:
+            self._lanes[lane].launched(step.step_id, step.predicted_seconds)
+        # Not before: ranks apply a step's releases first, so that these have to ride on a later one.
+        for request in exhausted:
+            self._end(request)
+        return [*ends, step]
+
+    def _new_step(
+        self, lanes: tuple[int, ...], filling: Filling, grows: list[Grow], admits: list[Admit]
+    ) -> Step:
+        """The next step, with all that ranks are still to be told."""
+        hashes: tuple[int, ...] = ()
+        if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
+            hashes = self._pools.state_hashes()
+        step = new_step(
+            step_id=self._next_step_id,
+            epoch=self.epoch,
+            entries=tuple(filling.entries),
+            releases=self._pools.take_releases(),
+            forgets=tuple(self._roster.forgets),
+            grows=tuple(grows),
+            admits=tuple(admits),
+            predicted_seconds=filling.packed.predicted_seconds if filling.entries else 0.0,
+            state_hash=hashes[0] if len(hashes) == 1 else None,
+            publishes=self._pools.take_publishes(),
+            lanes=lanes,
+            state_hashes=hashes if len(hashes) > 1 else (),
+        )
+        self._next_step_id += 1
+        self._roster.forgets = {}
+        return step
+
+    def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request]]:
+        """Let requests that have used up their KV grow on; name one for which none is left.
+
+        The others that find none wait for the blocks of that one, or of those in quarantine.
+        """
+        grows: list[Grow] = []
+        exhausted: list[Request] = []
+        for lane in lanes:
+            here = self._lanes[lane]
+            soon_free = here.quarantined > 0
+            starved, here.decodes.starved = here.decodes.starved, []
+            for request in starved:
+                grow = self._admission.grow(request)
+                if grow is not None:
+                    grows.append(grow)
+                    self._lanes.remapped(request)
+                    here.decodes.add(request)
+                elif soon_free:
+                    here.decodes.starved.append(request)
+                else:
+                    soon_free = True
+                    exhausted.append(request)
+        return grows, exhausted
+
+    def _admit_late(self, now: float) -> list[Admit]:
+        """Let the claimant in as soon as there is room for it, and find the next one.
+
+        One that lacks no KV claims what it wants all the same if it is its turn to have a place.
+        """
+        admits: list[Admit] = []
+        if not self._roster.waiting or self._roster.is_full:
+            return admits
+        claimant = self._admission.claimant
+        if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
+            self._admission.withdraw(claimant)  # it will share that prefill, and lacks no KV until then
+            claimant = None
+        if claimant is None:
+            room, correction = self._admission.free_room(), self.predictor.correction
+            claimant = self._candidates.late_without_room(room, now, correction)
+            if claimant is None and self._roster.owes_place:
+                claimant = self._candidates.late(now, correction)
+            if claimant is None:
+                return admits
+            self._admission.claim(claimant)
+        if not self._roster.wants_the_same(claimant):
+            self._roster.look_again(claimant)
+        self._admission.look_at_claim()
+        self._filler.admit(claimant, admits)
+        return admits
+
+    # --- requests come and go -----------------------------------------------------------------------
+
+    def _submit(self, submit: Submit, now: float) -> list[ControllerCommand]:
+        refusal = self._roster.refusal(submit)
+        if refusal is None and self._draining:
+            refusal = ("draining", "the replica is stopping")
+        if refusal is not None:
+            return [Refused(submit.id, *refusal)]
+        if submit.tokens >= validation.limit_tokens(self.config, submit):  # resumed with nothing left to draw
+            return [Emit(id=submit.id, tokens=(), finish_reason="length")]
+        self._roster.arrive(submit, now)
+        return []
+
+    def _cancel(self, request_id: str) -> None:
+        request = self._roster.find(request_id)
+        if request is None:
+            return
+        if request.waits:
+            self._admission.withdraw(request)
+            self._roster.leave(request)
+        else:
+            self._end(request)
+
+    def _stop(self, request: Request) -> None:
+        """No more steps for a running request; its KV waits in quarantine."""
+        request.ended = True
+        for lane in request.held_lanes:
+            self._lanes[lane].quarantined += 1
+        if request.is_decoding:
+            self._lanes[request.lane].decodes.end(request)
+        self._lanes.ended(request)
+        self._roster.stop(request)
+
+    def _end(self, request: Request) -> None:
+        """No more steps for it; its KV is free once no step in flight has it."""
+        if not request.ended:
+            self._stop(request)
+        if request.steps_in_flight == 0:
+            for lane in request.held_lanes:
+                self._lanes[lane].quarantined -= 1
+            self._admission.release(request)
+            self._roster.leave(request)
+
+    # --- a step moves through the pipeline ----------------------------------------------------------
+
+    def _stage_free(self, stage_free: StageFree) -> None:
+        launched = self._in_flight.get(stage_free.step_id)
+        if stage_free.stage == 0 and launched is not None:  # else its Done has come already, on another link
+            for lane in launched.step.lanes:
+                self._lanes[lane].left_stage_0(stage_free.step_id)
+
+    def _done(self, done: Done) -> list[ControllerCommand]:
+        launched = self._in_flight.pop(done.step_id)
+        for lane in launched.step.lanes:
+            self._lanes[lane].done(done.step_id)
+        if launched.step.entries:
+            self.predictor.observe(launched.step.predicted_seconds, done.compute_seconds)
+        commands: list[ControllerCommand] = []
+        for failure in done.failures:
+            self._pools.forget_outputs(failure.id)
+            commands += self._fail(failure)
+        for request in launched.filling.decodes:
+            request.computed += 1
+            request.steps_in_flight -= 1
+        for request, count in launched.filling.prefills:
+            request.computed += count
+            request.steps_in_flight -= 1
+            if not request.ended:
+                self._prefill_done(request)
+        for sample in done.samples:
+            emit = self._take_sample(sample)
+            if emit is not None:
+                commands.append(emit)
+        for request_id, hashes in done.block_hashes:
+            self._pools.extend(request_id, hashes, self._roster.running[request_id].known_tokens)
+        for request in (*launched.filling.decodes, *(request for request, _ in launched.filling.prefills)):
+            if request.ended:
+                self._end(request)  # leaves quarantine if this was its last step
+        return commands
+
+    def _prefill_done(self, request: Request) -> None:
+        """A chunk is computed: its whole blocks may be shared, and its whole prompt forked."""
+        self._pools.computed(request.id, request.computed)
+        self._roster.computed(request)
+
+    def _take_sample(self, sample: Sample) -> Emit | None:
+        request = self._roster.running[sample.id]
+        if request.ended:
+            return None  # cancelled while the step ran, or drawn behind its end
+        went_ahead, request.goes_ahead = request.goes_ahead, False
+        request.length += not went_ahead
+        finish_reason = sample.finish_reason
+        if finish_reason is None and request.length >= request.limit_tokens:
+            finish_reason = "length"
+        is_first = request.emitted == 0
+        if finish_reason is not None:
+            self._stop(request)
+        elif not went_ahead:
+            decodes = self._lanes[request.lane].decodes
+            if is_first:
+                decodes.begin(request)
+            decodes.add(request)
+        request.emitted += 1
+        return new_emit(
+            sample.id,
+            (sample.token,),
+            finish_reason,
+            () if sample.logprob is None else (sample.logprob,),
+            request.cached_tokens if is_first else 0,
+        )
+
+    def _fail(self, failure: EntryFailed) -> list[ControllerCommand]:
+        request = self._roster.running[failure.id]
+        if request.ended:
+            return []
+        self._stop(request)
+        return [Failed(id=failure.id, reason=failure.reason, detail=failure.detail)]
+
+
+def _predictor(config: ReplicaConfig, profile: StepProfile | Profile) -> Predictor:
+    stages, scheduling = config.topology.stream, config.scheduling
+    chunking = Chunking(
+        max_tokens=scheduling.max_chunk_tokens,
+        min_tokens=min(scheduling.min_chunk_tokens, scheduling.max_chunk_tokens),
+        budget_seconds=scheduling.max_step_seconds / stages,
+    )
+    return Predictor(profile, config.topology, chunking, config.tokens_per_lane)

@@ -1,0 +1,500 @@
+"""The policy `guarded`: keep every deadline that can still be kept, and never leave the others behind.
+
+Every request has a *due* time, and the order is by due time. At first that is its deadline. All dues can be met when,
+for each, the work due until then fits before it. When an arrival (or a step that took longer than predicted) makes
+that impossible, the request with most remaining work among those whose removal helps is *given up*: its due moves
+from the deadline to a *promise*, the time at which it would end if those given up had a share of the server to
+themselves, in the order of being given up. A promise binds like a deadline, and is never given up.
+
+With the largest gone the most others are on time (J. M. Moore, Management Science 15, 1968). docs/scheduling.md says
+what is promised to whom, with proofs and measured figures.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf, isinf, nextafter
+
+import numpy as np
+
+from medha.scheduler.policy import Bools, Columns, Floats, Ints
+
+_EPSILON_SECONDS = 1e-6
+"""Differences of absolute times and sums of work are not exact."""
+_SINGLE_ROUNDS = 8
+_FAR_ROUNDS = 2  # of one decision, for dues behind the near rows: each goes over all rows
+_RETURNS = 4
+_MOST_RETURNS = 16  # of one decision: when steps get faster there may be room for thousands, and the next decision is near
+_BATCH = 64
+_FIRST_BAD = 64  # places without room that are looked at before all of them are
+
+
+@dataclass(frozen=True, slots=True)
+class GuardedSettings:
+    given_up_share: float = 0.1
+    """Part of the server that bounds how long those given up wait: promised is (work ahead + own work) / share."""
+    grace_seconds: float = 0.5
+    """Longest step. While nobody is given up, being late by less comes of steps and is no overload."""
+    lanes: int = 1
+    """Lanes that serve the rows side by side. With more than one what is promised is an estimate, and no proof."""
+    few_rows: int = 32
+    """So many are looked at one by one, all of them, which takes less time than arrays do. At most `near_rows`."""
+    near_rows: int = 1024
+    far_every_decisions: int = 8
+    """With more than the near rows, which are due next, the others are looked at in one of so many decisions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """When each request is due: the whole state of the policy, in arrays that `Guarded.order` brings up to date.
+
+    They belong to the owner of the rows, who sets `due` to the deadline and `promise` to infinity when a row comes,
+    and keeps `by_due` sorted when rows come and go.
+    """
+
+    due: Floats
+    """Absolute: the deadline, or the promise of one given up."""
+    promise: Floats
+    """Absolute; infinite for a request that has never been given up."""
+    by_due: Ints
+    """All rows, by due."""
+
+
+class Guarded:
+    """The order of prefills under `guarded`, of one plan. Deterministic: the same calls lead to the same decisions."""
+
+    def __init__(self, settings: GuardedSettings) -> None:
+        self.settings = settings
+        self._space = _Space(0)
+        self._near_decisions = 0  # since all rows were looked at
+        self._far_left = False  # more far ones have to go than did in the last decision
+        self._any_late = False  # by the last look at all, or since
+
+    def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
+        """Rows, most urgent first, after `plan` was brought up to date."""
+        first = self.first(columns, plan, now)
+        return _lazily(plan.by_due.copy(), first)  # the caller may move rows before it has read on
+
+    def first(self, columns: Columns, plan: Plan, now: float, factor: float = 1.0) -> int | None:
+        """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due.
+
+        Remaining work counts `factor` times.
+        """
+        rows = len(plan.by_due)
+        if not rows:
+            return None
+        if rows <= self.settings.few_rows:
+            stands, row = self._as_it_stands(columns, plan, now, factor)
+            if stands:
+                return row
+        if rows > self._space.rows:
+            self._space = _Space(2 * rows)
+        near = self.settings.near_rows
+        self._near_decisions += 1
+        if rows <= near or self._far_left or self._near_decisions == self.settings.far_every_decisions:
+            near, self._near_decisions, self._any_late = rows, 0, False
+        view = _View(columns, plan, now, factor, self.settings, self._space, near, self._any_late)
+        view = self._feasible(view)
+        self._any_late = view.any_late
+        place = self._cheap(view)
+        return None if place is None else int(plan.by_due[place])
+
+    def _as_it_stands(
+        self, columns: Columns, plan: Plan, now: float, factor: float
+    ) -> tuple[bool, int | None]:
+        """Whether every due can be met and nobody be taken back, and the row that goes first then.
+
+        As `_feasible` and `_cheap` find it, to the last digit, but in a fifth of the time for the few rows that most
+        decisions see. False where they have to look. Work is finite.
+        """
+        order: list[int] = plan.by_due.tolist()
+        absolute: list[float] = plan.due.tolist()
+        deadline: list[float] = columns.deadline.tolist()
+        remaining: list[float] = (columns.remaining_seconds * factor).tolist()
+        grace = self.settings.grace_seconds
+        for row in order:
+            if absolute[row] > deadline[row]:
+                grace = 0.0
+        due: list[float] = []
+        done: list[float] = []
+        room: list[float] = []
+        smallest, smallest_load = -1, 0.0  # place of the smallest given up
+        for place, row in enumerate(order):
+            load = remaining[row] / self.settings.lanes
+            due.append(absolute[row] - now)
+            done.append((done[-1] if place else 0.0) + load)
+            left = due[place] - max(done[place], remaining[row])
+            late = absolute[row] > deadline[row]
+            room.append(left - load if late else left + grace)
+            if room[place] < -_EPSILON_SECONDS:
+                return False, None
+            if late:
+                if smallest < 0 or remaining[row] < remaining[order[smallest]]:
+                    smallest, smallest_load = place, load
+                until = deadline[row] - now
+                before = bisect_right(due, until)
+                ahead = done[before - 1] if before else 0.0
+                if load <= min(until - ahead, min(room[before:place], default=inf)):
+                    return False, None  # perhaps it can be taken back
+        self._near_decisions, self._far_left, self._any_late = 0, False, smallest >= 0
+        if smallest < 0 or smallest_load > self.settings.given_up_share * min(room[:smallest], default=inf):
+            return True, None
+        return True, order[smallest]
+
+    def _feasible(self, view: _View) -> _View:
+        """Give up until every due can be met, then take back whom there is room for."""
+        rounds = far_rounds = 0
+        self._far_left = False
+        while len(bad := (view.room < -_EPSILON_SECONDS).nonzero()[0]):
+            late = view.late[bad]
+            kept = bad[~late]
+            hopeless = kept[view.remaining[kept] > view.due[kept] + view.grace + _EPSILON_SECONDS]
+            if len(hopeless):
+                view = self._give_up(view, hopeless[np.argsort(view.remaining[hopeless], kind="stable")])
+            elif (missed := view.missed(bad, late)) is not None and view.is_broken(missed):
+                view = self._renew(view)
+            else:
+                worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
+                point = self._worst_point(view, bad) if worst else self._first_point(view, bad, late)
+                if point is None:
+                    break
+                far_rounds += point >= self.settings.near_rows
+                if far_rounds > _FAR_ROUNDS and not worst:  # the others can wait for the next decision
+                    self._far_left = True
+                    break
+                view = self._give_up(view, _largest(view, point))
+            rounds += 1
+        if rounds == 0 and view.any_late:  # if somebody had to go, there is hardly room for others
+            self._take_back(view)
+        return view
+
+    def _first_point(self, view: _View, bad: Ints, late: Bools) -> int | None:
+        """The first of `_points`, which is nearly always one of the first places without room."""
+        if not late[0]:
+            return int(bad[0])
+        if len(bad) > _FIRST_BAD:
+            points = self._points(view, bad[:_FIRST_BAD])
+            if len(points):
+                return int(points[0])
+        points = self._points(view, bad)
+        return int(points[0]) if len(points) else None
+
+    def _worst_point(self, view: _View, bad: Ints) -> int | None:
+        """The one of `_points` with the least room."""
+        points = self._points(view, bad)
+        return int(points[np.argmin(view.room[points])]) if len(points) else None
+
+    def _points(self, view: _View, bad: Ints) -> Ints:
+        """Those of the places without room for which somebody before them has to go.
+
+        A promise drives out nobody who is small against its own work while it can still be kept.
+        """
+        late = view.late[bad]
+        if not late.any():
+            return bad
+        kept = (~view.late[: int(bad[-1]) + 1]).nonzero()[0]
+        # The most work of one who is kept until each place, behind a 0 for none: in overload few are kept.
+        most = np.concatenate(([0.0], np.maximum.accumulate(view.load[kept])))
+        largest = most[kept.searchsorted(bad, side="right")]
+        load = view.load[bad]
+        tolerated = (largest < self.settings.given_up_share * load) & (
+            view.room[bad] + load >= -_EPSILON_SECONDS
+        )
+        return bad[~late | ((largest > 0) & ~tolerated)]
+
+    def _give_up(self, view: _View, places: Ints) -> _View:
+        """Move the dues of these to their promises. A promise once given stays, even if it was taken back since.
+
+        One whom the share alone would finish in time is promised to be hardly late: others have to go.
+        """
+        plan, rows = view.plan, view.plan.by_due[places]
+        if len(places) == 1:  # as nearly always; the same sums as below, without arrays
+            place, row = int(places[0]), int(rows[0])
+            promised = float(plan.promise[row])
+            if isinf(promised):
+                ahead = view.promised_seconds() + float(view.load[place])
+                end = view.now + max(ahead, float(view.remaining[place])) / self.settings.given_up_share
+                promised = max(end, nextafter(float(view.columns.deadline[row]), inf))
+                plan.promise[row] = promised
+            return view.moved_one(place, promised)
+        fresh = places[np.isinf(plan.promise[rows])]
+        if len(fresh):
+            before = view.promised_seconds() + view.load[fresh].cumsum()
+            ends = view.now + np.maximum(before, view.remaining[fresh]) / self.settings.given_up_share
+            fresh_rows = plan.by_due[fresh]
+            plan.promise[fresh_rows] = np.maximum(
+                ends, np.nextafter(view.columns.deadline[fresh_rows], np.inf)
+            )
+        return view.moved(places, plan.promise[rows])
+
+    def _renew(self, view: _View) -> _View:
+        """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
+        late_load = np.multiply(view.load, view.late, out=view.scratch)
+        alone = np.maximum(late_load.cumsum(), view.remaining)
+        broken = (view.late & (alone > view.due + _EPSILON_SECONDS)).nonzero()[0]
+        promise = view.now + alone[broken] / self.settings.given_up_share
+        view.plan.promise[view.plan.by_due[broken]] = promise
+        return view.moved(broken, promise)
+
+    def _take_back(self, view: _View) -> None:
+        """Give the smallest given up their deadlines again, as long as everybody else's due can still be met."""
+        earliest = np.add(view.remaining, view.now, out=view.scratch)
+        deadline = view.columns.deadline.take(view.by_due, out=view.spare, mode="clip")
+        places = (view.late & (deadline >= earliest)).nonzero()[0]
+        for _ in range(_MOST_RETURNS):
+            smallest = places
+            if len(places) > _RETURNS:
+                smallest = places[np.argpartition(view.remaining[places], _RETURNS)[:_RETURNS]]
+            for place in smallest[np.argsort(view.remaining[smallest], kind="stable")].tolist():
+                if view.can_be_in_time(place):
+                    break
+            else:
+                return
+            to = view.move(place, view.deadline_of(place))
+            places = places[places != place]
+            if to < place:
+                places[(places >= to) & (places < place)] += 1
+            else:
+                places[(places > place) & (places <= to)] -= 1
+
+    def _cheap(self, view: _View) -> int | None:
+        """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
+        if not view.any_late:
+            return None
+        np.copyto(view.scratch, view.remaining)
+        view.scratch[view.kept()] = np.inf
+        place = int(view.scratch.argmin())
+        room = float(view.room[:place].min()) if place else inf
+        return place if view.load[place] <= self.settings.given_up_share * room else None
+
+
+def _largest(view: _View, point: int) -> Ints:
+    """Places of the kept with most work that are due until `point`: so many that its due can be met."""
+    kept = (~view.late[: point + 1]).nonzero()[0]
+    load = view.load[kept]
+    wanted = -view.room[point] - _EPSILON_SECONDS
+    largest = load.argmax()
+    if load[largest] >= wanted:  # one is enough, as nearly always, and need not be found by sorting
+        return kept[largest : largest + 1]
+    kept = kept[np.argsort(-load, kind="stable")]
+    return kept[: int(view.load[kept].cumsum().searchsorted(wanted)) + 1]
+
+
+def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
+    """Rows one by one, `first` before all others."""
+    if first is not None:
+        yield first
+        rows = rows[rows != first]
+    for start in range(0, len(rows), _BATCH):
+        yield from rows[start : start + _BATCH].tolist()
+
+
+class _Space:
+    """Arrays that one view after the other is written into.
+
+    New arrays of thousands of rows come from the system page by page, which takes longer than to fill them.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.columns: list[Floats] = [np.empty(rows) for _ in range(7)]
+        self.late: Bools = np.empty(rows, dtype=np.bool_)
+        self.all_rows: Floats = np.empty(rows)
+
+
+class _View:
+    """Columns in the order of dues (a *place* is an index into them), times counted from now."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        plan: Plan,
+        now: float,
+        factor: float,
+        settings: GuardedSettings,
+        space: _Space,
+        rows: int,
+        any_late: bool,
+    ) -> None:
+        """Of the first `rows` by due; `any_late`: one of the others is given up."""
+        self.columns, self.plan, self.now, self.factor = columns, plan, now, factor
+        self.settings, self.space = settings, space
+        self.by_due: Ints = plan.by_due[:rows]
+        by_due = self.by_due
+        due, remaining, load, done, room, scratch, spare = [column[:rows] for column in space.columns]
+        self.scratch: Floats = scratch
+        """For results that are not kept."""
+        self.spare: Floats = spare
+        """The same."""
+        plan.due.take(by_due, out=due, mode="clip")  # any mode but "raise" writes straight into `out`
+        columns.remaining_seconds.take(by_due, out=remaining, mode="clip")
+        remaining *= factor
+        self.remaining: Floats = remaining
+        self.load: Floats = (
+            remaining if settings.lanes == 1 else np.divide(remaining, settings.lanes, out=load)
+        )
+        """What it takes of all lanes together: of one lane, the same array as `remaining`."""
+        deadline = columns.deadline.take(by_due, out=spare, mode="clip")
+        self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
+        """Given up."""
+        self.any_late = any_late or bool(self.late.any())
+        self.grace = 0.0 if self.any_late else settings.grace_seconds
+        self.due: Floats = np.subtract(due, now, out=due)
+        self.done: Floats = self.load.cumsum(out=done)
+        """When it and all before it can be done."""
+        self.room: Floats = room
+        """By how much it may be delayed."""
+        self._find_rooms(0, rows)
+
+    def kept(self) -> Ints:
+        """Places of those that are not given up: in overload few."""
+        return (~self.late).nonzero()[0]
+
+    def _find_rooms(self, first: int, stop: int) -> None:
+        due, load, room = self.due[first:stop], self.load[first:stop], self.room[first:stop]
+        ends = self.done[first:stop]
+        if self.settings.lanes > 1:
+            ends = np.maximum(ends, self.remaining[first:stop], out=self.scratch[first:stop])
+        np.subtract(due, ends, out=room)
+        if not self.any_late:
+            room += self.grace
+            return
+        # A promise keeps its own work once more as a margin, which only small requests may use.
+        kept = (~self.late[first:stop]).nonzero()[0]
+        room -= load
+        room[kept] = due[kept] - ends[kept]
+
+    def missed(self, bad: Ints, late: Bools) -> int | None:
+        """The first of the places `bad` whose promise cannot be kept, even without its margin; `late` are given up."""
+        if not self.any_late:
+            return None
+        for looked_at in (_FIRST_BAD, len(bad)):  # it is nearly always among the first
+            places = bad[:looked_at]
+            found = places[late[:looked_at] & (self.room[places] + self.load[places] < -_EPSILON_SECONDS)]
+            if len(found):
+                return int(found[0])
+        return None
+
+    def is_broken(self, place: int) -> bool:
+        """Whether the given up until there would be done only behind its due, even without the kept.
+
+        The sum in order is what counts. A plain one is found in a tenth of the time, and says the same unless it comes
+        so near that rounding decides: both differ from the true sum by less than `len` roundings of it.
+        """
+        until = slice(place + 1)
+        loads = np.multiply(self.load[until], self.late[until], out=self.scratch[until])
+        latest, own = float(self.due[place]) + _EPSILON_SECONDS, float(self.remaining[place])
+        total = float(loads.sum())
+        if abs(total - latest) <= 1e-15 * len(loads) * total:
+            total = float(loads.cumsum()[-1])
+        return max(total, own) > latest
+
+    def promised_seconds(self) -> float:
+        """The load of all rows that have a promise, be it that they are not given up any more."""
+        plan = self.plan
+        has_one = np.isfinite(plan.promise)
+        work = np.multiply(self.columns.remaining_seconds, has_one, out=self.space.all_rows[: len(has_one)])
+        return float(work.sum()) * self.factor / self.settings.lanes
+
+    def deadline_of(self, place: int) -> float:
+        """Absolute."""
+        return float(self.columns.deadline[self.plan.by_due[place]])
+
+    def can_be_in_time(self, place: int) -> bool:
+        """Whether one that was given up can get its deadline again, and everybody else's due still be met."""
+        until = self.deadline_of(place) - self.now
+        before = int(self.due.searchsorted(until, side="right"))
+        ahead = self.done[before - 1] if before else 0.0
+        room = self.room[before:place].min() if before < place else inf
+        return bool(self.load[place] <= min(until - ahead, room))
+
+    def moved(self, places: Ints, dues: Floats) -> _View:
+        """The view after the requests at these places have got other dues."""
+        if len(places) == 1:
+            return self.moved_one(int(places[0]), float(dues[0]))
+        return self._sorted_in(places, dues)
+
+    def moved_one(self, place: int, due: float) -> _View:
+        """The view after the request at `place` has got another due, which is its promise."""
+        if not self.any_late:
+            return self._sorted_in(np.array([place]), np.array([due]))
+        self.move(place, due)
+        return self
+
+    def _sorted_in(self, places: Ints, dues: Floats) -> _View:
+        plan = self.plan
+        rows = plan.by_due[places]
+        plan.due[rows] = dues
+        rows = rows[np.argsort(dues, kind="stable")]
+        others = np.delete(plan.by_due, places)
+        plan.by_due[:] = np.insert(
+            others, np.searchsorted(plan.due[others], plan.due[rows], side="right"), rows
+        )
+        return _View(
+            self.columns, plan, self.now, self.factor, self.settings, self.space, len(self.due), any_late=True
+        )
+
+    def move(self, place: int, due: float) -> int:
+        """Give the request at `place`, which has a promise, another due, and sort it in; the rest of the view follows.
+
+        Returns its new place, unless that is behind the view.
+        """
+        row = int(self.plan.by_due[place])
+        self.plan.due[row] = due
+        to = int(self.due.searchsorted(due - self.now, side="right"))
+        to -= to > place
+        if to == len(self.due) - 1 < len(self.plan.by_due) - 1:
+            self._leave(place, due)
+            return len(self.due)
+        first, last = min(place, to), max(place, to)
+        lower, upper = slice(first, last), slice(first + 1, last + 1)
+        source, target = (upper, lower) if to > place else (lower, upper)
+        columns = [self.by_due, self.due, self.remaining, self.late, self.done, self.room]
+        if self.load is not self.remaining:
+            columns.append(self.load)
+        for column in columns:
+            moving = column[place]
+            column[target] = column[source]
+            column[to] = moving
+        own = float(self.load[to])
+        load = own if to < place else -own
+        self.done[target] += load
+        self.room[target] -= load
+        self.due[to] = due - self.now
+        self.late[to] = bool(due > self.columns.deadline[row])
+        self.done[to] = own + (float(self.done[to - 1]) if to else 0.0)
+        if self.settings.lanes > 1:
+            self._find_rooms(first, last + 1)
+        else:
+            room = float(self.due[to]) - float(self.done[to])
+            self.room[to] = room - own if self.late[to] else room
+        return to
+
+    def _leave(self, place: int, due: float) -> None:
+        """The request at `place` is due behind the view now."""
+        order, last, own = self.plan.by_due, len(self.due) - 1, float(self.load[place])
+        to = int(self.plan.due.searchsorted(due, side="right", sorter=order)) - 1
+        row = order[place]
+        order[place:to] = order[place + 1 : to + 1]
+        order[to] = row
+        columns = [self.due, self.remaining, self.late, self.done, self.room]
+        if self.load is not self.remaining:
+            columns.append(self.load)
+        for column in columns:
+            column[place:last] = column[place + 1 :]
+        self._cut(last)
+        self.done[place:] -= own
+        if self.settings.lanes > 1:
+            self._find_rooms(place, last)
+        else:
+            self.room[place:] += own
+
+    def _cut(self, rows: int) -> None:
+        """See only so many."""
+        self.by_due, self.due, self.late = self.by_due[:rows], self.due[:rows], self.late[:rows]
+        self.load = self.remaining[:rows] if self.load is self.remaining else self.load[:rows]
+        self.remaining = self.load if self.settings.lanes == 1 else self.remaining[:rows]
+        self.done, self.room = self.done[:rows], self.room[:rows]
+        self.scratch, self.spare = self.scratch[:rows], self.spare[:rows]

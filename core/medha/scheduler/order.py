@@ -1,0 +1,71 @@
+"""The order in which a step looks at prefills: the policy, over the rows of the table that it may take now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from medha.api.replica import SchedulingSpec
+from medha.scheduler.guarded import Guarded, GuardedSettings
+from medha.scheduler.policy import Bools, Floats, Ints, keys, urgent_first
+from medha.scheduler.prefill_table import Candidates
+
+Ordered = Callable[[Bools], Iterator[int]]
+"""Those rows for which a flag is set, most urgent first."""
+
+_BATCH = 256  # rows that are selected at once: a step reads a few
+
+
+class Urgency:
+    """Applies the policy that the settings name."""
+
+    def __init__(self, scheduling: SchedulingSpec, lanes: int = 1, stages: int = 1) -> None:
+        self._policy = scheduling.policy
+        self._lars_denominator = scheduling.lars_denominator
+        self._guarded: Guarded | None = None
+        if scheduling.policy == "guarded":
+            self._guarded = Guarded(
+                GuardedSettings(scheduling.given_up_share, scheduling.max_step_seconds / stages, lanes)
+            )
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a prefill may become due later than its deadline."""
+        return self._guarded is not None
+
+    def look_at(self, candidates: Candidates, correction: float, pace: float, now: float) -> Ordered:
+        """Decide the order of all rows once; it is then read for one selection of them after another.
+
+        `guarded` sums work, so it looks at what keeps a stage busy, at the `pace` of prefills in company. The keys of
+        the others are those of the papers, by what each prefill takes alone.
+        """
+        if self._guarded is not None:
+            plan = candidates.plan
+            first = self._guarded.first(candidates.stage_columns, plan, now, correction / pace)
+            return lambda chosen: _by_due(plan.by_due, first, chosen)
+        columns = candidates.columns(correction)
+        urgency, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
+        return lambda chosen: _by_key(urgency, tie, chosen)
+
+
+def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
+    """Chosen rows by due time; `first` comes before all others."""
+    if first is not None and chosen[first]:
+        yield first
+    for start in range(0, len(by_due), _BATCH):
+        rows = by_due[start : start + _BATCH]
+        for row in rows[chosen[rows]].tolist():
+            if row != first:
+                yield row
+
+
+def _by_key(urgency: Floats, tie: Ints, chosen: Bools) -> Iterator[int]:
+    if 2 * np.count_nonzero(chosen) > len(chosen):
+        for row in urgent_first(urgency, tie):
+            if chosen[row]:
+                yield row
+        return
+    rows = np.flatnonzero(chosen)
+    for place in urgent_first(urgency[rows], tie[rows]):
+        yield int(rows[place])

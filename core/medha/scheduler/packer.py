@@ -1,0 +1,375 @@
+"""What goes into the next step: all runnable decodes, then prefill chunks under a time budget.
+
+Paper B, algorithms 1 and 2, mended as DESIGN §5 says:
+
+* the *whole batch* is predicted for each candidate chunk, because the time of a step is not additive;
+* a prefill that does not fit is set aside for this step, never requeued into the same loop;
+* only long requests yield space, only while another prefill is runnable, and what nobody used is given back;
+* at most one long prefill runs per lane and step, and a long prompt gets KV only at its turn: no earlier than a step
+  in which those before it end, or KV would fill with long prompts that are all half done;
+* the most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
+
+Prefills are read lazily, most urgent first, and only as many as a step can use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+
+from medha.cost.predictor import Predictor, Work
+from medha.kv.context_parallel import share_tokens, shared_tokens
+
+MOST_PREFILLS = 32
+"""Chunks of one step: more would each be too small to matter, and each costs the controller time."""
+MOST_MISSES = 10
+"""Prefills in a row that find no space, until the step counts as full (paper B bounds its skips, too)."""
+FAIR_SHARE = 0.975
+"""Of the prefill rate that classes' own targets allow: what is left of it if streams ask for tighter ones."""
+IDLE_EFFICIENCY = 0.98
+"""Of the best prefill rate: what a long chunk may give up, while nothing decodes, to let arrivals in earlier."""
+
+
+@dataclass(slots=True)
+class DecodeTargets:
+    """Tightest TPOT targets of all decodes that are running, whether or not their next token is in this step."""
+
+    tpot_seconds: float
+    fair_tpot_seconds: float  # that classes give by themselves
+    between_seconds: float = 0.0  # that pass between two steps, and are no part of either
+
+
+@dataclass(
+    slots=True
+)  # not frozen: a decision makes dozens, and freezing one takes longer than all else about it
+class PrefillCandidate:
+    id: str
+    context: int  # positions already dispatched
+    remaining: int  # positions that it may dispatch now
+    is_long: bool
+    relative_slack: float  # rho, for space sharing
+    lane: int = 0  # that computes it
+    lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
+    waits: bool = False  # it holds no KV yet
+    rest: int = 0  # positions behind those, for later
+    of_long_prompt: bool = False  # its whole prompt is long, however little KV it has yet
+    in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step; tokens count all sequences of a lane together."""
+
+    stages: int
+    max_chunk_tokens: int
+    min_chunk_tokens: int
+    max_step_seconds: float
+    min_prefill_share: float
+    space_sharing_cap: float
+    idle_efficiency: float = IDLE_EFFICIENCY
+
+
+@dataclass(slots=True)
+class Packed:
+    """Prefill tokens by request, and why the step is as large as it is (seconds)."""
+
+    chunks: dict[str, int] = field(default_factory=dict)
+    predicted_seconds: float = 0.0
+    budget_seconds: float = 0.0
+    decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
+    misses_tpot: bool = False  # the whole step does: for its decodes, or for the share that prefills keep
+
+
+class Batch:
+    """A step under construction on one lane, or on several that move in lock-step."""
+
+    def __init__(self, predictor: Predictor, lanes: Sequence[int] = (0,)) -> None:
+        self._predictor = predictor
+        self._tallies = {lane: predictor.tally() for lane in lanes}
+        self._alone = self._tallies[lanes[0]] if len(lanes) == 1 else None
+        self._exchanged_queries = 0
+
+    @property
+    def lanes(self) -> Iterable[int]:
+        return self._tallies
+
+    def add_decodes(self, lane: int, contexts_tokens: int, count: int) -> None:
+        """`count` decodes whose KV, together `contexts_tokens`, lies on `lane` alone."""
+        self._tallies[lane].add_decodes(contexts_tokens, count)
+
+    def add_spread_decode(self, lane: int, lane_tokens: Mapping[int, int]) -> None:
+        """A decode that `lane` computes and whose KV lies on several lanes."""
+        for holder, tokens in lane_tokens.items():
+            self._tallies[holder].add(Work(tokens, 1, attention_only=holder != lane))
+        self._exchanged_queries += len(lane_tokens) > 1
+
+    def add(self, prefill: PrefillCandidate, count: int) -> None:
+        """Put a chunk of `count` tokens into the step."""
+        if not prefill.lane_tokens:
+            self._tallies[prefill.lane].add_chunk(prefill.context, count)
+            return
+        if prefill.in_ring:
+            for holder, work in _shares(prefill, count):
+                self._tallies[holder].add(work)
+        else:
+            for holder, tokens in prefill.lane_tokens.items():
+                self._tallies[holder].add(Work(tokens, count, attention_only=holder != prefill.lane))
+        self._exchanged_queries += count
+
+    def remove(self, prefill: PrefillCandidate, count: int) -> None:
+        """Undo an `add`."""
+        if not prefill.lane_tokens:
+            self._tallies[prefill.lane].remove(Work(prefill.context, count))
+            return
+        if prefill.in_ring:
+            for holder, work in _shares(prefill, count):
+                self._tallies[holder].remove(work)
+        else:
+            for holder, tokens in prefill.lane_tokens.items():
+                self._tallies[holder].remove(Work(tokens, count, attention_only=holder != prefill.lane))
+        self._exchanged_queries -= count
+
+    def seconds(self) -> float:
+        """Predicted time of the step."""
+        if self._alone is not None:
+            return self._alone.seconds()
+        return self._predictor.coupled_tally_seconds(list(self._tallies.values()), self._exchanged_queries)
+
+    def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:
+        """The same, with a chunk added."""
+        if self._alone is not None:
+            return self._alone.seconds_with(prefill.context, count)
+        self.add(prefill, count)
+        seconds = self.seconds()
+        self.remove(prefill, count)
+        return seconds
+
+    def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float, least: int = 1) -> int:
+        """The largest chunk of `least` to `most` tokens with which the whole step ends within the budget, or 0."""
+        if most < least:
+            return 0
+        above = self.seconds_with(prefill, most)
+        if above <= budget_seconds:
+            return most
+        below = self.seconds_with(prefill, least)
+        if below > budget_seconds:
+            return 0
+        low, high = least, most  # fits at low, not at high
+        tries = 0
+        while high - low > 1:
+            # Seconds are nearly linear in the count; halving at times bounds the search where they are not.
+            guess = low + int((high - low) * (budget_seconds - below) / (above - below))
+            tries += 1
+            middle = min(max(guess, low + 1), high - 1) if tries % 3 else (low + high) // 2
+            seconds = self.seconds_with(prefill, middle)
+            if seconds <= budget_seconds:
+                low, below = middle, seconds
+            else:
+                high, above = middle, seconds
+        return low
+
+    def efficient_seconds(
+        self,
+        prefill: PrefillCandidate,
+        limits: Limits,
+        budget_seconds: float,
+        share: float,
+        between_seconds: float = 0.0,
+    ) -> float:
+        """Time of the smallest step whose prefill rate is `share` of that of the largest one within the budget.
+
+        Rates are those of a prompt that goes on for ever behind `prefill`'s context, in steps with `between_seconds`
+        from the end of one to the begin of the next. Never more than the budget.
+        """
+        largest = self.largest(prefill, limits.max_chunk_tokens, budget_seconds)
+        if largest <= limits.min_chunk_tokens:
+            return budget_seconds
+        rate = share * largest / (self.seconds_with(prefill, largest) + between_seconds)
+        size = _first(
+            lambda count: count >= rate * (self.seconds_with(prefill, count) + between_seconds), largest
+        )
+        return min(self.seconds_with(prefill, max(size, limits.min_chunk_tokens)), budget_seconds)
+
+
+def pack(
+    batch: Batch,
+    targets: DecodeTargets | None,
+    prefills: Iterable[PrefillCandidate],
+    limits: Limits,
+    admit: Callable[[PrefillCandidate], bool] = lambda _: True,
+) -> Packed:
+    """Add prefill chunks to a step that already holds its decodes.
+
+    Args:
+        batch: with the decodes in it.
+        targets: of the decodes that are running; None if there are none.
+        prefills: in the order of the policy, most urgent first.
+        admit: gives KV to one that waits and finds space, and brings it up to date; False if there is none.
+    """
+    packed = Packed(predicted_seconds=batch.seconds())
+    upcoming = iter(prefills)
+    head = list(islice(upcoming, 2))
+    _set_budget(packed, batch, targets, head, limits)
+    if head:
+        _add_chunks(packed, batch, chain(head, upcoming), len(head) > 1, limits, admit)
+    if targets is not None:
+        # What is lost in adding up is no miss.
+        packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
+    return packed
+
+
+def _add_chunks(
+    packed: Packed,
+    batch: Batch,
+    prefills: Iterable[PrefillCandidate],
+    several: bool,
+    limits: Limits,
+    admit: Callable[[PrefillCandidate], bool],
+) -> None:
+    """Add chunks within the budget; `several`: more than one of the prefills is runnable."""
+    chunks = _Chunks(batch, packed, limits, admit)
+    yielding: list[PrefillCandidate] = []
+    misses = 0
+    for prefill in prefills:
+        budget_seconds = packed.budget_seconds
+        if prefill.is_long:
+            if chunks.has_long(prefill):
+                continue
+            if several:
+                budget_seconds *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
+                yielding.append(prefill)
+        misses = 0 if chunks.add(prefill, budget_seconds) else misses + 1
+        if chunks.full or misses == MOST_MISSES or len(packed.chunks) == MOST_PREFILLS:
+            break
+    for prefill in yielding:  # second pass: what the others left
+        if prefill.id in packed.chunks or not chunks.has_long(prefill):
+            chunks.add(prefill, packed.budget_seconds)
+    packed.predicted_seconds = batch.seconds()
+
+
+def _set_budget(
+    packed: Packed,
+    batch: Batch,
+    targets: DecodeTargets | None,
+    head: Sequence[PrefillCandidate],
+    limits: Limits,
+) -> None:
+    decode_seconds = packed.predicted_seconds
+    longest = limits.max_step_seconds / limits.stages  # in which an arriving request is not seen
+    if targets is None:
+        budget = longest
+        if head and head[0].is_long and limits.idle_efficiency < 1:
+            budget = batch.efficient_seconds(head[0], limits, budget, limits.idle_efficiency)
+        packed.budget_seconds = budget
+        return
+    target = targets.tpot_seconds / limits.stages
+    packed.decode_overrun = decode_seconds > target
+    least = decode_seconds / (1 - limits.min_prefill_share)
+    packed.budget_seconds = max(min(target, longest), least)
+    fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
+    if head and fair > packed.budget_seconds:
+        floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE, targets.between_seconds)
+        packed.budget_seconds = max(packed.budget_seconds, floor)
+
+
+class _Chunks:
+    """Adds prefill chunks to a batch, each as large as its budget allows."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        packed: Packed,
+        limits: Limits,
+        admit: Callable[[PrefillCandidate], bool],
+    ) -> None:
+        self._long_lanes: set[int] = set()  # have a long prefill in this step
+        self._batch = batch
+        self._packed = packed
+        self._limits = limits
+        self._admit = admit
+        self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute behind this step
+        self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
+
+    @property
+    def full(self) -> bool:
+        """No lane may take another token."""
+        return not any(self._tokens_left.values())
+
+    def add(self, prefill: PrefillCandidate, budget_seconds: float) -> bool:
+        """Give `prefill` the largest chunk that fits, or enlarge the one that it has; False if it gets none.
+
+        The first one that is admitted gets its smallest chunk in any case.
+        """
+        chunks = self._packed.chunks
+        held = chunks.get(prefill.id, 0)
+        if held:
+            self._batch.remove(prefill, held)
+        size = self._size(prefill, held, budget_seconds)
+        if prefill.waits:
+            if prefill.of_long_prompt and prefill.lane in self._going_on:
+                return False
+            if size:
+                before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
+                if not self._admit(prefill):
+                    return False
+                prefill.waits = False
+                if (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring) != before:
+                    size = self._size(prefill, 0, budget_seconds)  # cached in part, or cut over lanes
+                if prefill.is_long and self.has_long(prefill):
+                    return False
+        if prefill.of_long_prompt and size < prefill.remaining + prefill.rest:
+            self._going_on.add(prefill.lane)
+        if size == 0:
+            return False
+        self._batch.add(prefill, size)
+        chunks[prefill.id] = size
+        if prefill.in_ring:
+            for lane in prefill.lane_tokens:
+                self._tokens_left[lane] -= share_tokens(size, len(prefill.lane_tokens))
+                self._tokens_left[lane] += share_tokens(held, len(prefill.lane_tokens))
+        else:
+            self._tokens_left[prefill.lane] -= size - held
+        if prefill.is_long:
+            self._long_lanes.update(prefill.lane_tokens if prefill.in_ring else (prefill.lane,))
+        return True
+
+    def has_long(self, prefill: PrefillCandidate) -> bool:
+        """Whether a lane that computes `prefill` has a long one already."""
+        if prefill.in_ring:
+            return not self._long_lanes.isdisjoint(prefill.lane_tokens)
+        return prefill.lane in self._long_lanes
+
+    def _size(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> int:
+        """The largest chunk that fits, no smaller than what it has; 0 if not even the smallest one does."""
+        left = self._tokens_left.get(prefill.lane, 0)
+        if prefill.in_ring:
+            lanes = prefill.lane_tokens
+            left = shared_tokens(min(self._tokens_left.get(lane, 0) for lane in lanes), len(lanes))
+        most = min(prefill.remaining, left + held)
+        least = min(self._limits.min_chunk_tokens, prefill.remaining)
+        size = self._batch.largest(prefill, most, budget_seconds, least)
+        if size < least:
+            size = 0 if self._packed.chunks else min(least, most)
+        return max(size, held)
+
+
+def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]:
+    """What each lane of a ring computes of a chunk: equal parts, whose queries see as many keys on average."""
+    lanes = len(prefill.lane_tokens)
+    for index, lane in enumerate(prefill.lane_tokens):
+        share = (count + index) // lanes
+        if share:
+            yield lane, Work(prefill.context + (count - share) // 2, share)
+
+
+def _first(holds: Callable[[int], bool], most: int) -> int:
+    """The smallest count in 1 .. `most` from which on `holds`, which it does at `most`; by binary search."""
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if holds(middle):
+            high = middle
+        else:
+            low = middle
+    return high

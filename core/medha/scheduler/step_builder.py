@@ -1,0 +1,347 @@
+"""What a step is filled with: decodes, then prefills in the order of the policy, those that wait with KV of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+import numpy as np
+
+from medha.cost.predictor import Predictor
+from medha.kv.context_parallel import ContextParallel
+from medha.scheduler.admission import Admission
+from medha.scheduler.config import ReplicaConfig
+from medha.scheduler.lanes import Lanes
+from medha.scheduler.order import Urgency
+from medha.scheduler.pace import Pace
+from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
+from medha.scheduler.prefill_table import NEAR_PROMISE, Candidates
+from medha.scheduler.request import NOWHERE, Request
+from medha.scheduler.requests import Roster
+from medha.wire.messages import Admit, Extent, StepEntry
+from medha.wire.quick import StepEntryDraft, new_entry, new_extent
+
+MOST_ORDERS = 4
+"""How often a step selects candidates anew because admissions have used up the room of others."""
+_USUAL_STEP_TOKENS = 512
+"""Whose hop counts as time between steps until some are measured."""
+_LEAST_OF_TARGET = 0.5
+"""Of a TPOT target is left for the steps themselves, whatever passes between them."""
+MOST_POSITIONS = 32768
+"""For which the extents of decodes are kept: 8 MB."""
+MOST_ELSEWHERE = 64
+"""Waiting requests that a step may pass over because another lane should take them."""
+
+
+@dataclass(slots=True)
+class Filling:
+    """Entries of a step, and whom they compute."""
+
+    packed: Packed
+    entries: list[StepEntry]
+    decodes: list[Request]
+    prefills: list[tuple[Request, int]]  # with the tokens of its chunk
+
+
+class Filler:
+    """Fills one step after the other."""
+
+    def __init__(
+        self,
+        config: ReplicaConfig,
+        predictor: Predictor,
+        admission: Admission,
+        candidates: Candidates,
+        roster: Roster,
+        lanes: Lanes,
+    ) -> None:
+        self._predictor = predictor
+        self._admission = admission
+        self._candidates = candidates
+        self._roster = roster
+        self._lanes = lanes
+        self._all_lanes = tuple(range(len(lanes)))
+        self._has_one_lane = len(lanes) == 1
+        self._long_threshold_tokens = config.long_threshold_tokens
+        self._context_parallel = config.context_parallel
+        self._stages = config.topology.stream
+        self._urgency = Urgency(config.scheduling, config.topology.kv, self._stages)
+        self._pace = Pace(predictor.hop_seconds(_USUAL_STEP_TOKENS) * (1 - 1 / self._stages))
+        self._limits = _limits(config)
+        self._one_token_at: dict[int, tuple[Extent, ...]] = {}
+
+    def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
+        """A step of `lanes`; who is admitted for it is appended to `admits`."""
+        batch = Batch(self._predictor, lanes)
+        for lane in lanes:
+            self._lanes[lane].decodes.put_into(batch, lane, lanes)
+
+        waiting = self._roster.waiting
+
+        def admit(prefill: PrefillCandidate) -> bool:
+            request = waiting.get(prefill.id)
+            if request is None or not self.admit(request, admits):
+                return False  # others have taken its place since it was looked at
+            prefill.lane = request.lane
+            if request.is_spread or prefill.context != request.dispatched:
+                prefill.context = request.dispatched
+                prefill.is_long = request.dispatched >= self._long_threshold_tokens
+                prefill.remaining = min(request.length, request.joins_at) - request.dispatched
+                prefill.rest = max(request.length - request.joins_at, 0)
+            if request.in_ring:
+                prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
+            return request.runs_on(lanes)  # else what is cached couples more of them
+
+        targets = self._tpot_targets(lanes)
+        packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
+        decodes: list[Request] = []
+        for lane in lanes:
+            decodes += self._lanes[lane].decodes.take(lanes)
+        prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
+        entries = self._decode_entries(decodes)
+        alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
+        if entries:
+            self._pace.launched(
+                lanes,
+                now,
+                packed.predicted_seconds,
+                alone_seconds * self._predictor.correction,
+                with_decodes=targets is not None,
+                goes_on=goes_on,
+            )
+        else:
+            self.rested(lanes)
+        self._lanes.couple()
+        return Filling(packed, entries, decodes, prefills)
+
+    def rested(self, lanes: tuple[int, ...]) -> None:
+        """`lanes` can take a step, and there is none to fill."""
+        self._pace.rested(lanes)
+
+    def _dispatch(self, prefills: list[tuple[Request, int]], entries: list[StepEntry]) -> tuple[float, bool]:
+        """Chunks go into a step: what they would keep a stage busy alone, and whether one of the prefills goes on."""
+        for request, count in prefills:
+            if request.in_ring and self._context_parallel is not None:
+                entries += self._ring_entries(request, count, self._context_parallel)
+            else:
+                entries.append(_entry(request, count))
+        alone_seconds = self._candidates.busy_seconds([request for request, _ in prefills])
+        dispatched: list[Request] = []
+        for request, count in prefills:
+            request.dispatch(count)
+            if request.dispatched == request.length:
+                dispatched.append(request)
+        self._candidates.remove(dispatched)
+        for request in dispatched:
+            if request.is_long:
+                self._admission.prefilled(request)
+        go_on = [request for request, _ in prefills if request.row != NOWHERE]
+        self._roster.progressed(go_on)
+        alone_seconds -= self._candidates.busy_seconds(go_on)
+        return alone_seconds, bool(go_on)
+
+    def admit(self, request: Request, admits: list[Admit]) -> bool:
+        """Give KV to a waiting request; False if there is none for it."""
+        pending_seconds = self._pending_seconds()
+        if self._roster.is_full:
+            return False
+        is_claimant = self._admission.claimant is request
+        if self._admission.lane_for(request, self._all_lanes, pending_seconds) is None:
+            return False
+        tokens = request.submit.tokens
+
+        def remaining_seconds(cached_tokens: int) -> float:
+            return self._predictor.prefill_seconds(cached_tokens, tokens)
+
+        admit = self._admission.admit(request, pending_seconds, remaining_seconds)
+        if admit is None:  # what it had counted on is gone, or the room is not where it needs it
+            self._roster.look_again(request)
+            if self._admission.lane_for(request, self._all_lanes, pending_seconds) is not None:
+                self._candidates.misfits(request)
+            return False
+        admits.append(admit)
+        self._roster.enter(request, late=is_claimant)
+        self._lanes.remapped(request)
+        return True
+
+    def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
+        """Entries of the decodes of a step, which count as dispatched from here on."""
+        entries: list[StepEntry] = []
+        one_token_at = self._one_token_at
+        for request in decodes:
+            if request.is_spread:
+                entries.append(_entry(request, 1))
+                request.dispatch(1)
+            else:  # the same in a fifth of the time
+                position = request.dispatched
+                entry: Any = StepEntryDraft()
+                entry.id, entry.lane, entry.samples = request.id, request.lane, True
+                entry.extents = one_token_at.get(position) or self._keep_extents(position)
+                entry.strategy, entry.shard_map_version = "local", 0
+                entry.__class__ = StepEntry
+                entries.append(entry)
+                request.dispatched = position + 1
+                request.steps_in_flight += 1
+        return entries
+
+    def _keep_extents(self, position: int) -> tuple[Extent, ...]:
+        """What says "the token at `position`", kept for the next sequence that decodes there."""
+        if len(self._one_token_at) >= MOST_POSITIONS:
+            self._one_token_at.clear()
+        extents = self._one_token_at[position] = (new_extent(position, 1),)
+        return extents
+
+    def _ring_entries(
+        self, request: Request, count: int, context_parallel: ContextParallel
+    ) -> list[StepEntry]:
+        """The next `count` positions of a prompt that lanes compute together."""
+        assert request.shard_map is not None
+        stop = request.dispatched + count
+        return context_parallel.entries(
+            request.id,
+            request.lanes,
+            request.dispatched,
+            stop,
+            samples=stop == request.length,
+            shard_map_version=request.shard_map.version,
+        )
+
+    def _pending_seconds(self) -> list[float]:
+        """Prefill seconds ahead of a new request on each lane, steps in flight included."""
+        if self._has_one_lane:
+            return [0.0]
+        admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self._predictor.correction
+        return [
+            seconds + sum(lane.in_flight_seconds.values())
+            for lane, seconds in zip(self._lanes, admitted.tolist(), strict=True)
+        ]
+
+    def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
+        """The tightest of all decodes on `lanes`, without the time that passes between steps."""
+        tightest = fair = inf
+        decoding = False
+        for lane in lanes:
+            target = self._lanes[lane].decodes.targets
+            if target is not None:
+                decoding = True
+                tightest = min(tightest, target.tpot_seconds)
+                fair = min(fair, target.fair_tpot_seconds)
+        if not decoding:
+            return None
+        between_seconds = self._pace.between_seconds
+        passes = between_seconds * self._stages
+        return DecodeTargets(
+            max(tightest - passes, tightest * _LEAST_OF_TARGET),
+            max(fair - passes, fair * _LEAST_OF_TARGET),
+            between_seconds,
+        )
+
+    def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
+        """Prefills that a step on `lanes` may take, most urgent first: running ones, and those that find KV.
+
+        Whom the first admissions leave no room is not asked one by one: the rest is selected anew without them.
+        """
+        table = self._candidates
+        if not len(table):
+            return
+        ordered = self._urgency.look_at(table, self._predictor.correction, self._pace.of_prefills, now)
+        if self._urgency.gives_up:
+            self._roster.leave_given_up()
+        seen = np.zeros(len(table), dtype=np.bool_)
+        running = table.running(lanes)
+        elsewhere = 0
+        for turn in range(MOST_ORDERS):
+            eligible = running
+            asks = turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE
+            if asks and self._roster.waiting and not self._roster.is_full:
+                eligible = running | table.admissible(self._admission.room(lanes))
+            if turn:
+                eligible = eligible & ~seen
+            if not eligible.any():
+                return
+            for row in ordered(eligible):
+                request = table.requests[row]
+                seen[row] = True
+                lane: int | None = request.lane
+                if lane == NOWHERE:
+                    if request.is_long and self._lets_others_first(request, now):
+                        continue
+                    lane = self._lane_for(request, lanes)
+                elif not request.runs_on(lanes):
+                    continue  # admitted with this step, and what is cached of it couples more lanes
+                if lane is not None:
+                    yield self._candidate(request, lane, now)
+                    continue
+                elsewhere += 1
+                if self._has_one_lane or elsewhere >= MOST_ELSEWHERE:
+                    break
+            else:
+                return
+
+    def _lets_others_first(self, request: Request, now: float) -> bool:
+        """Whether a long request that waits was given up, and leaves KV to those that can be in time.
+
+        Only until its promise comes near: then it is as urgent as any.
+        """
+        due = self._candidates.dispatched_by(request)
+        if due <= request.deadline or not self._admission.longs_crowd:
+            return False
+        return due - now > NEAR_PROMISE * self._candidates.remaining_seconds(request)
+
+    def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
+        """Which of `lanes` has KV for a waiting request now."""
+        if self._roster.is_full or request.is_held:
+            return None
+        return self._admission.lane_for(request, lanes, self._pending_seconds())
+
+    def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
+        """A request as the packer sees it; `lane` computes it, or would."""
+        dispatched, length, joins_at = request.dispatched, request.length, request.joins_at
+        waits = request.lane == NOWHERE
+        if waits and request.prompt.sharing is not None:
+            dispatched = request.submit.tokens - 1
+        is_long = dispatched >= self._long_threshold_tokens
+        relative_slack = 0.0
+        if is_long:
+            remaining = self._candidates.remaining_seconds(request) * self._predictor.correction
+            relative_slack = request.relative_slack(remaining, now)
+        candidate = PrefillCandidate(
+            request.id,
+            dispatched,
+            length - dispatched,
+            is_long,
+            relative_slack,
+            lane,
+            waits=waits,
+            of_long_prompt=request.is_long,
+            in_ring=request.in_ring,
+        )
+        if length > joins_at:
+            candidate.remaining, candidate.rest = joins_at - dispatched, length - joins_at
+        if len(request.lanes) > 1:
+            candidate.lane_tokens = request.lane_tokens
+        return candidate
+
+
+def _limits(config: ReplicaConfig) -> Limits:
+    scheduling = config.scheduling
+    return Limits(
+        stages=config.topology.stream,
+        max_chunk_tokens=scheduling.max_chunk_tokens,
+        min_chunk_tokens=scheduling.min_chunk_tokens,
+        max_step_seconds=scheduling.max_step_seconds,
+        min_prefill_share=scheduling.min_prefill_share,
+        space_sharing_cap=scheduling.space_sharing_cap,
+    )
+
+
+def _entry(request: Request, count: int) -> StepEntry:
+    """The next `count` positions of a request, before they count as dispatched."""
+    extents = (new_extent(request.dispatched, count),)
+    samples = request.dispatched + count == request.length
+    if len(request.lanes) == 1:
+        return new_entry(request.id, request.lane, extents, samples)
+    assert request.shard_map is not None
+    return new_entry(request.id, request.lane, extents, samples, "owner", request.shard_map.version)

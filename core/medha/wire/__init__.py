@@ -1,0 +1,1 @@
+"""The messages between processes, and their frames."""

@@ -1,0 +1,533 @@
+"""What to do for one deployment: `plan_deployment(observed, now, settings)`, pure and level-triggered.
+
+A deployment of N replicas owns the MedhaReplicas `<name>-0` to `<name>-<N-1>`. A new template reaches them in place, by
+whole replicas, from the highest index down to `rollout.partition`: a replica that gets it ends all of its pods and
+starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
+on, stand in for those that are away. A change that restarts no pods is applied to all at once.
+
+Two bounds hold in every plan for a valid spec. No further replica is made beyond N + maxSurge; and none that is available is taken down
+unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it. Where
+nothing tells whether a replica serves, it is not counted on, and is taken down as if it served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, floor
+from typing import Any
+
+from pydantic import ValidationError
+
+from medha.api.replica import MedhaDeploymentSpec, MedhaReplicaSpec, RolloutSpec
+from medha_operator.deployment.deployment_conditions import (
+    Rollout,
+    begins_to_move,
+    judge_refused_rollout,
+    judge_rollout,
+)
+from medha_operator.deployment.observed_deployment import (
+    DEPLOYMENT_LABEL,
+    MAY_DRAIN,
+    TEMPLATE_LABEL,
+    Child,
+    KeptTemplate,
+    ObservedDeployment,
+    begin_template,
+    child_name,
+    find_template,
+    has_pods_for,
+    next_number,
+)
+from medha_operator.kube.kinds import MANAGER, Manifest
+from medha_operator.overlay import holds, overlaid
+from medha_operator.replica.conditions import problems_in, stamped
+from medha_operator.replica.observed import seconds
+from medha_operator.replica.plan import Action, Apply, Confirm, Delete, Plan, SetStatus, Tell, timestamp
+from medha_operator.replica.revision import restart_fields
+from medha_operator.replica.words import REFUSED
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import DeploymentStatus
+
+
+def plan_deployment(observed: ObservedDeployment, now: float, settings: OperatorSettings) -> Plan:
+    """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
+    if observed.is_deleting:
+        return Plan(())  # the garbage collector takes the replicas
+    try:
+        spec = MedhaDeploymentSpec.model_validate(observed.spec)
+    except ValidationError as error:
+        return _plan_refused(observed, problems_in(error), now, settings)
+    wanted, kept = _wanted(observed, spec)
+    scene = _scene(observed, wanted, now, settings)
+    created = list(_create(scene))
+    # A refused action ends the look: the API server may take no further replica, and what is there goes on without.
+    steps = [*_change(scene), *_remove(scene), *created]
+    status, again = _described(scene, now)
+    confirmed = [Confirm()] if created else []
+    return Plan((*confirmed, *kept, *steps, *_status(observed, status), *_history(scene)), again)
+
+
+def _plan_refused(
+    observed: ObservedDeployment, problems: str, now: float, settings: OperatorSettings
+) -> Plan:
+    """For a spec that the schema let through and the models do not: the replicas stay as they are.
+
+    A cordoned node is emptied all the same, one replica after the other: nobody says how many may be missing.
+    """
+    replicas = 1 + max((child.index for child in observed.children if child.is_ours), default=-1)
+    rollout = RolloutSpec(max_surge=0, max_unavailable=1)
+    spec = MedhaDeploymentSpec.model_construct(replicas=replicas, rollout=rollout, paused=True)
+    before = observed.status
+    update, current = (
+        KeptTemplate(name or "", 0, {}) for name in (before.update_revision, before.current_revision)
+    )
+    wanted = _Wanted(spec, *_bounds(spec), update, current, kept={})
+    scene = _scene(observed, wanted, now, settings)
+    status, again = _described(scene, now, problems)
+    return Plan((*_change(scene), *_status(observed, status)), again)
+
+
+# --- what is wanted -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """The spec in numbers, and the template of each index."""
+
+    spec: MedhaDeploymentSpec
+    surge: int
+    unavailable: int
+    update: KeptTemplate
+    """What the spec asks for."""
+    current: KeptTemplate
+    """What all replicas had last: of those that the rollout does not reach."""
+    kept: Mapping[str, KeptTemplate]
+
+    def template(self, index: int, child: Child | None) -> KeptTemplate:
+        """What the replica with this index is to be made of."""
+        if not self.spec.paused and index >= self.spec.rollout.partition:
+            stands_in = index >= self.spec.replicas
+            return self.current if stands_in and _suspends(self.update) else self.update
+        if child is None:
+            return self.current
+        # Where somebody has deleted the history, it stays as it stands.
+        return self.kept.get(child.revision) or _template_in(child)
+
+
+def _suspends(template: KeptTemplate) -> bool:
+    return template.template["spec"].get("suspend") is True
+
+
+def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
+    """What is wanted, and the template to keep before anything is made of it."""
+    template = dict(observed.spec["template"])
+    known = find_template(template, observed.templates)
+    update = known or begin_template(template, observed.templates)
+    actions: list[Action] = []
+    if known is not None and any(one.number > known.number for one in observed.templates):
+        update = replace(known, number=next_number(observed.templates))  # asked for again: the newest anew
+    kept = {one.name: one for one in (*observed.templates, update)}
+    present = sorted((child for child in observed.children if child.is_ours), key=lambda child: child.index)
+    older = [child.revision for child in present if child.revision in kept and child.revision != update.name]
+    names = (observed.status.current_revision, *older, update.name)
+    current = next(kept[name] for name in names if name in kept)
+    if update != known and (not spec.paused or current.name == update.name):
+        actions.append(Apply(_template_manifest(observed, update)))
+        if known is None and not spec.paused:
+            actions.append(Tell("RolloutStarted", f"template {update.name} is rolled out"))
+    surge, unavailable = _bounds(spec)
+    return _Wanted(spec, surge, unavailable, update, current, kept), actions
+
+
+def _template_in(child: Child) -> KeptTemplate:
+    """The template of a replica as it stands."""
+    metadata = child.document["metadata"]
+    annotations = {name: text for name, text in metadata.get("annotations", {}).items() if name != MAY_DRAIN}
+    own = {"labels": metadata.get("labels", {}), "annotations": annotations}
+    return KeptTemplate(child.revision, 0, {"metadata": own, "spec": child.document["spec"]})
+
+
+def _bounds(spec: MedhaDeploymentSpec) -> tuple[int, int]:
+    """`maxSurge` and `maxUnavailable` in replicas; never both 0, or nothing could ever move."""
+    surge = _share(spec.rollout.max_surge, spec.replicas, ceil)
+    unavailable = _share(spec.rollout.max_unavailable, spec.replicas, floor)
+    return surge, unavailable if surge or unavailable else 1
+
+
+def _share(bound: int | str, replicas: int, rounded: Any) -> int:
+    if isinstance(bound, int):
+        return bound
+    return int(rounded(int(bound.rstrip("%")) * replicas / 100))
+
+
+def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Manifest:
+    """The ControllerRevision that keeps a template."""
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "ControllerRevision",
+        "metadata": _metadata(observed, f"{observed.name}-{kept.name}"),
+        "revision": kept.number,
+        "data": {"template": dict(kept.template)},
+    }
+
+
+def _replica_manifest(
+    observed: ObservedDeployment, index: int, kept: KeptTemplate, may_drain: str | None = None
+) -> Manifest:
+    """A replica of the deployment. Its leader's pod is labelled, so that HPA and KEDA count one pod a replica."""
+    template = kept.template
+    own = template.get("metadata", {})
+    metadata = _metadata(observed, child_name(observed.name, index))
+    metadata["labels"] = {**own.get("labels", {}), **metadata["labels"], TEMPLATE_LABEL: kept.name}
+    annotations = {**own.get("annotations", {}), **({MAY_DRAIN: may_drain} if may_drain else {})}
+    if annotations:
+        metadata["annotations"] = annotations
+    marked = {"template": {"metadata": {"labels": {DEPLOYMENT_LABEL: observed.name}}}}
+    return {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaReplica",
+        "metadata": metadata,
+        "spec": overlaid(template["spec"], marked),
+    }
+
+
+def _metadata(observed: ObservedDeployment, name: str) -> Manifest:
+    reference = {
+        "apiVersion": "medha.dev/v1alpha1",
+        "kind": "MedhaDeployment",
+        "name": observed.name,
+        "uid": observed.uid,
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+    labels = {
+        "app.kubernetes.io/name": "medha",
+        "app.kubernetes.io/part-of": "medha",
+        "app.kubernetes.io/managed-by": MANAGER,
+        DEPLOYMENT_LABEL: observed.name,
+    }
+    return {
+        "name": name,
+        "namespace": observed.namespace,
+        "labels": labels,
+        "ownerReferences": [reference],
+    }
+
+
+# --- what is there --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Scene:
+    """What is there beside what is wanted, and how many may still be taken down in this plan."""
+
+    observed: ObservedDeployment
+    wanted: _Wanted
+    now: float
+    present: dict[int, Child]
+    """Replicas of ours that are not being deleted, by index."""
+    away: frozenset[int]
+    """Indices whose name is in use by what is being deleted, or by somebody else's replica."""
+    available: int
+    """Replicas available now, less those that this plan takes down."""
+    unsure: int
+    """Replicas that may serve though nothing tells so, less those too."""
+    outdated: dict[int, Child]
+    """Those whose change would end pods."""
+    leaving: dict[int, Child]
+    """Those that must leave their node and have not been told that they may."""
+    surge: int
+    """Replicas wanted beyond the spec's."""
+    is_starved: bool
+    """There may be no other replica: one finds no room, or the API server refuses what may be one."""
+    has_no_room: bool = False
+    """A replica finds no room and did not for `surge_wait_seconds`."""
+    suspending: int = 0
+    """Replicas that are to have no pods, so that nobody waits for them."""
+    again: float | None = None
+
+    @property
+    def replicas(self) -> int:
+        return self.wanted.spec.replicas
+
+    def manifest(self, index: int, child: Child | None = None) -> Manifest:
+        """What the replica is to be, with the leave that it was given already."""
+        gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
+        return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
+
+    def is_suspending(self, index: int, child: Child) -> bool:
+        """Whether the replica is to have no pods: it needs none in its stead, and nobody is to wait for them."""
+        return _suspends(self.wanted.template(index, child))
+
+    def is_available(self, child: Child) -> bool:
+        return is_available(child, self.wanted.spec.min_ready_seconds, self.now)
+
+    def look_again(self, wait_seconds: float) -> None:
+        self.again = wait_seconds if self.again is None else min(self.again, wait_seconds)
+
+
+def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: OperatorSettings) -> _Scene:
+    ours = [child for child in observed.children if child.is_ours]
+    present = {child.index: child for child in ours if not child.is_deleting}
+    away = frozenset(child.index for child in observed.children if child.is_deleting or not child.is_ours)
+    scene = _Scene(observed, wanted, now, present, away, 0, 0, {}, {}, 0, is_starved=_is_refused(observed))
+    noted = _unplaced_since(observed, now)
+    for index, child in present.items():
+        scene.suspending += index < scene.replicas and scene.is_suspending(index, child)
+        scene.available += scene.is_available(child)
+        scene.unsure += child.may_serve
+        if child.serving_since is not None:
+            left = child.serving_since + wanted.spec.min_ready_seconds - now
+            if left > 0:
+                scene.look_again(left)
+        if _ends_pods(child, scene.manifest(index, child)):
+            scene.outdated[index] = child
+        elif child.waits_to_drain:
+            scene.leaving[index] = child
+        if child.unplaced_since is not None:
+            # It may have had no node before for another reason, as while it was suspended.
+            left = max(child.unplaced_since, noted) + settings.surge_wait_seconds - now
+            scene.has_no_room |= left <= 0
+            if left > 0:
+                scene.look_again(left)
+    scene.is_starved |= scene.has_no_room
+    # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
+    changing = [
+        index
+        for index, child in scene.outdated.items()
+        if (scene.is_available(child) or child.may_serve) and not scene.is_suspending(index, child)
+    ]
+    moving = [index for index, child in scene.leaving.items() if child.serving_since is not None]
+    serving = [index for index in (*changing, *moving) if index < scene.replicas]
+    scene.surge = min(wanted.surge, len(serving))
+    return scene
+
+
+def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
+    """Since when the deployment's status says that a replica finds no room, Unix time; `now` where it does not yet."""
+    for one in observed.status.conditions:
+        if one.type == "Scheduled" and one.status == "False":
+            return min(seconds(one.last_transition_time), now)
+    return now
+
+
+def _is_refused(observed: ObservedDeployment) -> bool:
+    """Whether the API server has refused what the deployment itself asked for, as its status tells."""
+    return any(
+        one.type == "Accepted" and one.status == "False" and one.reason in REFUSED
+        for one in observed.status.conditions
+    )
+
+
+def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
+    """Whether it has been ready for long enough, and is not about to leave its node."""
+    return (
+        child.serving_since is not None
+        and not child.may_drain
+        and now - child.serving_since >= min_ready_seconds
+    )
+
+
+def _ends_pods(child: Child, manifest: Manifest) -> bool:
+    """Whether applying `manifest` to the replica ends its pods."""
+    if holds(child.document, manifest) or _runs(child, manifest):
+        return False
+    try:
+        here = MedhaReplicaSpec.model_validate(child.document["spec"])
+        there = MedhaReplicaSpec.model_validate(manifest["spec"])
+    except ValidationError:
+        return True
+    return restart_fields(here) != restart_fields(there)
+
+
+def _runs(child: Child, manifest: Manifest) -> bool:
+    """Whether `manifest` asks for the very pods that serve, though what the replica's own spec asks for is refused."""
+    return child.may_serve and has_pods_for(manifest["spec"], child.running)
+
+
+# --- steps ----------------------------------------------------------------------------------------------
+
+
+def _create(scene: _Scene) -> Iterable[Action]:
+    """Replicas that are missing; beyond the spec's only as many as the bound allows."""
+    room = scene.replicas + scene.wanted.surge - len(scene.present)
+    for index in range(scene.replicas + scene.surge):
+        if index in scene.present or index in scene.away:
+            continue
+        if index >= scene.replicas:
+            if room <= 0:
+                return
+            text = f"replica {child_name(scene.observed.name, index)} stands in during the change"
+            yield Tell("SurgeCreated", text)
+        yield Apply(scene.manifest(index))
+        room -= 1
+
+
+def _change(scene: _Scene) -> Iterable[Action]:
+    """Replicas that differ from what they are to be: those that serve nobody first, then from the highest index."""
+    kept = scene.replicas + scene.surge
+    for index, child in sorted(
+        scene.present.items(), key=lambda item: (item[1].serving_since is not None, -item[0])
+    ):
+        if index >= kept:
+            continue
+        manifest = scene.manifest(index, child)
+        if index in scene.outdated:
+            suspends = scene.is_suspending(index, child)
+            if _take_down(scene, child, scene.replicas if suspends else scene.wanted.unavailable):
+                yield Tell("ReplicaChanging", f"replica {child.name} gets template {_template_of(manifest)}")
+                yield from _replaced(child, manifest)
+        elif index in scene.leaving:
+            if child.serving_since is not None and not scene.is_available(child):
+                continue  # it serves: it moves when its turn comes, though nobody counts on it yet
+            # Another one comes first; without it only where there may be no other, or it finds no room.
+            has_no_other = scene.wanted.surge == 0 or scene.is_starved
+            if _take_down(scene, child, scene.wanted.unavailable if has_no_other else 0):
+                yield Tell("ReplicaMoving", f"replica {child.name} leaves its cordoned node")
+                gang = child.document["status"]["newestMember"]
+                yield Apply(
+                    _replica_manifest(
+                        scene.observed, index, scene.wanted.template(index, child), may_drain=gang
+                    )
+                )
+        elif not holds(child.document, manifest) or _has_leave_left_over(child, manifest):
+            yield Apply(manifest)
+
+
+def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
+    """Whether the replica may be taken down now; if so, it is counted. Nobody waits for one that serves nobody.
+
+    One that may serve goes behind others that may: else none of them could ever be mended.
+    """
+    least = scene.replicas - scene.suspending - unavailable
+    if scene.is_available(child):
+        if scene.available - 1 < least:
+            return False
+        scene.available -= 1
+    elif child.may_serve:
+        if scene.available + scene.unsure - 1 < least:
+            return False
+        scene.unsure -= 1
+    return True
+
+
+def _replaced(child: Child, manifest: Manifest) -> Iterable[Action]:
+    """The change itself; a field that cannot be changed needs another object of the same name."""
+    here, there = (one["spec"].get("placement", {}).get("gang", "none") for one in (child.document, manifest))
+    if here == there:
+        yield Apply(manifest)
+    else:
+        yield _delete("MedhaReplica", child.name, child, f"its gang changes from {here} to {there}")
+
+
+def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
+    granted = child.document["metadata"].get("annotations", {})
+    return MAY_DRAIN in granted and MAY_DRAIN not in manifest["metadata"].get("annotations", {})
+
+
+def _remove(scene: _Scene) -> Iterable[Action]:
+    """Replicas beyond those wanted: not ready first, then the newest. A ready one stays while it stands in for another.
+
+    Where a replica finds no room that one of these may be holding, the bound of unavailable ones may be used up.
+    """
+    kept = scene.replicas + scene.surge
+    surplus = [child for index, child in scene.present.items() if index >= kept]
+    for child in sorted(surplus, key=lambda one: (one.serving_since is not None, -one.index)):
+        if _take_down(scene, child, scene.wanted.unavailable if scene.is_starved else 0):
+            yield _delete("MedhaReplica", child.name, child, f"{scene.replicas} replicas are wanted")
+
+
+def _history(scene: _Scene) -> Iterable[Action]:
+    """Kept templates that are too old to go back to."""
+    in_use = {scene.wanted.update.name, scene.wanted.current.name}
+    in_use |= {child.revision for child in scene.observed.children}
+    old = sorted(
+        (one for one in scene.observed.templates if one.name not in in_use), key=lambda one: -one.number
+    )
+    for one in old[scene.wanted.spec.revision_history_limit :]:
+        name = f"{scene.observed.name}-{one.name}"
+        if not one.is_deleting:  # else a finalizer of somebody else's holds it
+            yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
+
+
+def _delete(kind: str, name: str, found: Child | KeptTemplate, reason: str) -> Delete:
+    return Delete(kind, name, found.uid, found.resource_version, reason)
+
+
+def _template_of(manifest: Manifest) -> str:
+    return str(manifest["metadata"]["labels"][TEMPLATE_LABEL])
+
+
+# --- status ---------------------------------------------------------------------------------------------
+
+
+def _described(scene: _Scene, now: float, problems: str = "") -> tuple[DeploymentStatus, float | None]:
+    """The status of what is there (not of what this plan does), and when to look again; `problems` has the spec."""
+    observed, wanted, before = scene.observed, scene.wanted, scene.observed.status
+    children = scene.present.values()
+    differing = {
+        index
+        for index, child in scene.present.items()
+        if index < scene.replicas and not holds(child.document, scene.manifest(index, child))
+    }
+    updated = sum(child.revision == wanted.update.name for child in children)
+    own = [child for index, child in scene.present.items() if index < scene.replicas]
+    is_updated = all(child.revision == wanted.update.name for child in own)
+    # Of no replica nothing is known: those that come again, a canary's and a pause's, are what the last ones were.
+    is_everywhere = 0 < len(own) == scene.replicas and is_updated
+    available = sum(scene.is_available(child) for child in children)
+    counts = {
+        "observed_generation": observed.generation,
+        "replicas": len(scene.present),
+        "updated_replicas": updated,
+        "ready_replicas": sum(child.serving_since is not None for child in children),
+        "available_replicas": available,
+        "selector": f"{DEPLOYMENT_LABEL}={observed.name},medha.dev/lane=0,apps.kubernetes.io/pod-index=0",
+        "current_revision": (wanted.update if is_everywhere and not problems else wanted.current).name,
+        "update_revision": wanted.update.name,
+    }
+    rollout = Rollout(
+        replicas=scene.replicas,
+        least_available=max(0, scene.replicas - wanted.unavailable),
+        available=available,
+        children=tuple(sorted(children, key=lambda child: child.index)),
+        differing=frozenset(differing),
+        moving=frozenset(scene.leaving)
+        | {index for index, child in scene.present.items() if child.may_drain},
+        taken=tuple(
+            child.name
+            for child in observed.children
+            if child.index < scene.replicas + scene.surge and not (child.is_ours or child.is_left_over)
+        ),
+        template=wanted.update.name,
+        has_change_waiting=wanted.spec.paused
+        and any(child.revision != wanted.update.name for child in children),
+        is_blocked=scene.has_no_room and wanted.unavailable == 0,
+        is_late=False,
+        min_ready_seconds=wanted.spec.min_ready_seconds,
+        now=now,
+    )
+    has_moved = (
+        before.last_progress_time is None
+        or seconds(before.last_progress_time) > now  # somebody has spoilt it
+        or begins_to_move(rollout, before.conditions)
+        or any(getattr(before, name) != value for name, value in counts.items())
+    )
+    last_progress = timestamp(now) if has_moved else before.last_progress_time
+    assert last_progress is not None
+    left = seconds(last_progress) + wanted.spec.progress_deadline_seconds - now
+    if problems:
+        judged = judge_refused_rollout(rollout, problems)
+    else:
+        judged = judge_rollout(replace(rollout, is_late=left <= 0))
+    conditions = stamped(judged, before.conditions, observed.generation, now)
+    if left > 0 and not rollout.is_complete:
+        scene.look_again(left)
+    return before.model_copy(
+        update=counts | {"last_progress_time": last_progress, "conditions": conditions}
+    ), scene.again
+
+
+def _status(observed: ObservedDeployment, status: DeploymentStatus) -> tuple[Action, ...]:
+    return () if status == observed.status else (SetStatus(status),)

@@ -1,0 +1,377 @@
+"""Calls to the API server, each one thin: what is read, what is written, and what the answer means.
+
+Every write of ours passes `_write`, which the tenure of the lease fences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import aiohttp
+import orjson
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+
+from medha.errors import MedhaError
+from medha_operator.kube.kinds import EVENT, KINDS, LEASE, MANAGER, Key, Kind, Manifest
+
+Document = dict[str, Any]
+
+_READ_SECONDS = 30.0
+_PAGE = 500
+_SILENCE_SECONDS = 90.0
+"""A watch with no word, not even a bookmark, for as long is begun anew; a server sends one every minute."""
+
+
+class ApiError(MedhaError):
+    """The API server refused a call, or did not answer (`status` 0). `reason` is Kubernetes' word for it."""
+
+    def __init__(
+        self, status: int, reason: str, message: str, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(f"{reason} ({status}): {message}")
+        self.status = status
+        self.reason = reason
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Fenced(MedhaError):
+    """A write that was not sent: the lease ends too soon for it, or is lost."""
+
+
+class Cluster:
+    """One API server. `may_write` says whether a write that takes at most so many seconds can be sent now."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        configuration: Configuration,
+        may_write: Callable[[float], bool],
+        count: Callable[[str], None],
+        write_seconds: float,
+    ) -> None:
+        self._session = session
+        self._configuration = configuration
+        self._may_write = may_write
+        self._count = count
+        self._host = configuration.host.rstrip("/")
+        self._writes: set[asyncio.Task[Document]] = set()
+        self._write_seconds = write_seconds
+
+    @classmethod
+    async def connect(
+        cls, may_write: Callable[[float], bool], count: Callable[[str], None], write_seconds: float
+    ) -> Cluster:
+        """The cluster of this pod, or else that of the kubeconfig.
+
+        `count` hears the verb of every write. One takes `write_seconds` at most, at the API server and here.
+        """
+        configuration = Configuration()
+        if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+            load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+        else:
+            await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+        session = aiohttp.ClientSession(
+            # Without a limit: as many calls are under way as replicas are looked at, and none waits for a watch.
+            connector=aiohttp.TCPConnector(limit=0, ssl=_tls(configuration)),
+            proxy=proxy_to(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
+        )
+        return cls(session, configuration, may_write, count, write_seconds)
+
+    async def settle(self) -> None:
+        """Wait until no write is on its way any more."""
+        if self._writes:
+            await asyncio.wait(self._writes)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    # --- reading ----------------------------------------------------------------------------------------
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
+        """One object, or None where there is none."""
+        try:
+            return await self._call("GET", kind.path(namespace, name), seconds=_READ_SECONDS)
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def list(
+        self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
+    ) -> tuple[list[Document], str]:
+        """All objects that `selector` takes by labels and `fields` by fields, as of now; and the version of the list."""
+        items: list[Document] = []
+        head = {"apiVersion": kind.api_version, "kind": kind.name}  # which lists leave out
+        query = {"labelSelector": selector, "limit": str(_PAGE)} | (
+            {"fieldSelector": fields} if fields else {}
+        )
+        while True:
+            page = await self._call("GET", kind.path(namespace), query=query, seconds=_READ_SECONDS)
+            items += [head | item for item in page["items"] or []]
+            if not page["metadata"].get("continue"):
+                return items, page["metadata"]["resourceVersion"]
+            query |= {"continue": page["metadata"]["continue"]}
+
+    async def watch(
+        self, kind: Kind, namespace: str | None, selector: str, version: str, seconds: float
+    ) -> AsyncIterator[tuple[str, Document]]:
+        """Events after `version`, bookmarks too, until the server ends the watch after about `seconds`.
+
+        Raises:
+            ApiError: the watch was refused or ended with an error, e.g. 410 when `version` is too old.
+        """
+        query = {
+            "watch": "1",
+            "labelSelector": selector,
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(max(1, int(seconds))),
+        }
+        timeout = aiohttp.ClientTimeout(sock_connect=_READ_SECONDS, sock_read=_SILENCE_SECONDS)
+        try:
+            async with self._session.get(
+                self._url(kind.path(namespace), query), headers=await self._headers(), timeout=timeout
+            ) as response:
+                if response.status != 200:
+                    raise _refusal(response, await response.read())
+                async for line in _lines(response.content):
+                    event = orjson.loads(line)
+                    if event["type"] == "ERROR":
+                        raise _error_of(event["object"])
+                    yield event["type"], event["object"]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _no_answer(error) from error
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    async def apply(self, manifest: Manifest, version: str | None = None) -> Document:
+        """Server-side apply. With `version`: only to the object as it was at that resourceVersion.
+
+        Without one, nothing is taken from others: where they own a field that `manifest` has, that is a conflict (409).
+        """
+        metadata = manifest["metadata"]
+        if version is not None:
+            manifest = manifest | {"metadata": metadata | {"resourceVersion": version}}
+        path = KINDS[manifest["kind"]].path(metadata["namespace"], metadata["name"])
+        query = {"force": "true" if version is not None else "false"}
+        return await self._write("PATCH", path, manifest, query, "application/apply-patch+yaml")
+
+    async def patch(self, key: Key, patch: Mapping[str, Any], uid: str, version: str) -> Document:
+        """Merge `patch` into the object if it is still the one with this UID and resourceVersion."""
+        body = {**patch, "metadata": {"uid": uid, "resourceVersion": version}}
+        path = KINDS[key.kind].path(key.namespace, key.name)
+        return await self._write("PATCH", path, body, content_type="application/merge-patch+json")
+
+    async def create(self, manifest: Manifest) -> Document | None:
+        """Make an object that is never written again; None where one of its name is there."""
+        try:
+            return await self._write("POST", _collection(manifest), manifest)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":  # unlike a conflict over a quota, which is a 409, too
+                return None
+            raise
+
+    async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> bool:
+        """Delete the object if it is still the one with this UID and resourceVersion; whether there was one."""
+        options: Document = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid, "resourceVersion": version},
+            "propagationPolicy": "Background",
+        }
+        if is_forced:
+            options["gracePeriodSeconds"] = 0
+        try:
+            await self._write("DELETE", KINDS[key.kind].path(key.namespace, key.name), options)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def write_status(self, key: Key, metadata: Document, status: Document) -> Document:
+        """Replace the status of one of our resources, if it is still as its `metadata` says.
+
+        All of the metadata is sent back: the API server takes labels and annotations that a status leaves out from
+        those who own them, so that they could never again be removed by leaving them out of a manifest.
+        """
+        kind = KINDS[key.kind]
+        kept = {name: value for name, value in metadata.items() if name != "managedFields"}
+        document = {"apiVersion": kind.api_version, "kind": kind.name, "metadata": kept, "status": status}
+        return await self._write("PUT", kind.path(key.namespace, key.name, "status"), document)
+
+    async def tell(
+        self, about: Mapping[str, Any], reason: str, message: str, *, is_warning: bool, holder: str
+    ) -> None:
+        """An event about a resource; the same words again raise the count of the event that is there."""
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        metadata = about["metadata"]
+        words = f"{metadata['uid']} {reason} {message}"
+        event: Document = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name'][:200]}.{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": about["apiVersion"],
+                "kind": about["kind"],
+                "name": metadata["name"],
+                "namespace": metadata["namespace"],
+                "uid": metadata["uid"],
+            },
+            "type": "Warning" if is_warning else "Normal",
+            "reason": reason,
+            "message": message[:1024],
+            "source": {"component": MANAGER},
+            "reportingComponent": MANAGER,
+            "reportingInstance": holder,
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        if await self.create(event) is None:
+            name = event["metadata"]["name"]
+            found = await self.get(EVENT, metadata["namespace"], name)
+            again = {"count": int((found or {}).get("count") or 0) + 1, "lastTimestamp": now}
+            await self.merge(Key(EVENT.name, metadata["namespace"], name), again)
+
+    async def merge(self, key: Key, patch: Document) -> Document:
+        """Change those fields of an object that `patch` names; one that is None is removed."""
+        path = KINDS[key.kind].path(key.namespace, key.name)
+        return await self._write("PATCH", path, patch, content_type="application/merge-patch+json")
+
+    async def write_lease(self, document: Document, *, is_new: bool) -> Document:
+        """Create or replace the Lease. The one write that nothing fences: it is what fences the others."""
+        metadata = document["metadata"]
+        path = LEASE.path(metadata["namespace"], "" if is_new else metadata["name"])
+        return await self._call(
+            "POST" if is_new else "PUT",
+            path,
+            document,
+            {"fieldManager": MANAGER},
+            seconds=self._write_seconds,
+        )
+
+    # --- one call ---------------------------------------------------------------------------------------
+
+    async def _write(
+        self,
+        method: str,
+        path: str,
+        body: Document,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+    ) -> Document:
+        if not self._may_write(self._write_seconds):
+            raise Fenced(
+                f"{method} {path} was not sent: this process does not hold the lease for long enough"
+            )
+        self._count(method)
+        # The server gives up when we do: nothing of ours takes effect after the lease.
+        query = {**(query or {}), "timeout": f"{self._write_seconds:.3f}s"}
+        if method != "DELETE":
+            query["fieldManager"] = MANAGER
+        call = self._call(method, path, body, query, content_type, seconds=self._write_seconds)
+        sent = asyncio.create_task(call)
+        self._writes.add(sent)
+        sent.add_done_callback(self._writes.discard)
+        return await asyncio.shield(sent)  # so that one that is sent ends with an answer
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Document | None = None,
+        query: Mapping[str, str] | None = None,
+        content_type: str = "application/json",
+        *,
+        seconds: float,
+    ) -> Document:
+        headers = await self._headers() | {"Content-Type": content_type}
+        data = None if body is None else orjson.dumps(body)
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with self._session.request(
+                method, self._url(path, query or {}), data=data, headers=headers, timeout=timeout
+            ) as response:
+                answer = await response.read()
+                if response.status >= 300:
+                    raise _refusal(response, answer)
+                document: Document = orjson.loads(answer)
+                return document
+        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            raise _no_answer(error) from error
+
+    async def _headers(self) -> dict[str, str]:
+        """With the token as it is now: the kubelet renews the one of a pod."""
+        token = await self._configuration.get_api_key_with_prefix("BearerToken", "authorization")
+        return {"Accept": "application/json"} | ({"Authorization": token} if token else {})
+
+    def _url(self, path: str, query: Mapping[str, str]) -> str:
+        return f"{self._host}{path}?{urlencode(query)}" if query else f"{self._host}{path}"
+
+
+def _collection(manifest: Manifest) -> str:
+    return KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
+
+
+def _tls(configuration: Configuration) -> ssl.SSLContext:
+    context = ssl.create_default_context(
+        cafile=configuration.ssl_ca_cert, cadata=getattr(configuration, "ca_cert_data", None)
+    )
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
+    if not configuration.verify_ssl:  # `insecure-skip-tls-verify` of a kubeconfig
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def proxy_to(configuration: Configuration) -> str | None:
+    """What stands between us and the API server: by the kubeconfig, or else by the environment."""
+    address = urlsplit(configuration.host)
+    if configuration.proxy or proxy_bypass(address.netloc):
+        return configuration.proxy
+    return getproxies().get(address.scheme)
+
+
+async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; aiohttp's own reader refuses long ones."""
+    rest = b""
+    async for piece in stream.iter_any():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line:
+                yield line
+
+
+def _refusal(response: aiohttp.ClientResponse, body: bytes) -> ApiError:
+    try:
+        status = orjson.loads(body)
+    except ValueError:
+        status = {}
+    if not isinstance(status, dict):
+        status = {}
+    after = response.headers.get("Retry-After", "")
+    message = status.get("message") or body[:300].decode(errors="replace")
+    reason = status.get("reason") or response.reason or "Error"
+    return ApiError(response.status, reason, message, float(after) if after.isdigit() else None)
+
+
+def _error_of(status: Document) -> ApiError:
+    return ApiError(int(status.get("code", 500)), status.get("reason", "Error"), status.get("message", ""))
+
+
+def _no_answer(error: Exception) -> ApiError:
+    return ApiError(0, "NoAnswer", f"{type(error).__name__}: {error}")

@@ -1,0 +1,76 @@
+"""The kinds of objects that the operator reads or writes, and where the API server keeps them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from medha_operator import gang
+
+MANAGER = "medha-operator"
+"""Name under which the operator writes: field manager, label and source of events."""
+
+Manifest = dict[str, Any]
+"""An object as JSON."""
+
+
+class Key(NamedTuple):
+    """One object. Of our own resources it is also what the queue holds."""
+
+    kind: str
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of objects."""
+
+    name: str
+    api_version: str
+    plural: str
+    is_namespaced: bool = True
+
+    @property
+    def group(self) -> str:
+        """API group as RBAC spells it: the core group is empty."""
+        return self.api_version.rpartition("/")[0]
+
+    def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
+        """URL path of an object, or with no name of the collection; no namespace means all of them."""
+        parts = ["apis" if self.group else "api", self.api_version]
+        if namespace is not None and self.is_namespaced:
+            parts += ["namespaces", namespace]
+        return "/" + "/".join([*parts, self.plural, *(part for part in (name, subresource) if part)])
+
+
+REPLICA = Kind("MedhaReplica", "medha.dev/v1alpha1", "medhareplicas")
+DEPLOYMENT = Kind("MedhaDeployment", "medha.dev/v1alpha1", "medhadeployments")
+POD = Kind("Pod", "v1", "pods")
+NODE = Kind("Node", "v1", "nodes", is_namespaced=False)
+SECRET = Kind("Secret", "v1", "secrets")
+CLAIM = Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims")
+VOLUME = Kind("PersistentVolume", "v1", "persistentvolumes", is_namespaced=False)
+EVENT = Kind("Event", "v1", "events")
+LEASE = Kind("Lease", "coordination.k8s.io/v1", "leases")
+CONFIG_MAP = Kind("ConfigMap", "v1", "configmaps")
+CHILDREN = (
+    Kind("StatefulSet", "apps/v1", "statefulsets"),
+    Kind("ControllerRevision", "apps/v1", "controllerrevisions"),
+    Kind("Service", "v1", "services"),
+    CONFIG_MAP,
+    Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets"),
+    Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies"),
+)
+"""What a replica is rendered to, without its Secret, which the operator may make but not read."""
+GANGS = {api: Kind(kind, version, plural) for api, (version, kind, plural) in gang.KINDS.items()}
+"""What a gang scheduler reads, by its name in `settings.gang_apis`."""
+ROUTER = Kind("Deployment", "apps/v1", "deployments")
+
+KINDS = {
+    kind.name: kind
+    for kind in (REPLICA, DEPLOYMENT, POD, NODE, SECRET, EVENT, LEASE, *CHILDREN, *GANGS.values(), ROUTER)
+}

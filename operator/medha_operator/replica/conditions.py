@@ -1,0 +1,268 @@
+"""What a replica's status says: conditions from facts, each with one reason that tells what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from pydantic import ValidationError
+
+from medha_operator.replica.nodes import LET_GO, may_drain, on_cordoned_node, why_it_stays
+from medha_operator.replica.observed import Observed, Pod, seconds
+from medha_operator.status import Condition
+
+TERMINAL = frozenset(
+    {
+        "Invalid",
+        "GangUnavailable",
+        "Refused",
+        "PodSecurityRefused",
+        "AdmissionRefused",
+        "NameTaken",
+        "ImagePullFailed",
+        "ContainerNotCreated",
+        "ModelFetchFailed",
+        "CrashLooping",
+    }
+)
+"""Reasons that do not mend themselves: kstatus' `Stalled`."""
+
+
+_FAILING = frozenset(
+    {"ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"}
+)
+"""Reasons of pods that fail again and again; what they say in between, while they try, is another one."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A condition before its times are known."""
+
+    type: str
+    holds: bool
+    reason: str
+    message: str = ""
+
+
+def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, ...]:
+    """Every condition of an accepted replica, which is to have as many pods of `revision`; none while it is suspended."""
+    current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
+    scheduled = _scheduled(observed, current, expected)
+    loaded = _weights_loaded(current, expected, scheduled)
+    serving = _serving(current, expected, loaded)
+    degraded = _degraded(observed, current, expected)
+    old = sum(pod.revision != revision for pod in observed.pods)
+    if not expected:
+        ready = Judgement("Ready", False, "Suspended", "spec.suspend is set; `false` brings the pods back")
+    elif degraded.holds and not serving.holds:
+        ready = Judgement("Ready", False, degraded.reason, degraded.message)
+    elif old:
+        ready = Judgement("Ready", False, "RevisionChanging", f"{old} pods of an older revision are ending")
+    elif not serving.holds:
+        ready = Judgement("Ready", False, serving.reason, serving.message)
+    else:
+        ready = Judgement("Ready", True, "Serving", "every rank of the grid is ready")
+    accepted = Judgement("Accepted", True, "Valid", "the spec can be served")
+    draining = _draining(observed)
+    return (
+        ready,
+        accepted,
+        scheduled,
+        loaded,
+        serving,
+        degraded,
+        draining,
+        *_kstatus(ready, is_suspended=not expected),
+    )
+
+
+def judge_refused(
+    observed: Observed, revision: str, expected: int, reason: str, message: str
+) -> tuple[Judgement, ...]:
+    """Every condition of a replica whose spec is refused while `expected` pods of `revision`, an earlier one or its own, run.
+
+    What is said of pods is as it is. Of draining only one that stands alone is told: the others wait for no leave of their
+    deployment, which must not take it for a wait.
+    """
+    every = judge(observed, revision, expected)
+    judged = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
+    over = {one.type: one for one in refuse(reason, message)}
+    if judged["Ready"].holds:
+        text = "every rank of the grid is ready, as the last spec that could be served has asked for"
+        over["Ready"] = replace(judged["Ready"], message=text)
+    return tuple((judged | over).values())
+
+
+def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
+    """Conditions of a resource whose spec cannot be served at all, or not before something else is there."""
+    is_stalled = reason in TERMINAL
+    return (
+        Judgement("Ready", False, reason, message),
+        Judgement("Accepted", False, reason, message),
+        Judgement("Reconciling", not is_stalled, reason, "" if is_stalled else message),
+        Judgement("Stalled", is_stalled, reason, message if is_stalled else ""),
+    )
+
+
+def problems_in(error: ValidationError) -> str:
+    """What is wrong with a spec, field by field."""
+    return "; ".join(
+        f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
+        for problem in error.errors()
+    )
+
+
+def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> str | None:
+    """Reason for which pods fail, according to `Ready`, if the conditions `before` did not give it."""
+    reasons = [
+        next((one.reason for one in conditions if one.type == "Ready"), "") for conditions in (before, after)
+    ]
+    return reasons[1] if reasons[1] in _FAILING and reasons[0] != reasons[1] else None
+
+
+def stamped(
+    judgements: Iterable[Judgement], before: Iterable[Condition], generation: int, now: float
+) -> tuple[Condition, ...]:
+    """`judgements` as conditions; one whose status is as before keeps the time of its last change, unless that is to come."""
+    known = {condition.type: condition for condition in before}
+    return tuple(_stamp(judgement, known.get(judgement.type), generation, now) for judgement in judgements)
+
+
+def _stamp(judgement: Judgement, before: Condition | None, generation: int, now: float) -> Condition:
+    status = "True" if judgement.holds else "False"
+    is_kept = before is not None and before.status == status and seconds(before.last_transition_time) <= now
+    since = before.last_transition_time if before is not None and is_kept else _timestamp(now)
+    return Condition.model_validate(
+        {
+            "type": judgement.type,
+            "status": status,
+            "reason": judgement.reason,
+            "message": judgement.message[:1024],
+            "last_transition_time": since,
+            "observed_generation": generation,
+        }
+    )
+
+
+def _timestamp(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
+    placed = sum(pod.is_scheduled for pod in pods)
+    if not expected:
+        return Judgement("Scheduled", False, "Suspended", "spec.suspend is set")
+    if placed >= expected:
+        return Judgement("Scheduled", True, "Placed", f"{placed} pods have a node")
+    counted = f"{placed} of {expected} pods have a node"
+    told = _first_trouble(pods, "VolumeUnavailable", "InsufficientCapacity", "WaitingForGang")
+    if told is not None:
+        return Judgement("Scheduled", False, told[0], f"{counted}; {told[1]}")
+    if len(pods) < expected:
+        reason, text = _hindrance(observed)
+        return Judgement("Scheduled", False, reason, f"{len(pods)} of {expected} pods exist; {text}")
+    return Judgement("Scheduled", False, "Placing", counted)
+
+
+def _hindrance(observed: Observed) -> tuple[str, str]:
+    """What keeps pods from being made: an earlier one keeps its name until it has ended, or somebody refuses them."""
+    ending = sorted(
+        (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
+        key=lambda pod: (not pod.is_held, pod.name),
+    )
+    if not ending:
+        return observed.unmade or ("CreatingPods", "if it stays so, see the events of the StatefulSets")
+    if ending[0].is_held:
+        text = f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
+        return "EndingPods", text
+    return "EndingPods", f"an earlier pod {ending[0].name} has yet to end"
+
+
+def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
+    started = sum(pod.is_started for pod in pods)
+    if scheduled.holds and started >= expected:
+        return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
+    if not scheduled.holds:
+        return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
+    # Ranks that meet nobody may wait for a pod that has not started yet, so that its reason comes first.
+    told = _first_trouble(
+        pods,
+        "ImagePullFailed",
+        "ContainerNotCreated",
+        "ModelFetchFailed",
+        "CrashLooping",
+        "RouterNotFound",
+        "SecretNotFound",
+        "VolumeUnavailable",
+        "StartingContainers",
+        "RendezvousFailed",
+    )
+    counted = f"{started} of {expected} pods have loaded their weights"
+    if told is not None:
+        return Judgement("WeightsLoaded", False, told[0], f"{counted}; {told[1]}")
+    if any(pod.is_fetching for pod in pods):
+        return Judgement("WeightsLoaded", False, "FetchingModel", f"{counted}; others fetch the model")
+    return Judgement("WeightsLoaded", False, "Loading", counted)
+
+
+def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
+    ready = sum(pod.is_ready for pod in pods)
+    if loaded.holds and ready >= expected:
+        return Judgement("Serving", True, "Serving", f"{ready} pods are ready")
+    if not loaded.holds:
+        return Judgement("Serving", False, loaded.reason, loaded.message)
+    return Judgement(
+        "Serving", False, "RendezvousPending", f"{ready} of {expected} pods are ready; ranks meet"
+    )
+
+
+def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
+    """Whether something broke in what was complete before, or a lost node keeps it from being complete."""
+    for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
+        node = observed.nodes.get(pod.node or "")
+        if node is not None and node.unreachable_since is not None:
+            text = f"node {pod.node} of pod {pod.name} is not heard of"
+            if observed.any_heard_since is None:
+                text += ", nor is any other: is the control plane cut off? No pod is replaced until one is heard of"
+                return Judgement("Degraded", True, "NoNodeHeard", text)
+            return Judgement("Degraded", True, "NodeUnreachable", text)
+    if observed.status.newest_member is not None and expected:
+        crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
+        if crashed is not None:
+            return Judgement("Degraded", True, *crashed)
+        # Those of an older revision count until they are ended: a change is no loss.
+        left = sum(not pod.is_deleting for pod in observed.pods)
+        if left < expected or any(pod.is_failed for pod in pods):
+            return Judgement("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
+    return Judgement("Degraded", False, "Healthy")
+
+
+def _draining(observed: Observed) -> Judgement:
+    """Whether its node is being emptied, and what it waits for."""
+    pod = on_cordoned_node(observed)
+    if pod is None:
+        return Judgement("Draining", False, "NotDraining")
+    text = f"node {pod.node} of pod {pod.name} is being emptied"
+    if may_drain(observed):
+        return Judgement("Draining", True, LET_GO, text)
+    if observed.deployment is None:
+        reason, why = why_it_stays(observed)
+        return Judgement("Draining", True, reason, f"{text}; {why}")
+    told = f"{text}; it serves on until its deployment has another replica"
+    return Judgement("Draining", True, "AwaitingReplacement", told)
+
+
+def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
+    """The trouble of the first pod that has one of `reasons`, the earlier reasons first."""
+    told = [(pod.trouble[0], f"pod {pod.name}: {pod.trouble[1]}") for pod in pods if pod.trouble is not None]
+    return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
+
+
+def _kstatus(ready: Judgement, *, is_suspended: bool) -> tuple[Judgement, ...]:
+    is_stalled = ready.reason in TERMINAL
+    is_at_rest = ready.holds or is_suspended or is_stalled
+    return (
+        Judgement("Reconciling", not is_at_rest, ready.reason, "" if is_at_rest else ready.message),
+        Judgement("Stalled", is_stalled, ready.reason, ready.message if is_stalled else ""),
+    )

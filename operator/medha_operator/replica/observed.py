@@ -1,0 +1,299 @@
+"""What is known of one replica: the resource itself, its objects, pods and their nodes, as facts without API types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from datetime import datetime
+from decimal import Decimal
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+
+from medha_operator.replica.revision import Revision
+from medha_operator.status import ReplicaStatus
+
+Object = Mapping[str, Any]
+
+ASKS_RESTART = 75
+"""Exit code of a pod whose ranks have failed to meet three times in ten minutes: `EX_TEMPFAIL`."""
+_IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
+_PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
+_CORDON = "node.kubernetes.io/unschedulable"
+_TO_BE_DELETED = "ToBeDeletedByClusterAutoscaler"
+_EMPTIED_BY = frozenset({"karpenter.sh/disrupted", _TO_BE_DELETED})
+_START_TROUBLE = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+@dataclass(frozen=True)
+class Node:
+    """What matters of a node, to the pods of ours that are on it and to those that may come."""
+
+    unreachable_since: float | None = None
+    """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
+    heard_since: float | None = None
+    """Since when it has been heard of without a break at least, seconds of Unix time; None while it is not."""
+    cordoned: bool = False
+    """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
+    cordoned_since: float | None = None
+    """Unix time, seconds; None: whoever marked it has not said."""
+    is_ready: bool = False
+    labels: Mapping[str, str] = field(default_factory=dict)
+    taints: tuple[Object, ...] = ()
+    """Without those that only say again that it is cordoned."""
+    allocatable: Mapping[str, Decimal] = field(default_factory=dict)
+    """Name of a resource -> how much its pods may ask for together."""
+
+    def is_emptied_of(self, pod: Pod) -> bool:
+        """Whether the pod has to leave. One that was put there in spite of the mark would only come back."""
+        if self.cordoned_since is None:
+            return self.cordoned and not pod.tolerates_emptying
+        return self.cordoned and pod.created <= self.cordoned_since
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One member of a replica's gang."""
+
+    name: str
+    uid: str
+    resource_version: str
+    lane: int
+    revision: str
+    created: float
+    """Seconds of Unix time, by the API server's clock."""
+    is_deleting: bool = False
+    is_held: bool = False
+    """It was told to end with no grace, and is there all the same: a finalizer holds it, and no force helps."""
+    is_failed: bool = False
+    """It has ended for good, e.g. evicted; only its object is left."""
+    is_scheduled: bool = False
+    is_started: bool = False
+    """Its startup probe has passed: weights are loaded and the ranks have met."""
+    is_ready: bool = False
+    asks_restart: bool = False
+    """Its ranks have given up on meeting the others, and it has not come up again since."""
+    trouble: tuple[str, str] | None = None
+    """Reason and message of what keeps it from starting."""
+    is_fetching: bool = False
+    """An init container is at work, other than a sidecar, which goes on beside the others."""
+    node: str | None = None
+    secrets: frozenset[str] = frozenset()
+    """Names of the Secrets that it mounts."""
+    tolerates_emptying: bool = False
+    """The scheduler puts it on a node that is to be emptied like on any other."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Whether all pods of a replica would find a node that is not being emptied."""
+
+    is_enough: bool
+    lacks: str = ""
+    """What there is too little of, or why nothing is known of it."""
+    again_seconds: float | None = None
+    """When it is known: more nodes may be about to be cordoned. None: room is lacking, or there is enough."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One replica and everything that belongs to it."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    resource_version: str
+    spec: Mapping[str, Any]
+    status: ReplicaStatus
+    is_deleting: bool = False
+    deployment: str | None = None
+    """The MedhaDeployment that owns it."""
+    may_drain: str | None = None
+    """`status.newestMember` of the gang that the deployment lets go from a cordoned node."""
+    objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)
+    """(kind, name) -> object, of those that we render."""
+    revisions: tuple[Revision, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    earlier_pods: tuple[Pod, ...] = ()
+    """Those of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they keep the names of
+    pods that are to come."""
+    nodes: Mapping[str, Node] = field(default_factory=dict)
+    any_heard_since: float | None = None
+    """Since when some node of the cluster has been heard of; None: none is. It matters where a pod's node is silent."""
+    unmade: tuple[str, str] | None = None
+    """Reason and message of why a StatefulSet makes no pods, as its events tell; None: not asked, or they tell nothing."""
+    room: Room | None = None
+    """Asked for where a pod's node is being emptied and no deployment brings up another replica first; None: not asked."""
+
+
+def seconds(timestamp: str) -> float:
+    """Unix time of a timestamp as Kubernetes writes it."""
+    return datetime.fromisoformat(timestamp).timestamp()
+
+
+def amount(quantity: str | int) -> Decimal:
+    """How much a quantity of a resource is, in the resource's own unit (cores, bytes, devices)."""
+    return Decimal(parse_quantity(quantity))  # type: ignore[no-untyped-call]
+
+
+def pod_of(document: Object) -> Pod:
+    """The facts of a pod's document."""
+    metadata, status = document["metadata"], document.get("status", {})
+    labels = metadata.get("labels", {})
+    conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
+    containers = status.get("containerStatuses", ())
+    first = status.get("initContainerStatuses", ())
+    sidecars = {
+        entry["name"]
+        for entry in document.get("spec", {}).get("initContainers", ())
+        if entry.get("restartPolicy") == "Always"
+    }
+    is_fetching = any("running" in entry.get("state", {}) for entry in first if entry["name"] not in sidecars)
+    trouble = _trouble(conditions.get("PodScheduled"), first, containers, sidecars)
+    if trouble is None and not is_fetching:
+        trouble = _starting(conditions.get("PodReadyToStartContainers"), first, containers)
+    return Pod(
+        name=metadata["name"],
+        uid=metadata["uid"],
+        resource_version=metadata["resourceVersion"],
+        lane=_lane(labels.get("medha.dev/lane", "")),
+        revision=labels.get("medha.dev/revision", ""),
+        created=seconds(metadata["creationTimestamp"]),
+        is_deleting="deletionTimestamp" in metadata,
+        is_held=metadata.get("deletionGracePeriodSeconds") == 0,
+        is_failed=status.get("phase") in ("Failed", "Succeeded"),
+        is_scheduled=_is_true(conditions.get("PodScheduled")),
+        is_started=bool(containers) and all(_has_started(entry) for entry in containers),
+        is_ready=_is_true(conditions.get("Ready")),
+        asks_restart=any(
+            _exit_code(entry) == ASKS_RESTART and not _has_started(entry) for entry in containers
+        ),
+        trouble=trouble,
+        is_fetching=is_fetching,
+        node=document.get("spec", {}).get("nodeName"),
+        secrets=frozenset(
+            volume["secret"]["secretName"]
+            for volume in document.get("spec", {}).get("volumes", ())
+            if "secret" in volume
+        ),
+        tolerates_emptying=any(
+            toleration.get("key") in (None, "", _CORDON, *_EMPTIED_BY)
+            for toleration in document.get("spec", {}).get("tolerations", ())
+        ),
+    )
+
+
+def node_of(document: Object) -> Node:
+    """The facts of a node's document."""
+    ready = next(
+        (entry for entry in document.get("status", {}).get("conditions", ()) if entry["type"] == "Ready"),
+        None,
+    )
+    spec = document.get("spec", {})
+    since_when = ready.get("lastTransitionTime") if ready is not None else None
+    is_silent = ready is not None and ready["status"] == "Unknown"
+    taints, is_cordoned = spec.get("taints", ()), bool(spec.get("unschedulable"))
+    marks = [
+        taint for taint in taints if taint["key"] in _EMPTIED_BY or (is_cordoned and taint["key"] == _CORDON)
+    ]
+    since = [time for time in map(_added, marks) if time is not None]
+    allocatable = document.get("status", {}).get("allocatable", {})
+    return Node(
+        unreachable_since=seconds(since_when) if since_when and is_silent else None,
+        heard_since=seconds(since_when) if since_when and not is_silent else None,
+        cordoned=is_cordoned or bool(marks),
+        cordoned_since=max(since, default=None),
+        is_ready=_is_true(ready),
+        labels=document.get("metadata", {}).get("labels", {}),
+        taints=tuple(taint for taint in taints if taint not in marks),
+        allocatable={name: amount(value) for name, value in allocatable.items()},
+    )
+
+
+def any_heard_since(nodes: Iterable[Node]) -> float | None:
+    """Since when at least one of `nodes` has been heard of without a break, seconds of Unix time; None: none is."""
+    return min((node.heard_since for node in nodes if node.heard_since is not None), default=None)
+
+
+def _added(taint: Object) -> float | None:
+    """Since when a node has a taint; the cluster autoscaler writes it into the value, Karpenter nowhere."""
+    if taint.get("timeAdded"):
+        return seconds(taint["timeAdded"])
+    value = str(taint.get("value", ""))
+    return float(value) if taint["key"] == _TO_BE_DELETED and value.isdecimal() else None
+
+
+def _lane(label: str) -> int:
+    """The lane that a label names; -1 for what is none, since labels are what anybody has written."""
+    return int(label) if label.isascii() and label.isdecimal() else -1
+
+
+def _has_started(container: Object) -> bool:
+    return bool(container.get("started") or container.get("ready"))  # a container that is ready has started
+
+
+def _is_true(condition: Object | None) -> bool:
+    return condition is not None and condition["status"] == "True"
+
+
+def _exit_code(container: Object) -> int | None:
+    for state in (container.get("state", {}), container.get("lastState", {})):
+        if "terminated" in state:
+            return int(state["terminated"]["exitCode"])
+    return None
+
+
+def _trouble(
+    scheduled: Object | None, first: Iterable[Object], containers: Iterable[Object], sidecars: Set[str]
+) -> tuple[str, str] | None:
+    if scheduled is not None and scheduled["status"] == "False":
+        if scheduled.get("reason") == "SchedulingGated":
+            return "WaitingForGang", scheduled.get("message", "a gang scheduler holds the pod back")
+        message = scheduled.get("message", "no node fits")
+        if "persistentvolumeclaim" in message.lower():
+            return "VolumeUnavailable", message
+        return ("WaitingForGang" if _IN_GANG.search(message) else "InsufficientCapacity"), message
+    for container in [*first, *containers]:
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason", ""), waiting.get("message", "")
+        if reason in _PULL_TROUBLE:
+            return "ImagePullFailed", f"container {container['name']}: {message or reason}"
+        if reason in _START_TROUBLE:
+            return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
+        if reason == "CrashLoopBackOff":
+            told = f"container {container['name']}: {_last_words(container) or message}"
+            if container in first and container["name"] not in sidecars:
+                return "ModelFetchFailed", told
+            return ("RendezvousFailed" if _exit_code(container) == ASKS_RESTART else "CrashLooping"), told
+    return None
+
+
+def _starting(
+    is_set_up: Object | None, first: Iterable[Object], containers: Iterable[Object]
+) -> tuple[str, str] | None:
+    """What a kubelet is at before a container of the pod runs. Why it does not get on, only the pod's events tell."""
+    waiting = [
+        entry["name"]
+        for entry in (*first, *containers)
+        if entry.get("state", {}).get("waiting", {}).get("reason") in _NOT_YET_CREATED
+    ]
+    if not waiting:
+        return None
+    if is_set_up is not None and is_set_up["status"] == "False":
+        text = "its volumes or its network are not set up yet"
+    else:
+        text = f"container {waiting[0]} is not created yet, its image may be on its way"
+    return "StartingContainers", f"{text}; if it stays so, see the pod's events"
+
+
+def _last_words(container: Object) -> str:
+    ended = container.get("lastState", {}).get("terminated", {})
+    if not ended:
+        return ""
+    words = " ".join(ended.get("message", "").split())[-300:]
+    return f"ended with exit code {ended['exitCode']} ({ended.get('reason', 'Error')})" + (
+        f": {words}" if words else ""
+    )

@@ -1,0 +1,221 @@
+"""`guarded` against other policies and systems: attainment by load and mix, in pairs of equal seeds, and the goals set for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, isfinite, nan
+from typing import Any
+
+from medha_papers.campaign import GOAL_LOADS, GOAL_SHARE, Scale
+from medha_papers.campaign_run import Outcome, Run
+from medha_sim.metrics import interval_95
+
+GOAL_WINDOW_SECONDS = 3600.0
+"""The goals are set for windows of one hour: a shorter one ends before a backlog of long requests shows."""
+
+Interval = tuple[float, float]
+"""Mean and half width of the 95 % interval, in percent or percentage points; the width of one value is infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One policy or system at one point. Differences are `guarded` minus it, of the same seeds."""
+
+    long_share: float
+    load: float
+    policy: str
+    seeds: int
+    short: Interval
+    long: Interval
+    short_difference: Interval
+    long_difference: Interval
+    short_by_seed: tuple[float, ...]  # what `short` is the mean of
+    long_difference_by_seed: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "long_share": self.long_share,
+            "load": self.load,
+            "policy": self.policy,
+            "seeds": self.seeds,
+            **{
+                name: _finite(getattr(self, name))
+                for name in ("short", "long", "short_difference", "long_difference")
+            },
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A goal of the project, and whether the mean over the seeds of this campaign meets it."""
+
+    text: str
+    value: Interval
+    worst: float  # of one seed
+    seeds: int
+    below: int  # seeds that miss it
+    met: bool | None  # None: the windows are too short to tell
+    met_by_interval: bool | None  # whether its lower end does so too; None as above
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "text": self.text,
+            "value": _finite(self.value),
+            "worst": self.worst if isfinite(self.worst) else None,
+            "seeds": self.seeds,
+            "below": self.below,
+            "met": self.met,
+            "met_by_interval": self.met_by_interval,
+        }
+
+
+def _goal(text: str, value: Interval, by_seed: Sequence[float], least: float, *, judged: bool) -> Goal:
+    below = sum(one < least for one in by_seed)
+    mean, width = value
+    return Goal(
+        text,
+        value,
+        min(by_seed, default=nan),
+        len(by_seed),
+        below,
+        met=mean >= least if judged else None,
+        met_by_interval=mean - width >= least if judged else None,
+    )
+
+
+def _finite(interval: Interval) -> list[float | None]:
+    """For JSON: null where there is no value, or no width."""
+    return [end if isfinite(end) else None for end in interval]
+
+
+def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
+    """Every point of which at least one seed was run for the policy and for `guarded`."""
+    rows = []
+    for share in scale.shares:
+        for load in scale.loads:
+            for policy in (*scale.policies, *scale.systems, *scale.single):
+                seeds = [
+                    seed
+                    for seed in range(max(scale.seeds, scale.goal_seeds))
+                    if _attainment(outcomes, scale, "guarded", share, load, seed)
+                    and _attainment(outcomes, scale, policy, share, load, seed)
+                ]
+                if not seeds:
+                    continue
+                ours, theirs = (
+                    [_attainment(outcomes, scale, name, share, load, seed) for seed in seeds]
+                    for name in ("guarded", policy)
+                )
+                rows.append(
+                    Comparison(
+                        share,
+                        load,
+                        policy,
+                        len(seeds),
+                        short=_interval(theirs, "short"),
+                        long=_interval(theirs, "long"),
+                        short_difference=_difference(ours, theirs, "short"),
+                        long_difference=_difference(ours, theirs, "long"),
+                        short_by_seed=_known(theirs, "short"),
+                        long_difference_by_seed=_differences(ours, theirs, "long"),
+                    )
+                )
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedLoad:
+    """One point of the grid, in isolated prefill work: shares of what the deployment works off while a backlog waits."""
+
+    long_share: float
+    load: float  # asked for
+    rate: float  # requests a second
+    offered: Interval  # of the requests that came
+    done: Interval  # by `guarded`
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "long_share": self.long_share,
+            "load": self.load,
+            "rate": self.rate,
+            "offered": _finite(self.offered),
+            "done": _finite(self.done),
+        }
+
+
+def offered_loads(
+    outcomes: dict[str, Outcome], capacities: dict[str, dict[str, float]], scale: Scale
+) -> list[OfferedLoad]:
+    """What each load was in the runs of `guarded`, where there are any."""
+    found = []
+    for share in scale.shares:
+        capacity = capacities.get(f"{share:g}")
+        for load in scale.loads if capacity else ():
+            assert capacity is not None
+            runs = (
+                outcomes.get(Run("medha-guarded", share, seed, scale.window_seconds, load=load).key, {})
+                for seed in range(max(scale.seeds, scale.goal_seeds))
+            )
+            works = [run["work"] for run in runs if "work" in run]
+            if works:
+                work = capacity["rate"] * capacity["mean_work_seconds"]
+                offered, done = (
+                    interval_95([100 * each[name] / work for each in works]) for name in ("offered", "done")
+                )
+                found.append(OfferedLoad(share, load, load * capacity["rate"], offered, done))
+    return found
+
+
+def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:
+    """The goals at 5 % long: shorts at 98.5 % and longs 3 points over SRPT at 0.97; never below at 0.87 and 1.07."""
+    found = []
+    judged = window_seconds >= GOAL_WINDOW_SECONDS
+    for load in GOAL_LOADS:
+        at = {row.policy: row for row in rows if row.long_share == GOAL_SHARE and row.load == load}
+        if "guarded" not in at or "srpt" not in at:
+            continue
+        peak = load == 0.97
+        least, ahead = (98.5, 3.0) if peak else (98.0, 0.0)
+        ours, ahead_of = at["guarded"], at["srpt"]
+        text = f"load {load:g}: short attainment at least {least:g} %"
+        found.append(_goal(text, ours.short, ours.short_by_seed, least, judged=judged))
+        text = f"load {load:g}: long attainment at least SRPT's" + (" and 3 points" if peak else "")
+        differences = ahead_of.long_difference_by_seed
+        found.append(_goal(text, ahead_of.long_difference, differences, ahead, judged=judged))
+    return found
+
+
+def _attainment(
+    outcomes: dict[str, Outcome], scale: Scale, policy: str, share: float, load: float, seed: int
+) -> dict[str, float]:
+    """Percent inside the TTFT target by kind; empty if the run is missing or failed."""
+    system = f"medha-{policy}" if policy in scale.policies else policy
+    outcome = outcomes.get(Run(system, share, seed, scale.window_seconds, load=load).key, {})
+    return {
+        kind: 100 * outcome[kind]["ttft_attainment"]
+        for kind in ("short", "long")
+        if kind in outcome and outcome[kind]["ttft_attainment"] is not None
+    }
+
+
+def _known(values: Sequence[dict[str, float]], kind: str) -> tuple[float, ...]:
+    return tuple(value[kind] for value in values if kind in value)
+
+
+def _differences(
+    ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], kind: str
+) -> tuple[float, ...]:
+    return tuple(a[kind] - b[kind] for a, b in zip(ours, theirs, strict=True) if kind in a and kind in b)
+
+
+def _interval(values: Sequence[dict[str, float]], kind: str) -> Interval:
+    return _of(_known(values, kind))
+
+
+def _difference(ours: Sequence[dict[str, float]], theirs: Sequence[dict[str, float]], kind: str) -> Interval:
+    return _of(_differences(ours, theirs, kind))
+
+
+def _of(known: Sequence[float]) -> Interval:
+    return interval_95(known) if known else (nan, inf)

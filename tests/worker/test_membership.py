@@ -1,0 +1,172 @@
+"""When ranks begin an epoch together, and when it is lost."""
+
+from dataclasses import replace
+from math import inf, nan
+
+import pytest
+
+from medha.wire.messages import Meet, RankHello, RankReady, StepProfile
+from medha_worker.controller.membership import SILENT_SECONDS, Membership, implausible
+
+READY = RankReady(
+    rank=0, block_size_tokens=16, kv_blocks=4, weights_bytes=1, activation_bytes=1, kv_bytes=1,
+    profile=StepProfile(1e-3, 1e-6, 1e-9, 1e-5), device="cpu", max_model_len=64, vocab_size=9,
+    linear_flops_per_token=1.0, attention_flops_per_pair=1.0,
+)  # fmt: skip
+
+
+def say(membership: Membership, rank: int, incarnation: str = "a") -> None:
+    for link in ("control", "tokens"):
+        hello = RankHello(rank, incarnation)
+        if membership.replaces(hello):
+            membership.lose()
+        membership.hello(link, hello, now=0.0)  # type: ignore[arg-type]
+
+
+def test_an_epoch_begins_when_every_rank_is_heard_on_both_links() -> None:
+    membership = Membership(2)
+    say(membership, 0)
+    membership.hello("control", RankHello(1, "b"), now=0.0)
+    assert not membership.complete
+    membership.hello("tokens", RankHello(1, "b"), now=0.0)
+    assert membership.complete
+    assert membership.meet("tcp://h:1") == Meet(0, "tcp://h:1")
+
+
+def test_it_is_ready_when_the_last_rank_is_and_counts_no_answer_to_an_earlier_call() -> None:
+    membership = Membership(2, first_epoch=4)
+    say(membership, 0)
+    say(membership, 1)
+    membership.meet("")
+    assert membership.missing == [0, 1]
+    second = replace(READY, rank=1, epoch=4)
+    assert membership.ready(second) is None
+    assert membership.ready(replace(READY, epoch=3)) is None
+    assert membership.missing == [0]
+    assert membership.ready(replace(READY, epoch=4)) == [replace(READY, epoch=4), second]
+
+
+def test_a_replaced_rank_loses_the_epoch_and_all_have_to_be_heard_again() -> None:
+    membership = Membership(2)
+    say(membership, 0)
+    say(membership, 1)
+    membership.meet("")
+    say(membership, 0)  # a heartbeat is nothing
+    assert membership.epoch == 0
+    say(membership, 1, "b")
+    assert membership.epoch is None
+    assert not membership.complete
+    say(membership, 0)
+    assert membership.complete
+    assert membership.meet("").epoch == 1
+
+
+def test_missing_is_who_was_not_heard_since_the_last_epoch_and_then_who_is_not_ready() -> None:
+    membership = Membership(3)
+    say(membership, 0)
+    membership.hello("control", RankHello(1, "a"), now=0.0)
+    assert membership.missing == [1, 2], "one link is not enough to be called"
+    say(membership, 1)
+    say(membership, 2)
+    assert membership.missing == []
+    membership.meet("")
+    assert membership.missing == [0, 1, 2]
+    for rank in range(3):
+        membership.ready(replace(READY, rank=rank, epoch=0))
+    membership.lose()
+    say(membership, 0)
+    say(membership, 1)
+    assert membership.missing == [2], "who survived and says hello is not to blame"
+
+
+def test_a_rank_that_is_replaced_before_the_call_just_takes_the_place() -> None:
+    membership = Membership(1)
+    membership.hello("control", RankHello(0, "a"), now=0.0)
+    membership.hello("tokens", RankHello(0, "b"), now=0.0)
+    assert not membership.complete
+    membership.hello("control", RankHello(0, "b"), now=0.0)
+    assert membership.complete
+
+
+def test_nobody_is_called_before_all_are_here() -> None:
+    with pytest.raises(AssertionError):
+        Membership(1).meet("")
+
+
+def test_a_process_that_was_replaced_is_refused_when_it_comes_back() -> None:
+    membership = Membership(1)
+    say(membership, 0, "stopped")
+    membership.meet("")
+    say(membership, 0, "its successor")
+    assert membership.meet("").epoch == 1
+    assert membership.refuses(RankHello(0, "stopped"))
+    assert not membership.refuses(RankHello(0, "its successor"))
+
+
+def test_an_idle_rank_that_is_not_heard_is_silent_and_a_busy_one_is_not() -> None:
+    membership = Membership(2)
+    say(membership, 0)
+    say(membership, 1)
+    membership.hello("control", RankHello(0, "a"), now=100.0)
+    membership.hello("control", RankHello(1, "a"), now=100.0 + SILENT_SECONDS)
+    now = 100.1 + SILENT_SECONDS
+    assert membership.silent(now, idle_since=0.0) == [0]
+    assert membership.silent(now, idle_since=now) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "is_stranger"),
+    [("new", "old", True), ("new", "new", False), ("new", "", False), ("", "old", False)],
+)
+def test_a_rank_of_another_revision_is_a_stranger_and_one_that_does_not_tell_is_not(
+    own: str, told: str, is_stranger: bool
+) -> None:
+    membership = Membership(2, revision=own)
+    assert membership.is_of_other_revision(RankHello(0, "a", revision=told)) is is_stranger
+
+
+def test_a_rank_of_pods_that_were_replaced_is_refused_by_its_last_epoch() -> None:
+    membership = Membership(2, first_epoch=100, oldest_epoch=100)
+    assert "epoch 99" in membership.refuses(RankHello(0, "thawed", last_epoch=99))
+    assert not membership.refuses(RankHello(0, "new"))
+    assert not membership.refuses(RankHello(0, "started again in its pod", last_epoch=100))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kv_blocks": 0}, {"kv_blocks": 2**40}, {"block_size_tokens": 2**62}, {"max_model_len": 2**62},
+        {"vocab_size": 2**40}, {"query_heads": -4}, {"kv_heads": -1}, {"element_bytes": 0},
+        {"linear_flops_per_token": inf}, {"linear_flops_per_token": 1e305, "attention_flops_per_pair": 0.0},
+        {"attention_flops_per_pair": nan}, {"link_bytes_per_second": nan},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_rank_that_reports_what_no_rank_can_have_is_named(fields: dict[str, float]) -> None:
+    assert implausible(READY) is None
+    found = implausible(replace(READY, rank=3, **fields))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.startswith(f"rank 3 says {next(iter(fields))} ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"step_seconds": 1e300}, "says step_seconds 1e+300"),
+        ({"sequence_seconds": -1.0}, "says sequence_seconds -1.0"),
+        ({"token_points": ((1, nan), (2, 0.1))}, "says token_points nan"),
+        ({"token_points": ((0, 0.1),)}, "says token_points 0"),
+        ({"token_points": ((5, 0.1), (2, 0.1))}, "linear_points must ascend"),
+        ({"query_points": ((1, -5.0), (2, 0.1))}, "says query_points -5.0"),
+        ({"query_points": ((2, 0.1),)}, "points must begin with one query"),
+    ],
+)
+def test_times_that_nobody_can_have_measured_are_named_with_their_rank(
+    fields: dict[str, object], said: str
+) -> None:
+    profile = replace(READY.profile, token_points=((1, 0.1), (2, 0.1)), query_points=((1, 0.0), (8, 0.1)))
+    assert implausible(replace(READY, profile=profile)) is None
+    found = implausible(replace(READY, rank=3, profile=replace(profile, **fields)))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.startswith("rank 3 ")
+    assert said in found

@@ -1,0 +1,46 @@
+"""Checks of a replica that can be made before any process is started: what `config.json` and this machine rule out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplicaSpec
+from medha.errors import ConfigInvalid
+from medha.topology import stage_layers
+from medha_worker.model.config import ELEMENT_BYTES, ModelConfig
+
+RANK_BYTES = 128 * 2**20
+"""Memory that a rank's process takes for itself, at least: torch and its libraries, without weights and KV."""
+
+
+def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -> None:
+    """Refuse what cannot be served on one machine with `free_bytes` of memory, whatever the ranks would measure.
+
+    Raises:
+        MedhaError: the model is not supported, the checkpoint's configuration is wrong, the grid does not fit the model,
+            or memory does not suffice; the text names the field.
+    """
+    config = ModelConfig.from_directory(directory, spec.model.max_model_len, spec.model.rope_scaling)
+    shape = spec.parallelism
+    config.require_tensor_size(shape.tensor)
+    stage_layers(config.num_layers, shape.stream)
+    dtype = config.dtype if spec.model.dtype == "auto" else spec.model.dtype
+    ranks = shape.tensor * shape.stream * shape.kv
+    needed = ranks * RANK_BYTES + shape.kv * config.parameters * ELEMENT_BYTES[dtype]
+    if needed > free_bytes:
+        raise ConfigInvalid(
+            f"spec.parallelism: {ranks} ranks (tensor {shape.tensor} x stream {shape.stream} x kv {shape.kv}) need at least "
+            f"{_gib(needed)} for their processes and {shape.kv} x the weights in {dtype}, but {_gib(free_bytes)} are free on "
+            "this machine; lower parallelism, or free memory"
+        )
+    size = spec.kv_cache.size
+    if size is not None and quantity_bytes(size) > (free_bytes - needed) / ranks:
+        raise ConfigInvalid(
+            f"spec.kvCache.size is {size} for each rank (of {ranks}), but {_gib(free_bytes)} are free on this machine, of which "
+            f"processes and weights need {_gib(needed)}; lower it, or leave it out to take a share of what is free"
+        )
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.3g} GiB"

@@ -1,0 +1,373 @@
+"""Small checkpoints: `medha model init DIR --preset tiny|small|needle --seed N`.
+
+They have the exact shape of a Hugging Face directory (config, weights, tokenizer, chat template, generation
+config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and `small` are
+random: their text means nothing, but it depends on the whole prompt, so that a wrong KV block shows. `needle` finds
+passkeys in contexts of any length.
+"""
+
+import json
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from medha.errors import ConfigInvalid
+from medha_worker.checkpoints import needle
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a checkpoint; `vocab_size` includes the special tokens."""
+
+    layers: int
+    hidden: int
+    query_heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+    max_position_tokens: int
+    rope_theta: float
+
+
+PRESETS = {
+    "tiny": Preset(2, 128, 4, 2, 352, 512, 131_072, 500_000.0),  # 0.5 M parameters: tests
+    "small": Preset(8, 512, 8, 2, 1408, 4096, 1_048_576, 500_000.0),  # 26.7 M parameters: benchmarks
+    "needle": Preset(  # 0.1 M parameters, see there
+        2,
+        needle.HIDDEN_SIZE,
+        needle.HEADS,
+        needle.HEADS,
+        needle.INTERMEDIATE_SIZE,
+        needle.VOCAB_SIZE,
+        1_048_576,
+        needle.ROPE_THETA,
+    ),
+}
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# Their position is their token id.
+_SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+_BOS, _EOS, _PAD, _END = range(4)
+
+# Ids that greedy text should not contain, or it would be unreadable: the markers that end nothing, and, right
+# behind the specials and the 94 printable ASCII characters, the 162 single bytes that are no character by themselves.
+_UNREADABLE = (_BOS, _PAD, *range(_END + 1, len(_SPECIAL_TOKENS)), *range(101, 263))
+
+_CHAT_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message['role'] not in ['system', 'user', 'assistant'] %}
+{{- raise_exception('role must be system, user or assistant, not ' + message['role']) }}
+{%- endif %}
+{{- '<|' + message['role'] + '|>\\n' }}
+{%- if message['content'] is string %}
+{{- message['content'] }}
+{%- else %}
+{%- for part in message['content'] %}{{ part['text'] }}{% endfor %}
+{%- endif %}
+{{- '<|end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|assistant|>\\n' }}
+{%- endif %}
+"""
+# Nothing between the marker and the answer.
+_ANSWER_AT_ONCE_TEMPLATE = _CHAT_TEMPLATE.replace("'|>\\n'", "'|>'").replace(
+    "<|assistant|>\\n", "<|assistant|>"
+)
+
+_RMS_NORM_EPS = 1e-5
+
+_FILES = frozenset(
+    ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+)
+
+
+def init_checkpoint(
+    directory: Path | str,
+    *,
+    preset: str,
+    seed: int,
+    architecture: str = "llama",
+    dtype: str = "float32",
+    force: bool = False,
+) -> None:
+    """Make a random checkpoint in `directory`; the same arguments give the same bytes.
+
+    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left. Their modes are
+    those that the umask gives to new files.
+    `force` replaces an earlier checkpoint of this kind; a directory that holds anything else is never touched.
+
+    Raises:
+        ConfigInvalid: an unknown preset, architecture or dtype, a negative seed, or a directory in use.
+    """
+    for name, value, allowed in (
+        ("preset", preset, tuple(PRESETS)),
+        ("architecture", architecture, tuple(ARCHITECTURES)),
+        ("dtype", dtype, tuple(_DTYPES)),
+    ):
+        if value not in allowed:
+            raise ConfigInvalid(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
+    if preset == "needle" and (architecture, dtype) != ("llama", "float32"):
+        raise ConfigInvalid(
+            f"preset needle is {architecture} in {dtype}; its weights are made for llama in float32 only"
+        )
+    if seed < 0:
+        raise ConfigInvalid(f"seed is {seed}; it must be 0 or more")
+    # Resolved, so that a relative path such as "." has a parent and a name, and a link's target is replaced.
+    target = Path(directory).resolve()
+    _require_replaceable(target, force)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
+        made = Path(scratch) / "new"
+        made.mkdir()
+        sizes = PRESETS[preset]
+        _write_json(made / "config.json", _model_config(sizes, architecture, dtype))
+        _write_json(made / "generation_config.json", _generation_config())
+        if preset == "needle":
+            tokenizer = _train_tokenizer(
+                sizes.vocab_size, (*needle.corpus(), *_SENTENCES), single_digits=True
+            )
+            template = _ANSWER_AT_ONCE_TEMPLATE
+            weights = needle.needle_weights(tokenizer, seed=seed, rms_norm_eps=_RMS_NORM_EPS)
+        else:
+            tokenizer = _train_tokenizer(sizes.vocab_size, _corpus())
+            template = _CHAT_TEMPLATE
+            weights = _random_weights(sizes, architecture, seed, _DTYPES[dtype])
+        _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
+        (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
+        save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
+        # The library leaves it readable by its owner alone; a pod runs as another user.
+        shutil.copymode(made / "config.json", made / "model.safetensors")
+        _require_replaceable(target, force)
+        if target.exists():
+            target.rename(Path(scratch) / "old")
+        made.rename(target)
+
+
+def _require_replaceable(target: Path, force: bool) -> None:
+    if target.exists() and not target.is_dir():
+        raise ConfigInvalid(f"{target} is a file; name a directory that is new or empty")
+    found = sorted(os.listdir(target)) if target.exists() else []
+    foreign = [name for name in found if name not in _FILES]
+    if found and not force:
+        raise ConfigInvalid(
+            f"{target} is not empty (it holds {found[0]}); name a new one, or use force to replace a checkpoint"
+        )
+    if foreign:
+        raise ConfigInvalid(
+            f"{target} holds {foreign[0]}, which is no part of a checkpoint made here; name another directory"
+        )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _model_config(sizes: Preset, architecture: str, dtype: str) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[architecture]],
+        "model_type": architecture,
+        "vocab_size": sizes.vocab_size,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.intermediate,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.query_heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.hidden // sizes.query_heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": sizes.max_position_tokens,
+        "rms_norm_eps": _RMS_NORM_EPS,
+        "rope_theta": sizes.rope_theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "bos_token_id": _BOS,
+        "eos_token_id": [_EOS, _END],
+        "pad_token_id": _PAD,
+    }
+    if architecture == "mistral":
+        config["sliding_window"] = None
+    return config
+
+
+def _generation_config() -> dict[str, Any]:
+    return {"bos_token_id": _BOS, "eos_token_id": [_EOS, _END], "pad_token_id": _PAD}
+
+
+def _tokenizer_config(sizes: Preset, template: str) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _SPECIAL_TOKENS[_BOS],
+        "eos_token": _SPECIAL_TOKENS[_EOS],
+        "pad_token": _SPECIAL_TOKENS[_PAD],
+        "model_max_length": sizes.max_position_tokens,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": template,
+    }
+
+
+def _random_weights(
+    sizes: Preset, architecture: str, seed: int, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Weights whose every block matters as much as the embedding, and whose attention is peaked.
+
+    With the usual initialisation (std 0.02) the residual stream is nearly the last token's embedding: greedy
+    text then walks from token to token whatever the prompt was. Here each linear keeps the variance of its
+    input, queries and keys are scaled so that scores have a standard deviation of about 2, and logits one of 3.
+    """
+    # numpy's stream is the same on every machine; torch.randn's depends on the vector width.
+    stream = np.random.Generator(np.random.PCG64(seed))
+    head_dim = sizes.hidden // sizes.query_heads
+    q_width, kv_width = sizes.query_heads * head_dim, sizes.kv_heads * head_dim
+    qk_gain = math.sqrt(2.0)
+
+    def normal(*shape: int, std: float, mean: float = 0.0) -> torch.Tensor:
+        values = stream.standard_normal(shape, dtype=np.float32) * np.float32(std) + np.float32(mean)
+        return torch.from_numpy(values).to(dtype)
+
+    def linear(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return normal(rows, columns, std=gain / math.sqrt(columns))
+
+    weights = {"model.embed_tokens.weight": normal(sizes.vocab_size, sizes.hidden, std=1.0)}
+    for index in range(sizes.layers):
+        layer = f"model.layers.{index}."
+        attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+        weights[f"{layer}input_layernorm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
+        weights[f"{layer}post_attention_layernorm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
+        weights[f"{attention}q_proj.weight"] = linear(q_width, sizes.hidden, qk_gain)
+        weights[f"{attention}k_proj.weight"] = linear(kv_width, sizes.hidden, qk_gain)
+        weights[f"{attention}v_proj.weight"] = linear(kv_width, sizes.hidden, 2.0)
+        weights[f"{attention}o_proj.weight"] = linear(sizes.hidden, q_width)
+        weights[f"{mlp}gate_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
+        weights[f"{mlp}up_proj.weight"] = linear(sizes.intermediate, sizes.hidden)
+        weights[f"{mlp}down_proj.weight"] = linear(sizes.hidden, sizes.intermediate, 2.0)
+        if architecture == "qwen2":
+            weights[f"{attention}q_proj.bias"] = normal(q_width, std=0.1)
+            weights[f"{attention}k_proj.bias"] = normal(kv_width, std=0.1)
+            weights[f"{attention}v_proj.bias"] = normal(kv_width, std=0.1)
+        if architecture == "qwen3":
+            weights[f"{attention}q_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
+            weights[f"{attention}k_norm.weight"] = normal(head_dim, std=0.1, mean=qk_gain)
+    weights["model.norm.weight"] = normal(sizes.hidden, std=0.1, mean=1.0)
+    head = linear(sizes.vocab_size, sizes.hidden, 3.0)
+    head[list(_UNREADABLE)] = 0.0
+    weights["lm_head.weight"] = head
+    return weights
+
+
+def _train_tokenizer(vocab_size: int, corpus: Iterable[str], *, single_digits: bool = False) -> Tokenizer:
+    """A byte-level BPE tokenizer with exactly `vocab_size` entries, the special tokens first."""
+    tokenizer = Tokenizer(models.BPE())
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = bytes_of_words
+    if single_digits:
+        digits = pre_tokenizers.Split(Regex(" ?[0-9]"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_of_words])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus, trainer)
+    assert tokenizer.get_vocab_size() == vocab_size, "the corpus is too poor for this vocabulary"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", pair="<|bos|> $A $B", special_tokens=[("<|bos|>", _BOS)]
+    )
+    return tokenizer
+
+
+_SENTENCES = (
+    "The reader opened the book at the first page and did not put it down until the evening.",
+    "When the river rose, the people of the valley carried what they could to the higher ground.",
+    "Please explain, in a few short sentences, how the answer was found and why it is right.",
+    "What is the difference between the two methods, and which of them should we use here?",
+    "A long document is read once; a question about it may be asked many times.",
+    "The scheduler gives each request a deadline and lets the most urgent one run first.",
+    "She asked whether the train would still leave at 9:45, or whether it had been cancelled.",
+    "It was, he said, the best of all the plans that had been tried so far; nobody disagreed.",
+    "Memory is cheap, but moving it is not: most of the time is spent waiting for bytes.",
+    "If you have 12 apples and give 5 of them away, how many apples do you have left? 7.",
+    "In 1969 the first message crossed the network: two letters, and then the machine crashed.",
+    "def mean(values: list[float]) -> float:\n    return sum(values) / len(values) if values else 0.0\n",
+    'for index, item in enumerate(items):\n    print(f"{index}: {item!r}")\n',
+    '{"name": "medha", "version": "0.1.0", "replicas": 3, "ready": true, "labels": ["a", "b"]}',
+    "SELECT name, count(*) FROM requests WHERE status = 200 GROUP BY name ORDER BY 2 DESC;",
+    "Die Bücher stehen im Regal, und die Fenster öffnen sich zum Garten.",
+    "La reine a trouvé la clé sous l'escalier, près de la fenêtre.",
+    "El niño corrió por la montaña mientras su madre preparaba la cena.",
+    "मेधा का अर्थ है बुद्धि और स्मरण की शक्ति।",
+    "知识就是力量。 今天天气很好。",
+    "Быстрая лиса прыгает через ленивую собаку.",
+)
+_ONSETS = (
+    "",
+    "b",
+    "br",
+    "c",
+    "cl",
+    "d",
+    "dr",
+    "f",
+    "g",
+    "gr",
+    "h",
+    "l",
+    "m",
+    "n",
+    "p",
+    "pr",
+    "r",
+    "s",
+    "st",
+    "t",
+    "tr",
+    "v",
+    "w",
+)
+_VOWELS = ("a", "e", "i", "o", "u", "ea", "io", "ou")
+_CODAS = ("", "", "n", "r", "s", "t", "l", "nd", "ng", "st", "ck")
+_ENDINGS = ("", "s", "ed", "ing", "er", "ly", "tion", "ment", "ness")
+
+
+def _corpus() -> Iterator[str]:
+    """Sentences that people write, then made-up words in Zipf's proportions, enough for 4,096 merges."""
+    for _ in range(50):
+        yield from _SENTENCES
+    stream = np.random.Generator(np.random.PCG64(20_260_101))
+
+    def pick(parts: tuple[str, ...]) -> str:
+        return parts[int(stream.integers(len(parts)))]
+
+    def word() -> str:
+        syllables = int(stream.integers(1, 4))
+        return "".join(pick(_ONSETS) + pick(_VOWELS) + pick(_CODAS) for _ in range(syllables)) + pick(
+            _ENDINGS
+        )
+
+    words = [word() for _ in range(6000)]
+    shares = 1.0 / np.arange(1, len(words) + 1)
+    shares /= shares.sum()
+    for _ in range(4000):
+        chosen = stream.choice(len(words), size=12, p=shares)
+        yield " ".join(words[int(index)] for index in chosen) + "."

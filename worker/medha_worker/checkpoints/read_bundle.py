@@ -1,0 +1,35 @@
+"""Reads the bundle of a checkpoint directory: what a router needs to speak for the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from medha.errors import CheckpointInvalid
+from medha.wire.bundle import BUNDLE_FILES, bundle_digest
+from medha_worker.checkpoints.tokenizer_files import whole_tokenizer
+from medha_worker.readable import require_readable
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    digest: str
+    files: dict[str, bytes]
+
+
+def read_bundle(directory: Path) -> Bundle:
+    """The bundle of a checkpoint directory, its tokenizer made whole.
+
+    Raises:
+        CheckpointInvalid: there is no tokenizer.json, which no router can do without; it cannot be served exactly; or a file
+            may not be read.
+    """
+    for name in BUNDLE_FILES:
+        require_readable(directory / name)
+    files = {name: (directory / name).read_bytes() for name in BUNDLE_FILES if (directory / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise CheckpointInvalid(
+            f"{directory / 'tokenizer.json'} is missing; fetch the checkpoint with its tokenizer"
+        )
+    files |= whole_tokenizer(directory)
+    return Bundle(bundle_digest(files), files)

@@ -1,0 +1,1 @@
+"""The process that drives one ReplicaController in real time. No torch."""

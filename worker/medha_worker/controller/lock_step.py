@@ -1,0 +1,121 @@
+"""One event out of what each lane of a coupled step reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import isfinite
+
+from medha.wire.messages import Done, EntryFailed, StageFree, Step
+from medha_worker.timeouts import bound_seconds
+
+
+class LockStep:
+    """Joins the reports of the lanes that run a step together; a step of one lane passes as it is."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, Step] = {}  # in flight
+        self._free: dict[int, set[int]] = {}  # lanes whose stage 0 is done with a step
+        self._done: dict[int, list[Done]] = {}
+        self._due: dict[int, float] = {}  # until when each has to have ended
+        self._ran_out: dict[int, set[int]] = {}  # ranks that had too little memory for it
+        self._last = -1  # step that was sent
+
+    def expect(self, step: Step, now: float) -> None:
+        """A step is sent to the ranks, behind those that are in flight."""
+        self._steps[step.step_id] = step
+        self._last = step.step_id
+        self._due[step.step_id] = now + bound_seconds(
+            sum(one.predicted_seconds for one in self._steps.values())
+        )
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._steps
+
+    def overdue(self, now: float) -> int | None:
+        """A step that has not ended within its bound."""
+        return next((step_id for step_id, due in self._due.items() if now > due), None)
+
+    def contradiction(self, part: StageFree | Done, epoch: int, vocab_size: int) -> str | None:
+        """What a report says that cannot be, beside the steps that were sent; nothing about a late duplicate."""
+        if part.epoch != epoch:
+            return f"a report of epoch {part.epoch} in epoch {epoch}"
+        step = self._steps.get(part.step_id)
+        if step is None:
+            return None if 0 <= part.step_id <= self._last else f"step {part.step_id} was never sent"
+        if not part.lanes or not set(part.lanes) <= set(step.lanes):
+            return f"lanes {part.lanes} of step {part.step_id}, which runs on {step.lanes}"
+        if isinstance(part, StageFree):
+            return None if part.stage == 0 else f"stage {part.stage} does not say when it is free"
+        if not (isfinite(part.compute_seconds) and part.compute_seconds >= 0):
+            return f"step {part.step_id} took {part.compute_seconds} seconds"
+        if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
+            return f"step {part.step_id} is done already on lanes {part.lanes}"
+        sampling = {entry.id for entry in step.entries if entry.samples and entry.lane in part.lanes}
+        running = {entry.id for entry in step.entries}
+        drawn = [sample.id for sample in part.samples]
+        if len(set(drawn)) < len(drawn) or not sampling.issuperset(drawn):
+            return f"step {part.step_id} does not draw one token each for {drawn[:8]} on lanes {part.lanes}"
+        outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
+        if outside:
+            return f"step {part.step_id} drew token {outside[0]} of {vocab_size}"
+        if not running.issuperset(failure.id for failure in part.failures):
+            return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
+        return "block hashes are not the ranks' to say" if part.block_hashes else None
+
+    def undrawn(self, part: Done) -> list[str]:
+        """Requests that would wait for ever for their token of a step that ends with `part`, which fits it.
+
+        A lane may say why there is none in place of the one that was to draw it, so all lanes are asked at the last.
+        """
+        step = self._steps.get(part.step_id)
+        parts = [*self._done.get(part.step_id, ()), part]
+        if step is None or {lane for one in parts for lane in one.lanes} != set(step.lanes):
+            return []
+        told = {sample.id for one in parts for sample in one.samples}
+        told |= {failure.id for one in parts for failure in one.failures}
+        return [entry.id for entry in step.entries if entry.samples and entry.id not in told]
+
+    def ran_out(self, step_id: int, rank: int) -> None:
+        """A rank had too little memory for some rows of a step, which are NaN for all others."""
+        if step_id in self._steps:
+            self._ran_out.setdefault(step_id, set()).add(rank)
+
+    def _explained(self, failure: EntryFailed, ranks: Collection[int]) -> EntryFailed:
+        if failure.reason != "not_finite" or not ranks:
+            return failure
+        detail = (
+            f"rank {', '.join(map(str, sorted(ranks)))} had too little memory for its part of this request; its log says for "
+            "how many tokens at once (scheduling.maxChunkTokens bounds them)"
+        )
+        return replace(failure, reason="out_of_memory", detail=detail)
+
+    def join(self, part: StageFree | Done) -> StageFree | Done | None:
+        """The event of all lanes once the last one has reported; a late duplicate is nothing."""
+        step = self._steps.get(part.step_id)
+        if step is None:
+            return None
+        lanes = step.lanes
+        if isinstance(part, StageFree):
+            free = self._free.setdefault(part.step_id, set())
+            free.update(part.lanes)
+            if free != set(lanes):
+                return None
+            del self._free[part.step_id]
+            return replace(part, lanes=lanes)
+        parts = self._done.setdefault(part.step_id, [])
+        parts.append(part)
+        if {lane for one in parts for lane in one.lanes} != set(lanes):
+            return None
+        for of_step in (self._done, self._steps, self._due):
+            del of_step[part.step_id]
+        self._free.pop(part.step_id, None)
+        ranks = self._ran_out.pop(part.step_id, ())
+        return Done(
+            step_id=part.step_id,
+            samples=tuple(sample for one in parts for sample in one.samples),
+            failures=tuple(self._explained(failure, ranks) for one in parts for failure in one.failures),
+            compute_seconds=max(one.compute_seconds for one in parts),
+            lanes=lanes,
+        )

@@ -1,0 +1,643 @@
+"""`python -m medha_worker.controller`: the process that drives one ReplicaController in real time.
+
+It only moves messages: frames from the router and the ranks become events, commands become frames. Whatever
+is decided is decided in `medha.scheduler.controller`. It imports no torch.
+
+Token ids never enter the controller. They are kept here under their prompt's name, and sent to the ranks on
+their own socket ahead of the step that admits a sequence of that prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import click
+import numpy as np
+import zmq
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import to_json
+
+from medha.api.replica import MedhaReplicaSpec, ServiceClass
+from medha.cost.profile import Profile
+from medha.errors import ConfigInvalid, MedhaError, WireInvalid
+from medha.kv.prefix_cache import PrefixHasher
+from medha.scheduler.config import ReplicaConfig, derive
+from medha.scheduler.controller import Load, ReplicaController
+from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
+from medha.wire.messages import (
+    Announce,
+    BundlePart,
+    Cancel,
+    ControllerCommand,
+    ControllerEvent,
+    Done,
+    Drain,
+    Emit,
+    Failed,
+    FetchBundle,
+    RankReady,
+    Readiness,
+    Refused,
+    ServiceClassTerms,
+    StageFree,
+    Step,
+    StepProfile,
+    Submit,
+    Tokens,
+    TracePart,
+)
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair, read_public_key, read_public_keys, read_tokens
+from medha_links.limits import raise_file_limit
+from medha_links.sockets import Doorkeeper
+from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
+from medha_worker.controller.inspection import Inspection
+from medha_worker.controller.live_settings import LiveFile
+from medha_worker.controller.observe import Observer
+from medha_worker.controller.outputs import OutputHasher
+from medha_worker.controller.prompts import PromptStore
+from medha_worker.controller.rank_links import RankLinks
+from medha_worker.controller.telemetry import serve
+from medha_worker.link import RouterLinks
+from medha_worker.part_state import PartState, Phase
+from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
+from medha_worker.watchdog import Watchdog
+
+HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
+POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
+STUCK_SECONDS = 20.0  # of a loop that does not turn
+LIVE_SECONDS = 60.0  # how long changed settings wait for the open requests to end, for they begin an epoch
+LOAD_SECONDS = 0.05  # a changed load is announced at most this often
+MOST_NAMED = 20  # ranks that are missing, in what the supervisor is told
+PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
+"""Prompts, in tokens, whose predicted time alone is announced."""
+
+_log = logging.getLogger("medha.controller")
+
+
+class ControllerSettings(BaseModel):
+    """What `medha up` (or a pod) tells the controller; one JSON file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    replica: str
+    """Name of the replica, by which routers know it."""
+    spec: MedhaReplicaSpec
+    model_directory: Path
+    router_control: str
+    """ZeroMQ endpoint of the router's control link; the controller connects."""
+    router_tokens: str
+    router_key_file: Path
+    """The router's public key (docs/security.md)."""
+    enrolment_file: Path
+    """A token by which the router admits replicas."""
+    rank_control: str
+    """ZeroMQ endpoint that the ranks connect to; the controller binds."""
+    rank_tokens: str
+    key_file: Path
+    """The controller's secret key; its ranks know the public half."""
+    rank_keys_file: Path
+    """Public keys of the ranks: nobody else is admitted."""
+    ready_file: Path | None = None
+    """Written once, when all ranks are ready: a JSON `Readiness`."""
+    rendezvous_host: str = "127.0.0.1"
+    """Address of rank 0's machine, which is this one: where ranks meet for their data plane."""
+    epoch_file: Path | None = None
+    """Remembers the last epoch, so that a controller that was replaced begins a later one."""
+    oldest_epoch: int = 0
+    """Epochs begin with this one; ranks that were in one before belong to pods that have been replaced."""
+    revision: str = ""
+    """Of the replica's pods; ranks that belong to another one are not let in. Empty: there is but one."""
+    record_file: Path | None = None
+    """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
+    trace_file: Path | None = None
+    """What every rank does, as Trace Event JSON, from the first epoch on; a later process adds `.epochN` to its name."""
+    log_level: str = "info"
+
+
+class Controller:
+    """One replica's process: links to the router and to the ranks around a ReplicaController."""
+
+    def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
+        self._settings = settings
+        self._live = LiveFile(settings_file, read_settings, _log)
+        self._changed_at: float | None = None  # of settings that the next epoch begins with
+        self._bundle = bundle
+        self._registry = CollectorRegistry()
+        self._observer = Observer(self._registry)
+        context, drops = zmq.Context[zmq.Socket[bytes]](), Drops(_log, self._observer.dropped)
+        keys, rank_keys = KeyPair.read(settings.key_file), read_public_keys(settings.rank_keys_file)
+        router_key = read_public_key(settings.router_key_file)
+        enrolment = KeyPair.of_token(read_tokens(settings.enrolment_file)[0])
+        self._doorkeeper = Doorkeeper(context, rank_keys)
+        shape = settings.spec.parallelism
+        self._ranks = RankLinks(
+            context,
+            (settings.rank_control, settings.rank_tokens),
+            keys,
+            shape.tensor * shape.stream * shape.kv,
+            drops,
+            rendezvous_host=settings.rendezvous_host,
+            epoch_file=settings.epoch_file,
+            oldest_epoch=settings.oldest_epoch,
+            revision=settings.revision,
+            gather_seconds=settings.spec.lifecycle.ready_seconds,
+            lost=self._end_epoch,
+            dropped=self._observer.dropped,
+        )
+        endpoints = settings.router_control, settings.router_tokens
+        self._router = RouterLinks(context, endpoints, settings.replica, enrolment, router_key, drops)
+        self._poller = zmq.Poller()
+        for link in self._ranks.links:
+            self._poller.register(link.socket, zmq.POLLIN)
+            self._poller.register(link.connections.socket, zmq.POLLIN)
+        self._router_sockets: tuple[zmq.Socket[bytes], ...] = ()
+        self._poll_router()
+        self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
+        self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
+        self._context = context
+        self._core: ReplicaController | None = None  # of the epoch that runs
+        self._config: ReplicaConfig | None = None  # of this epoch or the last one
+        self._slowest: RankReady | None = None  # rank of this epoch or the last one
+        self._told: ReplicaController | None = None  # of which the supervisor was told that it serves
+        self._stopping = False
+        self._record_file = settings.record_file  # until it cannot be written any more
+        self._record: TextIO | None = None
+        self._announced: Load | None = None
+        self._card: Announce | None = None
+        self._announced_at = float("-inf")  # the first turn of the loop that can announce does
+
+    # --- the main loop ------------------------------------------------------------------------------
+
+    def run(self, watchdog: Watchdog) -> None:
+        """Serve until SIGTERM, then drain.
+
+        Raises:
+            PartFailed: a rank could not start, or failed.
+        """
+        drain_until: float | None = None
+        while drain_until is None or not self._drained(drain_until):
+            watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            self._poller.poll(POLL_MILLISECONDS)
+            self._look_at_links()
+            self._ranks.look()
+            for event in self._events():
+                self._step(event)
+            self._be_inspected()
+            self._take_changes()
+            if self._stopping and drain_until is None:
+                drain_until = time.monotonic() + self._settings.spec.lifecycle.drain_seconds
+                if self._core is not None:
+                    self._step(Drain())
+            self._announce()
+            if self._core is None or self._core is not self._told:
+                self._told = self._core
+                watchdog.tell(self._state())
+        self._announce(force=True)
+        self._ranks.shut_down()
+
+    def _take_changes(self) -> None:
+        """Decide by changed settings from the next epoch on, which begins when nothing is open, or after a while."""
+        now = time.monotonic()
+        changed = self._live.changed(now)
+        if changed is not None and self._can_begin_with(changed.spec):
+            before, spec = self._settings.spec, changed.spec
+            self._settings = self._settings.model_copy(update={"spec": spec})
+            self._ranks.gather_seconds = spec.lifecycle.ready_seconds
+            if (before.scheduling, before.service_classes) != (spec.scheduling, spec.service_classes):
+                self._changed_at = now
+        if self._changed_at is None or self._core is None or self._stopping:
+            return
+        if self._core.idle or now - self._changed_at > LIVE_SECONDS:
+            self._give_back(self._core, set())  # no request is to blame
+            self._ranks.end_epoch("settings have changed")
+
+    def _can_begin_with(self, spec: MedhaReplicaSpec) -> bool:
+        """Whether ranks like those of the last epoch could serve by `spec`: no edit ends a replica that serves."""
+        if self._slowest is None:
+            return True
+        try:
+            derive(spec, self._slowest)
+            _profile(spec)
+        except ConfigInvalid as error:
+            _log.error("settings stay as they were: %s", error)
+            return False
+        return True
+
+    def _be_inspected(self) -> None:
+        """Answer who asks over HTTP, and let ranks begin or end a trace."""
+        now = time.monotonic()
+        self._inspection.answer(self._core, self._ranks.missing, now)
+        trace = self._inspection.asks_of_ranks(now)
+        if trace is not None and self._core is not None:
+            self._ranks.send(trace)
+
+    def _state(self) -> PartState:
+        """What the supervisor is told."""
+        if self._core is not None:
+            return PartState(phase="serving", epoch=self._core.epoch)
+        ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
+        phase: Phase = "gathering" if self._ranks.epoch is None else "meeting"
+        detail = f"waiting for rank {ranks}" if ranks else ""  # all are here, and about to be called
+        return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
+
+    def _drained(self, until: float) -> bool:
+        return self._core is None or self._core.idle or time.monotonic() >= until
+
+    def stop(self) -> None:
+        """Ask the loop to drain and end; safe in a signal handler."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Close the links; messages still queued get a moment to leave."""
+        for links in (self._router, self._ranks):
+            links.close()
+        self._doorkeeper.close()
+        self._context.term()
+        self._inspection.close()
+        if self._record is not None:
+            self._record.close()
+
+    def _step(self, event: ControllerEvent) -> None:
+        core = self._core
+        if core is None:
+            return  # the epoch was lost by an event before this one
+        now = time.monotonic()
+        commands = core.handle(event, now)
+        handle_seconds = time.monotonic() - now
+        self._record_event(event, now, commands)
+        for command in commands:
+            self._carry_out(command)
+        if isinstance(event, Submit) and not core.knows_prompt(event.prompt):
+            self._prompts.forgotten(event.prompt)
+        self._observer.observe(event, commands, core, now, handle_seconds)
+        self._inspection.observe(event, commands, core, now)
+
+    # --- links --------------------------------------------------------------------------------------
+
+    def _look_at_links(self) -> None:
+        """Count who was not let in, and notice when a rank goes, or the router comes or goes."""
+        for link, refused in self._ranks.look_at_connections().items():
+            self._observer.refused(link, refused)
+        match self._router.look(time.monotonic()):
+            case "came":
+                _log.info("the router is there")
+                self._announce(force=True)
+            case "gone":
+                _log.warning("the router has gone: all its requests end here")
+                self._end_all()
+            case "refused":
+                _log.error(
+                    "the router at %s does not admit this replica: the token in %s is none of its enrolment tokens, or it "
+                    "has another key than %s; trying again",
+                    self._settings.router_control,
+                    self._settings.enrolment_file,
+                    self._settings.router_key_file,
+                )
+        self._poll_router()
+
+    def _poll_router(self) -> None:
+        """Poll the links to the router that there are now; former ones are closed."""
+        sockets = self._router.sockets
+        if sockets == self._router_sockets:
+            return
+        for former in self._router_sockets:
+            self._poller.unregister(former)
+        for socket in sockets:
+            self._poller.register(socket, zmq.POLLIN)
+        self._router_sockets = sockets
+
+    def _end_all(self) -> None:
+        """Nobody wants what runs and waits here any more; a router that comes back submits it anew."""
+        if self._core is None:
+            return
+        self._prompts.abandon()
+        for request in list(self._core.requests()):
+            self._outputs.end(request.id)
+            self._step(Cancel(request.id))
+
+    def _answer(self, answer: Announce | Emit | Refused | Failed) -> None:
+        """Tell the router, if it is there; who has gone gets nothing late."""
+        if self._router.connected:
+            self._router.control.send(answer)
+
+    # --- epochs -------------------------------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        """An epoch is lost: the router submits what is open to the next one, and knows what the ranks were computing."""
+        if self._core is not None:
+            steps = self._core.steps_in_flight
+            self._give_back(self._core, {entry.id for step in steps for entry in step.entries})
+        self._announce(force=True)
+
+    def _give_back(self, core: ReplicaController, suspects: set[str]) -> None:
+        """This epoch serves no more: the router has all that is open again.
+
+        `suspects` may be what the ranks died of, so that the router counts the loss. Whoever only waited is innocent.
+        """
+        self._core = None
+        open_ids = [request.id for request in core.requests() if not request.ended]
+        # Refusals first: they tell the router that nothing has room here, before it sends a suspect anywhere.
+        for request_id in [*self._prompts.held_ids, *(id_ for id_ in open_ids if id_ not in suspects)]:
+            self._answer(Refused(request_id, "not_ready", "the epoch has ended"))
+        for request_id in open_ids:
+            if request_id in suspects:
+                self._answer(Failed(request_id, "rank_lost", "a rank was lost while a step had it"))
+
+    def _begin(self, ranks: list[RankReady]) -> None:
+        """All ranks are ready: serve."""
+        spec = self._settings.spec
+        slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
+        profile = _profile(spec)
+        try:
+            config = derive(spec, slowest)
+            core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
+        except (ValueError, ArithmeticError) as error:  # numbers that looked plausible one by one
+            self._ranks.end_epoch(f"no replica can be made of what rank {slowest.rank} reports: {error}")
+            return
+        is_first, self._config, self._slowest = self._config is None, config, slowest
+        self._changed_at = None
+        self._vocab_size = slowest.vocab_size
+        self._core = core
+        hasher = None
+        if spec.kv_cache.prefix_caching:
+            # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
+            hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
+        self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
+        self._outputs = OutputHasher()
+        self._open_record(profile, slowest)
+        self._inspection.begin_epoch(self._core, time.monotonic())
+        if is_first:
+            self._metrics_url = serve(
+                self._registry, self._inspection.questions, spec.metrics.host, spec.metrics.port
+            )
+            self._report_ready(config, ranks)
+        self._announce(force=True)
+
+    def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
+        """Each epoch has a log of its own, for each begins with a fresh state."""
+        path = self._record_file
+        if path is None:
+            return
+        if ready.epoch > 0:
+            path = path.with_name(f"{path.name}.epoch{ready.epoch}")
+        header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
+        if profile is not None:  # its file may be gone when the log is replayed
+            header["profile"] = json.loads(profile.to_json())
+        try:
+            if self._record is not None:
+                self._record.close()
+            self._record = path.open("w", encoding="utf-8", buffering=1)
+            self._record.write(json.dumps(header) + "\n" + encode(ready)[0].decode() + "\n")  # type: ignore[union-attr]
+        except OSError as error:
+            self._stop_recording(error)
+
+    def _stop_recording(self, error: OSError) -> None:
+        """No record is worth the replica: what was written stays, and nothing is added, nor in later epochs."""
+        _log.error("the record ends here: %s", error)
+        if self._record is not None:
+            with suppress(OSError):  # closing tries once more to write what could not be written
+                self._record.close()
+        self._record = self._record_file = None
+
+    def _report_ready(self, config: ReplicaConfig, ranks: list[RankReady]) -> None:
+        _log.info(
+            "serving: %d KV tokens, long from %d tokens", config.pool_tokens, config.long_threshold_tokens
+        )
+        if self._settings.ready_file is not None:
+            partial = self._settings.ready_file.with_suffix(".partial")
+            partial.write_bytes(to_json(Readiness(tuple(ranks), self._metrics_url)))
+            partial.rename(self._settings.ready_file)  # so that nobody reads half of it
+
+    # --- events -------------------------------------------------------------------------------------
+
+    def _events(self) -> Iterator[ControllerEvent]:
+        """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
+        for news in self._ranks.receive():
+            match news:
+                case Done() as done:
+                    yield self._with_hashes(done)
+                case StageFree() as stage_free:
+                    yield stage_free
+                case TracePart() as part:
+                    self._inspection.part(part, time.monotonic())
+                case list() as ranks:
+                    self._begin(ranks)
+        while (received := self._router.tokens.receive()) is not None:
+            match received.message, received.payload:
+                case Tokens(), _ if self._core is None:
+                    pass  # they come again with the next attempt
+                case Tokens() as tokens, memoryview() as frame:
+                    try:
+                        released = self._prompts.receive(tokens, tokens_from_frame(frame))
+                    except WireInvalid as error:
+                        self._router.tokens.drop(error)
+                        continue
+                    yield from released
+        while (received := self._router.control.receive()) is not None:
+            match received.message:
+                case Submit() as submit if self._core is None:
+                    self._answer(Refused(submit.id, "not_ready", "the ranks are gathering"))
+                case Cancel() if self._core is None:
+                    pass
+                case Submit() as submit:
+                    contradiction = self._prompts.contradicts(submit)
+                    if contradiction is not None:
+                        self._router.control.drop(WireInvalid(contradiction))
+                        self._answer(Refused(submit.id, "invalid", contradiction))
+                    elif not self._prompts.hold(submit):
+                        yield self._prompts.hashed(submit)
+                case Cancel() as cancel:
+                    self._prompts.withdraw(cancel.id)
+                    self._outputs.end(cancel.id)
+                    yield cancel
+                case FetchBundle() as fetch:
+                    self._send_bundle(fetch)
+
+    def _with_hashes(self, done: Done) -> Done:
+        """The step's end with the hashes of the blocks that its samples fill."""
+        hashes = []
+        for sample in done.samples:
+            if sample.id not in self._outputs:
+                request = self._core.find(sample.id) if self._core is not None else None
+                if request is None or request.ended or request.emitted:
+                    continue  # its output was not followed from its first token on
+                prompt = self._prompts.hash_of(request.submit.prompt)
+                if prompt is None:
+                    continue
+                self._outputs.begin(sample.id, prompt)
+            filled = self._outputs.add(sample.id, sample.token)
+            if filled:
+                hashes.append((sample.id, filled))
+        return replace(done, block_hashes=tuple(hashes)) if hashes or done.block_hashes else done
+
+    # --- commands -----------------------------------------------------------------------------------
+
+    def _carry_out(self, command: ControllerCommand) -> None:
+        match command:
+            case Step() as step:
+                self._send_prompts(step)
+                if self._core is not None:  # else a rank was found gone when it was sent ids
+                    self._ranks.begin_step(step)
+            case Emit() | Refused() | Failed() as answer:
+                self._answer(answer)
+                if isinstance(answer, Failed) or (isinstance(answer, Emit) and answer.finish_reason):
+                    self._outputs.end(answer.id)
+
+    def _send_prompts(self, step: Step) -> None:
+        """Token ids go ahead of the step that admits the first sequence of their prompt."""
+        for name in step.forgets:
+            self._prompts.forgotten(name)
+        for admit in step.admits:
+            ids = self._prompts.take_unsent(admit.prompt)
+            if ids is None:
+                continue
+            for offset in range(0, len(ids), TOKENS_PER_FRAME):
+                frame = tokens_to_frame(ids[offset : offset + TOKENS_PER_FRAME])
+                piece = Tokens(prompt=admit.prompt, offset=offset, total=len(ids), epoch=step.epoch)
+                self._ranks.send_tokens(piece, frame)
+
+    def _send_bundle(self, fetch: FetchBundle) -> None:
+        if fetch.digest != self._bundle.digest:
+            self._router.control.drop(WireInvalid(f"bundle {fetch.digest:.80} is not ours"))
+            return
+        remaining = len(self._bundle.files)
+        for name, content in self._bundle.files.items():
+            remaining -= 1
+            self._router.control.send(BundlePart(self._bundle.digest, name, remaining), content)
+
+    def _announce(self, *, force: bool = False) -> None:
+        """Tell the router our load when it has changed, and at least every heartbeat."""
+        now = time.monotonic()
+        silent_seconds = now - self._announced_at
+        if not force and silent_seconds < LOAD_SECONDS:
+            return
+        card = self._card
+        if self._core is not None and self._config is not None:
+            load = self._core.load()
+            if not force and load == self._announced and silent_seconds < HEARTBEAT_SECONDS:
+                return
+            self._announced = load
+            self._observer.state(self._core)
+            card = self._card = self._new_card(self._core, self._config, load)
+        elif card is None or (not force and silent_seconds < HEARTBEAT_SECONDS):
+            return
+        else:
+            card = replace(card, ready=False)  # between two epochs
+        self._announced_at = now
+        # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
+        if self._router.connected:
+            self._router.control.send(card)
+            self._router.tokens.send(card)
+
+    def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
+        longest = config.max_model_len  # so that routers take no prompt's time from beyond the points
+        lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
+        seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
+        return Announce(
+            replica=self._settings.replica,
+            model=self._settings.spec.model.name,
+            digest=self._bundle.digest,
+            epoch=core.epoch,
+            ready=True,
+            draining=core.draining,
+            max_model_len=config.max_model_len,
+            vocab_size=self._vocab_size,
+            kv_tokens_total=config.pool_tokens,
+            kv_tokens_free=load.kv_tokens_free,
+            running=load.running,
+            waiting=load.waiting,
+            pending_prefill_seconds=load.pending_prefill_seconds,
+            longest_request_tokens=min(config.max_model_len, config.pool_tokens),
+            waiting_limit=config.scheduling.max_waiting,
+            service_classes=tuple(_terms(entry) for entry in config.service_classes.values()),
+            prefill_points=tuple(zip(lengths.tolist(), seconds.tolist(), strict=True)),
+        )
+
+    def _record_event(self, event: ControllerEvent, now: float, commands: list[ControllerCommand]) -> None:
+        if self._record is not None:
+            header = bytes(encode(event)[0]).decode() if not isinstance(event, Drain) else '{"type":"Drain"}'
+            try:
+                self._record.write(
+                    f'{{"now": {now!r}, "event": {header}, "commands": "{digest(commands)}"}}\n'
+                )
+            except OSError as error:
+                self._stop_recording(error)
+
+
+def _profile(spec: MedhaReplicaSpec) -> Profile | None:
+    """The profile that the manifest names, if it does.
+
+    Raises:
+        ConfigInvalid: it cannot be read.
+    """
+    if spec.scheduling.profile is None:
+        return None
+    path = Path(spec.scheduling.profile)
+    try:
+        return Profile.from_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigInvalid(f"scheduling.profile: {path} cannot be read: {error.strerror}") from error
+
+
+def chunk_seconds(profile: StepProfile) -> float:
+    """What a chunk of 512 tokens behind as many takes: ranks of other stages wait for the one where it is longest."""
+    pairs = 512 * (512 + 513 / 2)
+    linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair
+    return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
+
+
+def _terms(service_class: ServiceClass) -> ServiceClassTerms:
+    return ServiceClassTerms(
+        name=service_class.name,
+        ttft_floor_seconds=service_class.ttft_floor_seconds,
+        ttft_factor=service_class.ttft_factor,
+        tpot_target_seconds=service_class.tpot_target_seconds,
+        tpot_floor_seconds=service_class.tpot_floor_seconds,
+        default_output_tokens=service_class.default_output_tokens,
+    )
+
+
+def read_settings(path: Path) -> ControllerSettings:
+    """The settings that a file holds.
+
+    Raises:
+        ValidationError: the file holds something else.
+    """
+    return ControllerSettings.model_validate_json(path.read_bytes())
+
+
+@click.command()
+@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+def main(settings_file: Path) -> None:
+    """Drive one replica; the settings are a JSON file of `ControllerSettings`."""
+    settings = read_settings(settings_file)
+    configure_logging(settings.log_level)
+    raise_file_limit()
+    end_with_parent()
+    collect_garbage_rarely()
+    try:
+        controller = Controller(settings, read_bundle(settings.model_directory), settings_file)
+    except MedhaError as error:
+        _log.critical("%s", error)
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: controller.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains us by SIGTERM
+    try:
+        controller.run(Watchdog())
+    except MedhaError as error:
+        _log.critical("%s", error)
+        sys.exit(1)
+    finally:
+        controller.close()

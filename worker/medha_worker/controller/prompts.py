@@ -1,0 +1,158 @@
+"""Token ids of prompts, on their way from a router to the ranks.
+
+Ids and requests come on two links, in no order between them, so a request may have to wait here for its ids. A
+prompt is kept while a request that names it is still to come (`Tokens.sequences` says how many there will be)
+or is known to the controller; the ranks get it ahead of the step that admits its first sequence.
+
+The hashes of a prompt's blocks are computed here, piece by piece as the ids come: a request is handed on with them,
+and nothing behind it needs the ids to find out which prompts begin alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from medha.errors import WireInvalid
+from medha.kv.prefix_cache import PrefixHasher, PromptHash
+from medha.wire.frames import TokenIds
+from medha.wire.messages import Submit, Tokens
+
+
+@dataclass(slots=True)
+class _Prompt:
+    ids: TokenIds
+    hash: PromptHash | None = None  # of the ids that have come; None: none has, or nothing is hashed
+    received: int = 0
+    awaited: int = 0  # requests still to come
+    on_ranks: bool = False
+    held: dict[str, Submit] = field(default_factory=dict)  # came before the last of the ids
+
+    @property
+    def complete(self) -> bool:
+        return self.received == len(self.ids)
+
+
+class PromptStore:
+    """Prompts by name."""
+
+    def __init__(self, longest_tokens: int, vocab_size: int, hasher: PrefixHasher | None = None) -> None:
+        """Without a `hasher` requests are handed on without hashes, and share no prefix."""
+        self._longest_tokens = longest_tokens
+        self._vocab_size = vocab_size
+        self._hasher = hasher
+        self._prompts: dict[str, _Prompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @property
+    def held_ids(self) -> list[str]:
+        """Requests that wait here for their ids."""
+        return [request_id for prompt in self._prompts.values() for request_id in prompt.held]
+
+    def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
+        """Add a piece of a prompt; return the requests that waited for its last one.
+
+        Raises:
+            WireInvalid: the piece does not continue what is here, or has an id that no model token has.
+        """
+        name, total = tokens.prompt, tokens.total
+        prompt = self._prompts.get(name)
+        if not 0 < total <= self._longest_tokens or tokens.sequences < 1:
+            raise WireInvalid(f"prompt {name:.80} of {total} tokens for {tokens.sequences} requests")
+        if prompt is not None and total != len(prompt.ids):
+            raise WireInvalid(f"prompt {name:.80} has {len(prompt.ids)} tokens, not {total}")
+        # Before anything is kept: the rest of a prompt whose beginning went to somebody else is never whole.
+        received = 0 if prompt is None else prompt.received
+        if tokens.offset != received or not 0 < len(ids) <= total - received:
+            raise WireInvalid(
+                f"prompt {name:.80}: {len(ids)} ids at {tokens.offset}, expected some at {received} of {total}"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= self._vocab_size:
+            raise WireInvalid(f"prompt {name:.80}: an id is not within 0 .. {self._vocab_size - 1}")
+        if prompt is None:
+            prompt = self._expect(name, total)
+        if tokens.offset == 0:
+            prompt.awaited += tokens.sequences
+            prompt.hash = None if self._hasher is None else self._hasher.start(tokens.cache_salt)
+        prompt.ids[received : received + len(ids)] = ids
+        prompt.received = received + len(ids)
+        if prompt.hash is not None:
+            prompt.hash.update(ids)
+        if not prompt.complete:
+            return []
+        released = list(prompt.held.values())
+        prompt.held.clear()
+        prompt.awaited -= len(released)
+        if prompt.awaited <= 0 and not released:
+            del self._prompts[name]  # all its requests were cancelled meanwhile
+        return [self.hashed(submit) for submit in released]
+
+    def hashed(self, submit: Submit) -> Submit:
+        """The request with the hashes of its prompt, whatever it came with."""
+        prompt = self._prompts.get(submit.prompt)
+        hashes = "" if prompt is None or prompt.hash is None else prompt.hash.hashes
+        return submit if submit.block_hashes == hashes else replace(submit, block_hashes=hashes)
+
+    def hash_of(self, name: str) -> PromptHash | None:
+        """The hash of a prompt that is here whole, if prompts are hashed."""
+        prompt = self._prompts.get(name)
+        return prompt.hash if prompt is not None and prompt.complete else None
+
+    def contradicts(self, submit: Submit) -> str | None:
+        """What is wrong with a request beside the prompt that it names."""
+        prompt = self._prompts.get(submit.prompt)
+        if prompt is None:
+            return None
+        if submit.tokens != len(prompt.ids):
+            return f"prompt {submit.prompt:.80} has {len(prompt.ids)} tokens, not {submit.tokens}"
+        return f"request {submit.id:.80} is already here" if submit.id in prompt.held else None
+
+    def hold(self, submit: Submit) -> bool:
+        """Keep a request whose ids are not all here yet; False: it need not wait."""
+        if not 0 < submit.tokens <= self._longest_tokens:
+            return False  # the controller will refuse it
+        prompt = self._prompts.get(submit.prompt) or self._expect(submit.prompt, submit.tokens)
+        if prompt.complete:
+            prompt.awaited -= 1
+            return False
+        prompt.held[submit.id] = submit
+        return True
+
+    def withdraw(self, request_id: str) -> None:
+        """Give up a request that is held here; its ids go with the prompt's last request."""
+        for prompt in self._prompts.values():
+            if prompt.held.pop(request_id, None) is not None:
+                prompt.awaited -= 1  # below zero if no piece has come: the first one adds all its requests
+                return
+
+    def abandon(self) -> None:
+        """No request will come any more for what is here, and none is held; ranks are told by whom they ran."""
+        for name, prompt in list(self._prompts.items()):
+            prompt.held.clear()
+            prompt.awaited = 0
+            if not prompt.on_ranks:
+                del self._prompts[name]
+
+    def take_unsent(self, name: str) -> TokenIds | None:
+        """The ids (int32 [n]) of a prompt that the ranks lack; they count as sent from here on."""
+        prompt = self._prompts[name]
+        if prompt.on_ranks:
+            return None
+        prompt.on_ranks = True
+        return prompt.ids
+
+    def forgotten(self, name: str) -> None:
+        """The controller and the ranks need a prompt no more."""
+        prompt = self._prompts.get(name)
+        if prompt is None:
+            return
+        prompt.on_ranks = False
+        if prompt.complete and prompt.awaited <= 0:
+            del self._prompts[name]
+
+    def _expect(self, name: str, tokens: int) -> _Prompt:
+        prompt = self._prompts[name] = _Prompt(np.zeros(tokens, dtype=np.int32))
+        return prompt

@@ -1,0 +1,351 @@
+"""The controller's links to its ranks, and the life of their epochs: who is here, who is called, and when one is lost.
+
+What is decided about epochs is decided in `membership`, what belongs to a step in `lock_step`. Here their messages are read,
+and the clock is looked at: ranks that say nothing, steps that do not end, gathering that takes too long.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import zmq
+
+from medha.errors import PartFailed, WireInvalid
+from medha.wire.messages import (
+    Done,
+    MemoryRanOut,
+    Message,
+    RankFault,
+    RankHello,
+    RankReady,
+    Shutdown,
+    StageFree,
+    Step,
+    TracePart,
+)
+from medha_links.drops import Drops, RankDrops
+from medha_links.keys import KeyPair
+from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
+from medha_worker.controller.lock_step import LockStep
+from medha_worker.controller.membership import LinkName, Membership, implausible
+from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
+from medha_worker.link import Context, Link, Received, rank_identity
+from medha_worker.process import free_port
+
+AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood still, and nobody else
+TELL_SECONDS = 10.0  # how often it is said that ranks are missing
+
+_log = logging.getLogger("medha.controller")
+
+_AT_RANKS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
+"""The links of a rank, as metrics of the controller name them."""
+
+_LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
+
+RankNews = StageFree | Done | TracePart | list[RankReady]
+"""A list: all ranks are ready, and an epoch begins."""
+
+
+class RankLinks:
+    """Ranks as their controller sees them."""
+
+    def __init__(
+        self,
+        context: Context,
+        endpoints: tuple[str, str],
+        keys: KeyPair,
+        ranks: int,
+        drops: Drops,
+        *,
+        rendezvous_host: str,
+        epoch_file: Path | None,
+        gather_seconds: float,
+        lost: Callable[[], None],
+        dropped: Callable[[str, str, int], None],
+        oldest_epoch: int = 0,
+        revision: str = "",
+    ) -> None:
+        """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over.
+
+        `dropped` is told the link, the reason and the number of messages that ranks have dropped.
+        """
+        control, tokens = endpoints
+        peers = [rank_identity(rank) for rank in range(ranks)]
+        self._control = Link(
+            bind(context, control, keys, heartbeats=crosses_network(control)),
+            "rank_control",
+            drops,
+            accepts=(StageFree, Done, RankHello, RankReady, RankFault, MemoryRanOut, TracePart),
+            peers=peers,
+        )
+        self._tokens = Link(
+            bind(
+                context,
+                tokens,
+                keys,
+                largest_frame_bytes=TOKENS_FRAME_BYTES,
+                heartbeats=crosses_network(tokens),
+            ),
+            "rank_tokens",
+            drops,
+            accepts=(RankHello,),
+            peers=peers,
+        )
+        self.links = self._control, self._tokens
+        self._membership = Membership(
+            ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch, revision=revision
+        )
+        self._strangers: set[str] = set()  # incarnations of other revisions, each of which is logged once
+        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
+        self._connections: dict[
+            tuple[str, int], int
+        ] = {}  # by link and rank: by which who was let in was heard
+        self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
+        self._rendezvous_host = rendezvous_host
+        self._epoch_file = epoch_file
+        self.gather_seconds = gather_seconds
+        self._tell_lost = lost
+        self._rank_drops = RankDrops(_AT_RANKS)
+        self._tell_dropped = dropped
+        self._lock_step: LockStep | None = None  # of the epoch that serves
+        self._vocab_size = 0
+        # A controller that was replaced goes on where the one before it was: it does not wait for ever, either.
+        self._has_served = read_epoch(epoch_file) is not None
+        self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that the others wait for: not heard yet, or not ready."""
+        return self._membership.missing
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch in which the ranks meet or have met; None while they gather."""
+        return self._membership.epoch
+
+    def close(self) -> None:
+        """Close the links; messages still queued get a moment to leave."""
+        for link in self.links:
+            link.close()
+
+    # --- to the ranks -------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        assert self._lock_step is not None
+        self._lock_step.expect(step, time.monotonic())
+        self.send(step)
+
+    def send(self, message: Message) -> None:
+        self._to_all(self._control, message)
+
+    def send_tokens(self, message: Message, payload: bytes) -> None:
+        self._to_all(self._tokens, message, payload)
+
+    def end_epoch(self, reason: str) -> None:
+        """Let the next epoch begin; what is open is submitted to it again."""
+        self._lost(reason)
+
+    def shut_down(self) -> None:
+        for rank in range(self._membership.expected):
+            with suppress(zmq.ZMQError):  # it has gone already
+                self._control.send(Shutdown(reason="drained"), peer=self._identities[rank])
+
+    def _to_all(self, link: Link, message: Message, payload: bytes | None = None) -> None:
+        """Send one message to every rank; one that is not connected any more ends the epoch."""
+        for rank in range(self._membership.expected):
+            try:
+                link.send(message, payload, peer=self._identities[rank])
+            except zmq.ZMQError as error:
+                self._lost(f"rank {rank} is gone ({error}); its own log says why")
+                return
+
+    # --- from the ranks -----------------------------------------------------------------------------
+
+    def look_at_connections(self) -> dict[str, int]:
+        """Notice who has gone, and how many peers were not let in, by link; call it before `receive`.
+
+        Only the connection of the process that has a rank's place counts: not its predecessor's, nor a stranger's.
+        """
+        refused = {}
+        for name, link in zip(_LINK_NAMES, self.links, strict=True):
+            refused[link.name], ended = link.connections.refused_and_ended()
+            for rank in range(self._membership.expected):
+                if self._connections.get((name, rank)) in ended:
+                    del self._connections[name, rank]  # its descriptor may become another connection's
+                    if self._membership.epoch is not None:
+                        self._gone.add(rank)
+        return refused
+
+    def look(self) -> None:
+        """Hear who is here on the token link, call ranks together once all are, and look at the clock.
+
+        Raises:
+            PartFailed: they did not come back in time; who started this process starts it again, or ends the whole.
+        """
+        while (received := self._tokens.receive()) is not None:
+            if isinstance(received.message, RankHello) and self._is_of(received, self._tokens):
+                self._hello("tokens", received.message, received)
+        if self._membership.complete and self._membership.epoch is None:
+            self._call_together()
+        now = time.monotonic()
+        self._watch_gathering(now)
+        self._watch_ranks(now)
+
+    def receive(self) -> Iterator[RankNews]:
+        """What has come on the control link, and is not about epochs alone.
+
+        Raises:
+            PartFailed: a rank cannot go on, and nothing was ever served.
+        """
+        while (received := self._control.receive()) is not None:
+            if not self._is_of(received, self._control):
+                continue
+            match received.message:
+                case StageFree() | Done() as part:
+                    event = self._join(part)
+                    if event is not None:
+                        yield event
+                case RankHello() as hello:
+                    self._hello("control", hello, received)
+                case RankReady() as ready:
+                    everyone = self._ready(ready)
+                    if everyone is not None:
+                        yield everyone
+                case RankFault() as fault:
+                    self._fault(fault)
+                case MemoryRanOut(rank, step_id, epoch):
+                    if self._lock_step is not None and epoch == self._membership.epoch:
+                        self._lock_step.ran_out(step_id, rank)
+                case TracePart() as part:
+                    yield part
+        if self._gone:  # after its last words, which may be tokens or say why
+            self._lost(f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended")
+
+    def _is_of(self, received: Received, link: Link) -> bool:
+        """Whether a rank speaks of itself; else the message is dropped."""
+        rank: int | None = getattr(received.message, "rank", None)
+        if rank is None:
+            is_own = received.peer in self._identities.values()
+        elif isinstance(received.message, RankHello) or self._identities.get(rank) == rank_identity(rank):
+            # Whoever has the name, while nobody was let in: a rank that cannot load says so before its first hello.
+            is_own = received.peer.partition(b"/")[0] == rank_identity(rank)
+        else:
+            is_own = received.peer == self._identities.get(rank)
+        if not is_own:
+            link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
+        return is_own
+
+    def _join(self, part: StageFree | Done) -> StageFree | Done | None:
+        epoch = self._membership.epoch
+        if self._lock_step is None or epoch is None or part.epoch < epoch:
+            return None  # of an epoch that was lost
+        contradiction = self._lock_step.contradiction(part, epoch, self._vocab_size)
+        if contradiction is not None:
+            self._control.drop(WireInvalid(contradiction))
+            return None
+        undrawn = self._lock_step.undrawn(part) if isinstance(part, Done) else []
+        if undrawn:  # no other report comes, and they would wait for ever
+            self._lost(f"step {part.step_id} ended without a token for {', '.join(undrawn[:8])}")
+            return None
+        return self._lock_step.join(part)
+
+    def _ready(self, ready: RankReady) -> list[RankReady] | None:
+        contradiction = implausible(ready)
+        if contradiction is None and self._lock_step is not None and ready.epoch == self._membership.epoch:
+            contradiction = f"rank {ready.rank} was ready already"
+        if contradiction is not None:
+            self._control.drop(WireInvalid(contradiction))
+            return None
+        everyone = self._membership.ready(ready)
+        if everyone is not None:
+            self._lock_step, self._vocab_size, self._has_served = LockStep(), ready.vocab_size, True
+        return everyone
+
+    # --- epochs -------------------------------------------------------------------------------------
+
+    def _hello(self, name: LinkName, hello: RankHello, received: Received) -> None:
+        peer = received.peer
+        refusal = self._membership.refuses(hello)
+        if refusal:
+            if name == "control":
+                _log.warning("%s is not let in: %s", peer.decode(errors="replace"), refusal)
+                with suppress(zmq.ZMQError):  # it has gone already
+                    self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
+            return
+        if self._membership.is_of_other_revision(
+            hello
+        ):  # it goes on calling, until its own controller is here
+            if hello.incarnation not in self._strangers:
+                self._strangers.add(hello.incarnation)
+                _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)
+            return
+        try:
+            growth = self._rank_drops.growth(hello.rank, hello.incarnation, hello.dropped)
+        except WireInvalid as error:
+            (self._control if name == "control" else self._tokens).drop(error)
+            return
+        for (link, reason), messages in growth.items():
+            self._tell_dropped(_AT_RANKS[link], reason, messages)
+        if self._membership.replaces(hello):
+            self._lost(f"rank {hello.rank} was replaced")
+        self._identities[hello.rank] = peer
+        self._connections[name, hello.rank] = received.connection
+        self._membership.hello(name, hello, time.monotonic())
+
+    def _fault(self, fault: RankFault) -> None:
+        """A rank says that it cannot go on: if nothing was ever served, the manifest or the machine is to blame."""
+        if fault.lost_epoch is None and not self._has_served:
+            raise PartFailed(f"rank {fault.rank}: {fault.detail}")
+        if fault.lost_epoch in (None, self._membership.epoch):
+            self._lost(f"rank {fault.rank}: {fault.detail}")
+
+    def _lost(self, reason: str) -> None:
+        """The epoch is over. The router keeps the open requests, and submits them to the next one."""
+        if self._membership.epoch is not None:
+            _log.warning("epoch %d is lost: %s; waiting for all ranks", self._membership.epoch, reason)
+        self._membership.lose()
+        self._gone.clear()
+        if self._lock_step is not None:
+            self._lock_step = None
+            self._tell_lost()
+
+    def _call_together(self) -> None:
+        is_alone = self._membership.expected == 1
+        host = self._rendezvous_host
+        meet = self._membership.meet("" if is_alone else f"tcp://{host}:{free_port(host)}")
+        write_epoch(self._epoch_file, meet.epoch)
+        _log.info("epoch %d begins", meet.epoch)
+        self.send(meet)
+
+    def _watch_gathering(self, now: float) -> None:
+        """Say who is missing, and give up after a bound where ranks gather again: a first start has its supervisor's."""
+        if self._lock_step is not None:
+            self._gathering_since = self._told_at = now
+            return
+        missing, limit = self._membership.missing, self.gather_seconds
+        named = ", ".join(map(str, missing))
+        if self._has_served and now - self._gathering_since > limit:
+            raise PartFailed(f"rank {named} did not come back in {limit:g} s (lifecycle.readySeconds)")
+        # As long as all of them load for the first time, nobody waits.
+        if now - self._told_at > TELL_SECONDS and (
+            self._has_served or len(missing) < self._membership.expected
+        ):
+            self._told_at = now
+            _log.warning("waiting for rank %s since %.0f s", named, now - self._gathering_since)
+
+    def _watch_ranks(self, now: float) -> None:
+        """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""
+        was_away, self._turned_at = now - self._turned_at > AWAY_SECONDS, now
+        if self._lock_step is None:
+            return
+        if was_away or not self._lock_step.is_idle:
+            self._busy_at = now
+        overdue, silent = self._lock_step.overdue(now), self._membership.silent(now, self._busy_at)
+        if overdue is not None and not was_away:
+            self._lost(f"step {overdue} does not end")
+        elif silent:
+            self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")

@@ -1,0 +1,5 @@
+"""`python -m medha_worker.pod` runs `medha_worker.pod.process`."""
+
+from medha_worker.pod.process import main
+
+main()

@@ -1,0 +1,188 @@
+"""`python -m medha_worker.pod`: the supervisor of one pod of a replica, which is one (lane, stage) of its grid.
+
+It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is started again here, and the
+others keep their weights: the operator replaces pods only when this process asks for it by its exit status, 75. On
+SIGTERM the leader's controller finishes the open requests; the other pods wait for its word.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from medha.api.replica import MedhaReplica
+from medha.errors import MedhaError
+from medha_links.limits import raise_file_limit
+from medha_worker.controller.live_settings import LiveFile
+from medha_worker.epoch_file import read_epoch, write_epoch
+from medha_worker.part_state import PartState
+from medha_worker.pod.health import HealthServer
+from medha_worker.pod.leader import LeaderName
+from medha_worker.pod.parts import (
+    HEALTH_PORT,
+    Place,
+    read_replica,
+    replica_name,
+    write_controller,
+    write_parts,
+)
+from medha_worker.pod.watch import PodWatch
+from medha_worker.process import configure_logging
+from medha_worker.supervision.lifecycle import GiveUp, Lifecycle
+from medha_worker.supervision.progress import ProgressLines
+from medha_worker.supervision.shown import end_if_unread, iso_time, local_time
+from medha_worker.supervision.supervisor import StopRequests, supervise
+
+MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
+
+_log = logging.getLogger("medha.pod")
+
+
+class PodLog:
+    """What the supervisor shows: plain lines with their time and the part's name, on stdout."""
+
+    def __init__(self) -> None:
+        self._progress = ProgressLines()
+
+    def starting(self, parts: list[str]) -> None:
+        self.say(f"starting {', '.join(parts)}", local_time())
+
+    def line(self, part: str, text: str, at: datetime) -> None:
+        print(f"{iso_time(at)} {part} | {text}", flush=True)
+
+    def say(self, text: str, at: datetime) -> None:
+        self.line("pod", text, at)
+
+    def progress(self, part: str, state: PartState, at: datetime) -> None:
+        line = self._progress.line(part, state, at)
+        if line:
+            self.say(line, at)
+
+    def ready(self, process_ids: dict[str, int]) -> None:
+        processes = ", ".join(f"{name} is process {pid}" for name, pid in process_ids.items())
+        self.say(f"ready: {processes}", local_time())
+
+    def close(self) -> None: ...
+
+
+class Supervised(PodWatch):
+    """A pod's watch that looks up the leader's name while a part calls it, and takes live settings as they change."""
+
+    def __init__(self, place: Place, replica_file: Path, replica: MedhaReplica, parts: list[str]) -> None:
+        lifecycle = replica.spec.lifecycle
+        super().__init__(
+            parts, time.monotonic(), lifecycle.ready_seconds, lifecycle.drain_seconds, place.leader
+        )
+        self._place = place
+        self._live = LiveFile(replica_file, read_replica, _log)
+        self._leader = None if place.is_leader else LeaderName(place.leader)
+
+    def look(self, now: float) -> GiveUp | None:
+        if self._leader is not None:
+            self._leader.want(self.is_calling())
+        replica = self._live.changed(now)
+        if replica is not None:
+            self._change(replica)
+        return super().look(now)
+
+    def _change(self, replica: MedhaReplica) -> None:
+        _log.info("live settings have changed")
+        lifecycle = replica.spec.lifecycle
+        self.ready_seconds, self.drain_seconds = lifecycle.ready_seconds, lifecycle.drain_seconds
+        if self._place.is_leader:
+            write_controller(self._place, replica, oldest_epoch(self._place.run_directory))
+
+
+def run(place: Place, replica_file: Path) -> Lifecycle:
+    """Run the pod until it is asked to stop, or cannot go on; call it in the main thread.
+
+    Raises:
+        ConfigInvalid: the pod cannot be what its environment says.
+    """
+    with (
+        StopRequests() as requests
+    ):  # from here on a SIGTERM counts: process 1 of a container would not notice it
+        return _run(place, replica_file, requests)
+
+
+def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
+    replica = read_replica(replica_file)
+    place.require_in(replica.spec)
+    place.run_directory.mkdir(parents=True, exist_ok=True)
+    groups = write_parts(place, replica, oldest_epoch(place.run_directory))
+    watch = Supervised(place, replica_file, replica, [part.name for group in groups for part in group])
+    health = HealthServer(watch, place.listens_at, HEALTH_PORT)
+    who = "this pod" if place.is_leader else place.leader
+    _log.info(
+        "lane %d, stage %d of %s, at %s; the leader is %s",
+        *(place.lane, place.stage, replica_name(replica), place.address, who),
+    )
+    try:
+        return supervise(
+            groups,
+            run_directory=place.run_directory,
+            is_ready=lambda: watch.has_started,
+            display=PodLog(),
+            ready_seconds=float("inf"),  # the watch knows it better
+            drain_seconds=watch.drain_seconds,
+            awaits_word=not place.is_leader,
+            watch=watch,
+            requests=requests,
+        )
+    finally:
+        health.close()
+
+
+def oldest_epoch(run_directory: Path) -> int:
+    """The epoch that this pod begins with if it leads: later than any of a pod that led before it.
+
+    Nothing outlives a pod but time, so it is the time of the pod's first start in seconds: epochs are begun more slowly
+    than one a second, and clocks of nodes differ by less than it takes to replace a pod.
+    """
+    path = run_directory / "oldest-epoch"
+    found = read_epoch(path)
+    if found is None:
+        found = int(time.time())  # noqa: TID251 - it orders pods, and measures no duration
+        write_epoch(path, found)
+    return found
+
+
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.option("--replica", "replica_file", type=click.Path(path_type=Path), required=True)
+@click.option("--keys", type=_FOLDER, required=True)
+@click.option("--enrolment", type=_FOLDER)
+@click.option("--model", "model_directory", type=_FOLDER)
+@click.option("--termination-log", type=click.Path(path_type=Path), default=Path("/dev/termination-log"))
+@click.option("--lane", type=int, envvar="MEDHA_LANE", required=True)
+@click.option("--stage", type=int, envvar="MEDHA_STAGE", required=True)
+@click.option("--leader", envvar="MEDHA_LEADER", required=True)
+@click.option("--address", envvar="MEDHA_POD_IP", required=True)
+@click.option("--run-directory", type=_FOLDER, envvar="MEDHA_RUN_DIRECTORY", required=True)
+@click.option("--router", envvar="MEDHA_ROUTER", default="")
+@click.option("--revision", envvar="MEDHA_REVISION", default="")
+def main(replica_file: Path, termination_log: Path, **place: object) -> None:
+    """Run one pod of a replica; the operator's pods say the rest in their environment."""
+    configure_logging("info")
+    raise_file_limit()  # of the parts, too: they inherit it
+    try:
+        state = run(Place(**place), replica_file)  # type: ignore[arg-type] # click has read each option's type
+        reason, exit_status = state.failure, state.exit_status
+    except MedhaError as error:
+        reason, exit_status = f"{type(error).__name__}: {error}", 1
+    if reason:
+        with suppress(OSError):  # a machine without a kubelet has no such file
+            if termination_log.exists():
+                termination_log.write_bytes(reason.encode()[:MESSAGE_BYTES])
+    end_if_unread(exit_status)
+    if reason:
+        _log.error("%s", reason)
+    sys.exit(exit_status)

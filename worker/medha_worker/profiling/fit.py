@@ -1,0 +1,170 @@
+"""From measured steps to a `Profile`, and how well a profile foretells steps that it has not seen.
+
+A step's forward pass is taken to be `linear(tokens) + sum over sequences (s + slope(queries) * keys)`: two curves
+through knots and a constant, all unknowns linear in the measured seconds. They are found by least squares of relative
+errors with no increment below zero, so that more work never takes less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from medha.cost.predictor import Predictor, Work
+from medha.cost.profile import Attention, Operation, Profile
+
+_Floats = npt.NDArray[np.float64]
+
+_SWEEPS = 20_000
+_TOLERANCE = 1e-10
+_SHORTEST_SECONDS = 1e-9  # of a stage that has no output head
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step as it was measured (seconds): the forward pass, then output head and sampling."""
+
+    works: tuple[Work, ...]
+    forward_seconds: float
+    draw_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.draw_seconds
+
+    @property
+    def tokens(self) -> int:
+        return sum(work.count for work in self.works)
+
+    @property
+    def longest_context(self) -> int:
+        return max(work.context for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """Error over the steps whose longest context is `low .. high` tokens, by a profile fitted to all others."""
+
+    low: int
+    high: int
+    steps: int
+    mean_error: float  # of |predicted / measured - 1|
+    worst_error: float
+
+
+def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source: str) -> Profile:
+    """The profile that fits `steps` best."""
+    tokens = np.array([step.tokens for step in steps])
+    uniform = [step for step in steps if len(set(step.works)) == 1]
+    token_knots = np.unique([step.tokens for step in uniform])
+    count_knots = _count_knots(uniform)
+    slopes = np.array([
+        np.sum([_slope_terms(work.count, count_knots) * work.pairs / work.count for work in step.works], axis=0)
+        for step in steps
+    ])  # fmt: skip
+    sequences = np.array([[float(len(step.works))] for step in steps])
+    terms = np.hstack([_increments(tokens, token_knots), slopes, sequences])
+    solved = _non_negative_least_squares(terms, np.array([step.forward_seconds for step in steps])) / layers
+    linear = np.cumsum(solved[: len(token_knots)])
+    slope = np.cumsum(solved[len(token_knots) : -1])
+
+    rows = np.array([len(step.works) for step in steps])
+    head_terms = np.stack([np.ones(len(rows)), rows], axis=1).astype(np.float64)
+    head = _non_negative_least_squares(head_terms, np.array([step.draw_seconds for step in steps]))
+    return Profile(
+        name=name,
+        source=source,
+        layers=layers,
+        linear=(Operation("linear", compute_seconds_per_row=_last_slope(token_knots, linear)),),
+        linear_points=tuple(zip(token_knots.tolist(), linear.tolist(), strict=True)),
+        attention=Attention(
+            sequence_seconds=float(solved[-1]),
+            points=tuple(zip(count_knots.tolist(), slope.tolist(), strict=True)),
+        ),
+        head=Operation("head", launch_seconds=float(head[0]), compute_seconds_per_row=float(head[1])),
+    )
+
+
+def errors(profile: Profile, steps: Sequence[MeasuredStep]) -> _Floats:
+    """|predicted / measured - 1| of each step."""
+    predictor = Predictor(profile)
+    predicted = np.array([predictor.stage_seconds(step.works) for step in steps])
+    measured = np.array([step.seconds for step in steps])
+    found: _Floats = np.abs(predicted / measured - 1)
+    return found
+
+
+def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
+    """For each range of contexts: what a profile fitted without any step of that range makes of its steps."""
+    contexts = sorted({step.longest_context for step in steps})
+    ranges = [(low + 1, high) for low, high in pairwise(contexts)]
+    if len(contexts) > 3:
+        ranges.append((contexts[-1] // 4 + 1, contexts[-1]))  # as far beyond the fit as serving may ask
+    results = []
+    for low, high in ranges:
+        tested = [step for step in steps if low <= step.longest_context <= high]
+        rest = [step for step in steps if not low <= step.longest_context <= high]
+        found = errors(fit_profile(rest, layers=layers, name="held out", source=""), tested)
+        results.append(HeldOut(low, high, len(tested), float(found.mean()), float(found.max())))
+    return results
+
+
+def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
+    """Queries that were measured behind two contexts at least: one alone cannot tell attention from linear layers."""
+    contexts: dict[int, set[int]] = {}
+    for step in uniform:
+        contexts.setdefault(step.works[0].count, set()).add(step.works[0].context)
+    return np.unique([1, *(count for count, seen in contexts.items() if len(seen) > 1)])
+
+
+def _slope_terms(count: int, knots: npt.NDArray[np.int64]) -> _Floats:
+    """[knots]: how much of each increment the seconds a key of `count` queries have; beyond the knots in proportion."""
+    last = int(knots[-1])
+    terms: _Floats = _increments(np.array([min(count, last)]), knots)[0] * max(count / last, 1.0)
+    return terms
+
+
+def _last_slope(knots: npt.NDArray[np.int64], values: _Floats) -> float:
+    """Of the curve's last segment, which continues it: large steps are bound by compute."""
+    if len(knots) == 1:
+        return float(values[0] / knots[0])
+    return float((values[-1] - values[-2]) / (knots[-1] - knots[-2]))
+
+
+def _increments(values: npt.NDArray[np.int64], knots: npt.NDArray[np.int64]) -> _Floats:
+    """[values, knots]: how much of each knot's increment a curve through the knots has gained at each value.
+
+    Beyond the last knot its last segment goes on.
+    """
+    columns = [np.ones(len(values))]
+    for left, right in pairwise(knots.tolist()):
+        most = np.inf if right == knots[-1] else 1.0
+        columns.append(np.clip((values - left) / (right - left), 0.0, most))
+    return np.stack(columns, axis=1)
+
+
+def _non_negative_least_squares(terms: _Floats, measured: _Floats) -> _Floats:
+    """x >= 0 with the least sum of ((terms @ x) / measured - 1)^2, one unknown at a time until none moves."""
+    scaled = terms / np.maximum(measured, _SHORTEST_SECONDS)[:, None]
+    size = np.linalg.norm(scaled, axis=0)
+    used = size > 0
+    scaled = scaled[:, used] / size[used]
+    gram, wanted = scaled.T @ scaled, scaled.T @ np.ones(len(measured))
+    x = np.zeros(int(used.sum()))
+    for _ in range(_SWEEPS):
+        before = x.copy()
+        for index in range(len(x)):
+            x[index] = max(0.0, x[index] + wanted[index] - float(gram[index] @ x))
+        if np.abs(x - before).max(initial=0.0) <= _TOLERANCE * np.abs(x).max(initial=0.0):
+            break
+    free = x > 0  # what remains above zero is solved for exactly, where that keeps it there
+    exact = np.linalg.lstsq(scaled[:, free], np.ones(len(measured)), rcond=None)[0]
+    if (exact >= 0).all():
+        x[free] = exact
+    result = np.zeros(len(size))
+    result[used] = x / size[used]
+    return result

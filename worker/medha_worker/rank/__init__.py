@@ -1,0 +1,1 @@
+"""The process of one rank: it runs its part of every step on one device."""

@@ -1,0 +1,5 @@
+"""`python -m medha_worker.rank` runs `medha_worker.rank.process`."""
+
+from medha_worker.rank.process import main
+
+main()

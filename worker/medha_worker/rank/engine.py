@@ -1,0 +1,371 @@
+"""What a rank is between its links: weights that outlive epochs, and what it makes of them for each epoch.
+
+Meeting the other ranks begins an epoch: with connections of its own, an empty ledger, and the KV pool of before. Who was
+replaced warms up together with the tensor ranks of its pod.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplicaSpec
+from medha.errors import CheckpointInvalid
+from medha.topology import Topology, stage_layers
+from medha.wire.messages import Meet, RankReady
+from medha_worker.cpu.choose import choose_kernels
+from medha_worker.model.config import ModelConfig
+from medha_worker.model.kv_cache import KVCache
+from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES, Shard
+from medha_worker.model.weights import Progress as ReadProgress
+from medha_worker.rank.executor import Executor
+from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
+from medha_worker.rank.mesh import Grid
+from medha_worker.rank.recorder import StepRecorder
+from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
+
+MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
+PROGRESS_SECONDS = 2.0
+
+# What a trace calls the time in these methods of the grid and of the tensor group.
+STAGE_SPANS = {
+    "receive_hidden": "receive",
+    "receive_tokens": "receive tokens",
+    "send_hidden": "send",
+    "send_tokens": "send tokens",
+}
+GROUP_WAITS = {"all_reduce": "all_reduce", "gather_last_dim": "gather"}
+LANE_WAITS = {"finish": "exchange"}
+
+_log = logging.getLogger("medha.rank")
+
+
+class RankSettings(BaseModel):
+    """What `medha up` (or a pod) tells a rank; one JSON file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int
+    spec: MedhaReplicaSpec
+    model_directory: Path
+    control: str
+    """ZeroMQ endpoint of the controller's control link for ranks."""
+    tokens: str
+    """ZeroMQ endpoint of its token link."""
+    address: str = "127.0.0.1"
+    """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
+    ranks_on_host: int | None = None
+    """Ranks that share this one's memory and CPUs. Default: all of the replica's; in a pod, the pod's."""
+    key_file: Path
+    """The secret key that the ranks of the replica share (docs/security.md)."""
+    controller_key_file: Path
+    """The controller's public key."""
+    revision: str = ""
+    """Of the replica's pods; ranks of another one are not waited for. Empty: there is but one."""
+    epoch_file: Path | None = None
+    """Remembers the last epoch of this place of the grid, beyond the life of one process."""
+    log_level: str = "info"
+
+    @property
+    def topology(self) -> Topology:
+        shape = self.spec.parallelism
+        return Topology(shape.tensor, shape.stream, shape.kv)
+
+    @property
+    def neighbours(self) -> int:
+        """Ranks on this host, this one included."""
+        return self.ranks_on_host or self.topology.ranks
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What lasts for one epoch."""
+
+    executor: Executor
+    grid: Grid | None
+    ready: RankReady
+
+
+class Loaded:
+    """What outlives epochs: weights, what the warm-up has measured, and the memory of the KV pool."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        config: ModelConfig,
+        model: Transformer,
+        recorder: StepRecorder,
+        load_seconds: float,
+    ) -> None:
+        self._settings, self._config, self._model = settings, config, model
+        self._recorder = recorder
+        self._load_seconds = load_seconds
+        self._warm: WarmUp | None = None
+        self._kv_cache: KVCache | None = None
+
+    def meet(
+        self,
+        meet: Meet,
+        ran_out: Callable[[], None] = lambda: None,
+        progress: Progress = lambda _text, _done, _total: None,
+    ) -> Engine:
+        """Meet the other ranks, and begin an epoch with an empty ledger.
+
+        `ran_out` is called where memory does not suffice for some rows of a step, `progress` while the rank warms up.
+
+        Raises:
+            PartFailed: they did not all come.
+        """
+        settings, config = self._settings, self._config
+        topology = settings.topology
+        grid = None
+        if topology.ranks > 1:
+            grid = Grid(
+                topology,
+                settings.rank,
+                meet.rendezvous,
+                address=settings.address,
+                epoch=meet.epoch,
+                hidden_size=config.hidden_size,
+                dtype=self._model.dtype,
+                meet_seconds=MEET_SECONDS,
+            )
+        try:
+            # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
+            self._warm_up_together(grid, progress)
+            model = self._model if grid is None else self._in_grid(grid, ran_out)
+            return self._begin(model, meet.epoch, grid)
+        except BaseException:
+            if grid is not None:
+                grid.close()
+            raise
+
+    def _in_grid(self, grid: Grid, ran_out: Callable[[], None]) -> Transformer:
+        group = self._recorder.watch(grid.tensor_group, waits=GROUP_WAITS)
+        return self._model.in_grid(group, self._recorder.watch(grid, waits=LANE_WAITS), ran_out)
+
+    def _begin(self, model: Transformer, epoch: int, grid: Grid | None) -> Engine:
+        settings, config = self._settings, self._config
+        assert self._warm is not None
+        kv_cache = self._pool(self._warm, grid)
+        ready = RankReady(
+            rank=settings.rank,
+            block_size_tokens=kv_cache.block_tokens,
+            kv_blocks=kv_cache.num_blocks,
+            weights_bytes=model.weights_bytes,
+            activation_bytes=self._warm.activation_bytes,
+            kv_bytes=_block_bytes(config, model, kv_cache.block_tokens) * kv_cache.num_blocks,
+            profile=self._warm.profile,
+            device=str(model.device),
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            linear_flops_per_token=config.linear_flops_per_token,
+            attention_flops_per_pair=config.attention_flops_per_pair,
+            load_seconds=self._load_seconds,
+            epoch=epoch,
+            query_heads=config.num_query_heads,
+            kv_heads=config.num_kv_heads,
+            element_bytes=model.dtype.itemsize,
+            link_bytes_per_second=self._link_rate(grid),
+        )
+        executor = Executor(
+            model,
+            kv_cache,
+            vocab_size=config.vocab_size,
+            eos_token_ids=eos_token_ids(settings.model_directory),
+            clock=time.perf_counter,
+            epoch=epoch,
+            device=model.device,
+            lane=settings.topology.coordinates(settings.rank).kv,
+            pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
+        )
+        return Engine(executor, grid, ready)
+
+    def _link_rate(self, grid: Grid | None) -> float:
+        """Bytes a second between lanes; measured only where the prefill strategy is chosen by it."""
+        if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
+            return 0.0
+        return grid.lane_bytes_per_second(time.perf_counter)
+
+    def _warm_up_together(self, grid: Grid | None, progress: Progress) -> None:
+        """In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
+
+        Raises:
+            OutOfMemory: the largest chunk or batch does not fit on one of them.
+        """
+        if grid is None:
+            self._warm = self._warm or self._warm_up(self._model, lambda: False, progress)
+            return
+        all_warm = _total(grid, int(self._warm is not None)) == self._settings.topology.tensor
+        if not all_warm:
+            short: list[None] = []
+            model = self._in_grid(grid, lambda: short.append(None))
+            with grid.warming_up():
+                self._warm = self._warm_up(model, lambda: _total(grid, len(short)) > 0, progress)
+
+    def _warm_up(self, model: Transformer, ran_out: Callable[[], bool], progress: Progress) -> WarmUp:
+        scheduling = self._settings.spec.scheduling
+        started = time.monotonic()
+        warm = warm_up(
+            model,
+            max_chunk_tokens=scheduling.max_chunk_tokens,
+            max_running=scheduling.max_running,
+            max_model_len=self._config.max_model_len,
+            clock=time.perf_counter,
+            ran_out=ran_out,
+            progress=progress,
+        )
+        _log.info("warmed up in %.1f s; steps: %s", time.monotonic() - started, times(typical(warm.steps)))
+        _log.debug("all steps of the warm-up: %s", times(warm.steps))
+        return replace(warm, activation_bytes=warm.activation_bytes + self._exchange_bytes(model))
+
+    def _exchange_bytes(self, model: Transformer) -> int:
+        spec, config = self._settings.spec, self._config
+        lanes, block_tokens = spec.parallelism.kv, spec.kv_cache.block_size_tokens
+        return exchange_bytes(
+            lanes=lanes,
+            passes_keys=spec.scheduling.prefill_strategy in ("passKv", "striped", "auto"),
+            chunk_tokens=spec.scheduling.max_chunk_tokens,
+            shard_tokens=-(-config.max_model_len // (lanes * block_tokens)) * block_tokens,
+            query_heads=model.shard.query_heads(config),
+            kv_heads=model.shard.kv_heads(config),
+            head_dim=config.head_dim,
+            element_bytes=model.dtype.itemsize,
+        )
+
+    def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
+        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it.
+
+        A rank that was replaced takes the size that the others have: what is free now says nothing of its share.
+        """
+        settings, config, model = self._settings, self._config, self._model
+        cache = settings.spec.kv_cache
+        blocks = self._kv_cache.num_blocks if self._kv_cache is not None else None
+        if grid is not None:
+            found = grid.smallest(_NO_POOL if blocks is None else blocks)
+            blocks = None if found == _NO_POOL else found
+        if blocks is None:
+            request = PoolRequest(
+                block_bytes=_block_bytes(config, model, cache.block_size_tokens),
+                block_size_tokens=cache.block_size_tokens,
+                max_model_len=-(-config.max_model_len // settings.spec.parallelism.kv),  # lanes share it
+                max_running=settings.spec.scheduling.max_running,
+                size_bytes=None if cache.size is None else quantity_bytes(cache.size),
+                memory_fraction=cache.memory_fraction,
+                weights_bytes=model.weights_bytes,
+                activation_bytes=warm.activation_bytes,
+            )
+            blocks = pool_blocks(request, host_free_bytes(settings.neighbours))
+            if grid is not None:
+                blocks = grid.smallest(blocks)
+        if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
+            self._kv_cache = model.new_kv_cache(blocks, cache.block_size_tokens)
+        return self._kv_cache
+
+
+def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
+    """Read this rank's weights; `progress` is told how much of them has been read.
+
+    Raises:
+        MedhaError: the model cannot be served as the manifest asks.
+    """
+    spec, topology = settings.spec, settings.topology
+    started = time.monotonic()
+    keep_freed_memory()
+    torch.set_num_threads(spec.threads or max(1, len(os.sched_getaffinity(0)) // settings.neighbours))
+    config = ModelConfig.from_directory(
+        settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
+    )
+    dtype = DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype]
+    _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
+    shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
+    model = Transformer.load(
+        settings.model_directory,
+        config,
+        shard,
+        dtype=dtype,
+        kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
+        progress=_every_few_seconds(progress, time.monotonic),
+    )
+    return Loaded(settings, config, model, recorder, time.monotonic() - started)
+
+
+def _total(grid: Grid, count: int) -> int:
+    """The sum of a count over the tensor ranks of this pod."""
+    total = torch.tensor([count])
+    grid.tensor_group.all_reduce(total)
+    return int(total)
+
+
+_NO_POOL = 2**62
+
+
+def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
+    """The layers and slices of a rank.
+
+    Stages are as even as a chunk of `chunk_tokens` of a prefill has them: that is what the pipeline is for, and it draws
+    from one row at most, so that the head is next to nothing of the last stage. A decode passes all stages, however
+    they are cut.
+    """
+    here = topology.coordinates(rank)
+    head_weights = config.vocab_size * config.hidden_size
+    layer_weights = (config.linear_flops_per_token / 2 - head_weights) / config.num_layers
+    head_cost = head_weights / layer_weights / chunk_tokens
+    layers = stage_layers(config.num_layers, topology.stream, head_cost_layers=head_cost)[here.stream]
+    return Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
+
+
+def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> int:
+    return KVCache.bytes_per_block(
+        num_layers=model.shard.last_layer - model.shard.first_layer,
+        kv_heads=model.shard.kv_heads(config),
+        head_dim=config.head_dim,
+        block_tokens=block_tokens,
+        dtype=model.dtype,
+    )
+
+
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Ids that end a sequence: generation_config.json's, which lists all of them, else config.json's.
+
+    Raises:
+        CheckpointInvalid: `eos_token_id` is neither an id nor a list of ids.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(one, int) and one >= 0 for one in ids):
+            raise CheckpointInvalid(
+                f"{path}: eos_token_id is {found!r}, expected a token id or a list of them"
+            )
+        return tuple(ids)
+    return ()
+
+
+def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
+    """Log and tell how much of the weights has been read, every few seconds."""
+    told_at = clock()
+
+    def read(done_bytes: int, total_bytes: int) -> None:
+        nonlocal told_at
+        if clock() - told_at >= PROGRESS_SECONDS:
+            told_at = clock()
+            share, size = 100 * done_bytes / max(total_bytes, 1), total_bytes / 2**20
+            _log.info("read %.0f %% of %.0f MiB of weights", share, size)
+            progress(f"reads its weights: {share:.0f} % of {size:.0f} MiB", done_bytes, total_bytes)
+
+    return read

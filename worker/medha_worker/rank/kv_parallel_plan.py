@@ -1,0 +1,249 @@
+"""Which part of a step falls to one lane, where requests are spread over several: a pure reading of shard maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q
+from medha.shards import ShardMap
+from medha.wire.messages import Extent
+from medha_worker.model.batch import SequenceSpan
+from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, Rows, SpreadPlan
+
+LOCAL = "local"
+STRATEGIES = (LOCAL, OWNER, PASS_KV, PASS_Q)
+
+Ids = npt.NDArray[np.int64]
+
+
+def positions(extents: Sequence[Extent]) -> Ids:
+    """What the rows of an entry stand for, or of several one after the other, int64 [rows]."""
+    runs = np.array(
+        [(extent.start, extent.stride, extent.count) for extent in extents], dtype=np.int64
+    ).reshape(-1, 3)
+    starts, strides, counts = np.repeat(runs, runs[:, 2], axis=0).T
+    first_rows = np.repeat(np.cumsum(runs[:, 2]) - runs[:, 2], runs[:, 2])
+    at: Ids = starts + strides * (np.arange(len(counts)) - first_rows)
+    return at
+
+
+@dataclass(frozen=True)
+class SpreadEntry:
+    """An entry of a step: the positions of one request that `lane` computes, as another lane sees them.
+
+    `stop` is how far the whole step brings the request: other entries may compute other positions of it. `table` is
+    its block table on the lane that looks, int64; empty where it holds nothing there.
+    """
+
+    shards: ShardMap
+    lane: int
+    extents: tuple[Extent, ...]
+    stop: int
+    table: Ids
+    strategy: str = OWNER
+    request: str = ""
+
+    @property
+    def count(self) -> int:
+        return sum(extent.count for extent in self.extents)
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """Lanes that hold something that a row sees, or that come to hold something."""
+        last = self.extents[-1].start + (self.extents[-1].count - 1) * self.extents[-1].stride
+        return self.shards.participants(last + 1)
+
+    def spans_on(self, holder: int, first_row: int, table: Ids | None = None) -> list[SequenceSpan]:
+        """The attention of the entry's rows to what `holder` has, by the table of the pool that it is in."""
+        table = self.table if table is None else table
+        spans, row = [], first_row
+        for extent in self.extents:
+            seen = self.shards.local_lengths(extent.start).get(holder, 0)
+            for start, count, lane, local in self._pieces(extent):
+                if lane == holder:
+                    spans.append(SequenceSpan(row, count, local, table, stride=extent.stride))
+                    seen = local + 1 + (count - 1) * extent.stride
+                else:
+                    if extent.stride > 1:  # positions between two rows count, too
+                        seen = self.shards.local_lengths(start).get(holder, 0)
+                    if seen > 0:
+                        spans.append(SequenceSpan(row, count, seen, table, is_causal=False))
+                row += count
+        return spans
+
+    def kept_by(self) -> dict[int, tuple[Ids, Ids]]:
+        """Whose rows' K and V belong on which lane: rows counted from 0, and their local positions there."""
+        kept: dict[int, tuple[list[Ids], list[Ids]]] = {}
+        row = 0
+        for extent in self.extents:
+            for _, count, lane, local in self._pieces(extent):
+                rows, places = kept.setdefault(lane, ([], []))
+                rows.append(np.arange(row, row + count))
+                places.append(local + extent.stride * np.arange(count))
+                row += count
+        return {lane: (np.concatenate(rows), np.concatenate(places)) for lane, (rows, places) in kept.items()}
+
+    def slots(self, places: Ids, block_tokens: int) -> torch.Tensor:
+        """Where local positions lie in the pool of the lane that looks."""
+        return torch.from_numpy(self.table[places // block_tokens] * block_tokens + places % block_tokens)
+
+    def _pieces(self, extent: Extent) -> Iterator[tuple[int, int, int, int]]:
+        """An extent cut at the borders of lanes: first position, count, lane, and the first one's place there."""
+        stride = extent.stride
+        done, last = 0, extent.start + (extent.count - 1) * stride
+        for piece in self.shards.pieces(extent.start, last + 1):
+            count = -(-(piece.stop - extent.start) // stride) - done
+            if count > 0:
+                first = extent.start + done * stride
+                yield first, count, piece.lane, piece.local_start + first - piece.start
+                done += count
+
+
+def plan_spread(
+    lane: int, own: Sequence[SpreadEntry], foreign: Sequence[SpreadEntry], block_tokens: int
+) -> SpreadPlan | None:
+    """What `lane` does for `own` entries, one behind the other in its batch, and for those of other lanes.
+
+    Both are in the order of the step. None: nothing here is shared, so that a plain step will do.
+    """
+    is_shared = any(entry.strategy in (PASS_KV, PASS_Q) or len(entry.holders) > 1 for entry in own)
+    if not (is_shared or foreign):
+        return None
+    rows = [0]
+    for entry in own:
+        rows.append(rows[-1] + entry.count)
+    spans = [span for entry, row in zip(own, rows, strict=False) for span in entry.spans_on(lane, row)]
+    parts = []
+    for entry, row in zip(own, rows, strict=False):
+        helpers = tuple(holder for holder in entry.holders if holder != lane)
+        if helpers and entry.strategy not in (PASS_KV, PASS_Q):
+            parts.append(OwnPart(slice(row, row + entry.count), helpers))
+    asked = [
+        (entry.lane, Rows(entry.count, entry.spans_on(lane, 0)))
+        for entry in foreign
+        if entry.strategy == OWNER and lane in entry.holders
+    ]
+    return SpreadPlan(
+        Rows(rows[-1], spans),
+        _landing(lane, own, rows, foreign, block_tokens),
+        parts,
+        asked,
+        _ring_queries(lane, own, rows, foreign),
+        _ring_keys(lane, own, rows, foreign, block_tokens),
+        [slice(*ends) for ends in pairwise(rows)],
+    )
+
+
+def _landing(
+    lane: int,
+    own: Sequence[SpreadEntry],
+    rows: Sequence[int],
+    foreign: Sequence[SpreadEntry],
+    block_tokens: int,
+) -> Landing:
+    to: dict[int, list[Ids]] = {}
+    here: tuple[list[Ids], list[torch.Tensor]] = ([], [])
+    for entry, row in zip(own, rows, strict=False):
+        for keeper, (kept, places) in entry.kept_by().items():
+            if keeper == lane:
+                here[0].append(kept + row)
+                here[1].append(entry.slots(places, block_tokens))
+            else:
+                to.setdefault(keeper, []).append(kept + row)
+    of: dict[int, list[torch.Tensor]] = {}
+    for entry in foreign:
+        kept_here = entry.kept_by().get(lane)
+        if kept_here is not None:
+            of.setdefault(entry.lane, []).append(entry.slots(kept_here[1], block_tokens))
+    return Landing(
+        (_joined(here[0]), torch.cat([torch.empty(0, dtype=torch.int64), *here[1]])),
+        {keeper: _joined(found) for keeper, found in to.items()},
+        {computing: torch.cat(found) for computing, found in of.items()},
+    )
+
+
+def _ring_queries(
+    lane: int, own: Sequence[SpreadEntry], rows: Sequence[int], foreign: Sequence[SpreadEntry]
+) -> RingQueries | None:
+    entries = [entry for entry in (*own, *foreign) if entry.strategy == PASS_Q]
+    lanes = ring_lanes(entries)
+    if lane not in lanes:
+        return None
+    of: dict[int, Rows] = {}
+    for entry in entries:
+        found = of.get(entry.lane, Rows(0, ()))
+        spans = () if entry.lane == lane else entry.spans_on(lane, found.count)
+        of[entry.lane] = Rows(found.count + entry.count, (*found.spans, *spans))
+    mine = [(row, entry) for entry, row in zip(own, rows, strict=False) if entry.strategy == PASS_Q]
+    answers = {holder for _, entry in mine for holder in entry.holders if entry.spans_on(holder, 0)}
+    return RingQueries(
+        lanes,
+        _joined([np.arange(row, row + entry.count) for row, entry in mine]),
+        of,
+        sorted(answers - {lane}),
+    )
+
+
+def _ring_keys(
+    lane: int,
+    own: Sequence[SpreadEntry],
+    rows: Sequence[int],
+    foreign: Sequence[SpreadEntry],
+    block_tokens: int,
+) -> RingKeys | None:
+    entries = [entry for entry in (*own, *foreign) if entry.strategy == PASS_KV]
+    lanes = ring_lanes(entries)
+    if lane not in lanes:
+        return None
+    # What goes around is the KV of requests, whose order must be the same for all: by name.
+    requests = {entry.request: entry for entry in entries}
+    first_block: dict[tuple[str, int], int] = {}
+    blocks = dict.fromkeys(lanes, 0)
+    held: dict[str, dict[int, int]] = {}
+    for name, entry in sorted(requests.items()):
+        held[name] = entry.shards.local_lengths(entry.stop)
+        for holder, tokens in held[name].items():
+            first_block[name, holder] = blocks[holder]
+            blocks[holder] += -(-tokens // block_tokens)
+    tables = [
+        entry.table[: -(-held[name].get(lane, 0) // block_tokens)] for name, entry in sorted(requests.items())
+    ]
+    of: dict[int, Rows] = {}
+    mine: list[Ids] = []
+    count = 0
+    for entry, row in zip(own, rows, strict=False):
+        if entry.strategy != PASS_KV:
+            continue
+        for holder, tokens in held[entry.request].items():
+            if holder == lane:
+                continue
+            first = first_block[entry.request, holder]
+            passing = np.arange(first, first - (-tokens // block_tokens))
+            before = of.get(holder, Rows(0, ())).spans
+            of[holder] = Rows(0, (*before, *entry.spans_on(holder, count, passing)))
+        mine.append(np.arange(row, row + entry.count))
+        count += entry.count
+    return RingKeys(
+        lanes,
+        _joined(mine),
+        _joined(tables),
+        blocks,
+        {holder: Rows(count, found.spans) for holder, found in of.items() if found.spans},
+    )
+
+
+def ring_lanes(entries: Sequence[SpreadEntry]) -> list[int]:
+    """Lanes that compute or hold a part of one of these: the ring, in ascending order."""
+    return sorted(
+        {lane for entry in entries for lane in (entry.lane, *entry.shards.participants(entry.stop))}
+    )
+
+
+def _joined(parts: Sequence[Ids]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.arange(0), *parts]))

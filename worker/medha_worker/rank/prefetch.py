@@ -1,0 +1,145 @@
+"""What comes for a rank while it runs a step: the next one is prepared meanwhile, on another thread.
+
+A stage computes while the step behind it is on its way already, and so do the tensor ranks and lanes of a step that others
+end. A single stage runs decodes while those of the next step are. To read such a step and to plan it (`Executor.plan`) needs nothing that the running one computes, and torch lets
+other threads go on while it does.
+
+ZeroMQ's sockets belong to one thread at a time: whoever holds the lock. While no step runs, that is the main thread alone.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from time import monotonic
+
+import zmq
+
+from medha.wire.messages import Message, Step
+from medha_worker.link import Link, Received
+from medha_worker.rank.executor import PlannedStep
+
+Prepare = Callable[[Step], PlannedStep | None]
+"""What plans a step; None if that has to wait."""
+
+_LOOK_SECONDS = 0.1  # how long the thread may go on to wait when nothing runs any more
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A step that was read ahead, when it was planned, and with what result."""
+
+    step: Step
+    planned: PlannedStep | Exception
+    since: float  # of the monotonic clock
+    until: float
+
+
+class Ahead:
+    """Reads one link: in the main thread, and while that is `busy` on a thread that prepares the steps that come."""
+
+    def __init__(self, link: Link, clock: Callable[[], float] = monotonic) -> None:
+        self._link = link
+        self._clock = clock
+        self._lock = Lock()  # of the link's socket and of what has come
+        self._planning = Lock()
+        self._prepare: Prepare | None = None
+        self._come: deque[Received] = deque()
+        self._prepared: list[Prepared] = []
+        self._is_busy = Event()
+        self._ended = False
+        # Readable when something may have come since the socket was looked at last, or when the main thread has found it.
+        self._descriptors = int(link.socket.getsockopt(zmq.FD)), os.eventfd(0, os.EFD_NONBLOCK)
+        self._thread = Thread(target=self._read_ahead, daemon=True, name="ahead")
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """From the main thread, at any time."""
+        with self._lock:
+            self._link.send(message)
+        if self._is_busy.is_set():
+            self._look()  # sending may have swallowed the sign that something has come
+
+    def receive(self, timeout_seconds: float) -> Received | None:
+        """The next message, in the main thread while it is not busy."""
+        with self._lock:
+            return self._come.popleft() if self._come else self._link.receive(timeout_seconds)
+
+    def take(self, step: Step) -> Prepared | None:
+        """What was made of a step that has been received, if it was prepared already; former ones are forgotten."""
+        with self._planning:
+            found = next((one for one in self._prepared if one.step is step), None)
+            with self._lock:
+                coming = {id(received.message) for received in self._come}
+            self._prepared = [one for one in self._prepared if id(one.step) in coming]
+        return found
+
+    @contextmanager
+    def busy(self, prepare: Prepare) -> Iterator[None]:
+        """While this lasts, steps that come are prepared, in their order."""
+        self._prepare = prepare
+        self._is_busy.set()
+        self._look()
+        try:
+            yield
+        finally:
+            self._is_busy.clear()
+            with self._planning:  # what was begun is finished, and nothing begins any more
+                self._prepare = None
+
+    def close(self) -> None:
+        """Before the link is closed."""
+        self._ended = True
+        self._is_busy.set()
+        os.eventfd_write(self._descriptors[1], 1)
+        self._thread.join()
+        os.close(self._descriptors[1])
+
+    def _look(self) -> None:
+        """Take what has come already, and let the thread know."""
+        with self._lock:
+            self._drain()
+            has_come = bool(self._come)
+        if has_come:
+            os.eventfd_write(self._descriptors[1], 1)
+
+    def _read_ahead(self) -> None:
+        while not self._ended:
+            self._is_busy.wait()
+            readable, _, _ = select.select(self._descriptors, [], [], _LOOK_SECONDS)
+            if self._descriptors[1] in readable:
+                os.eventfd_read(self._descriptors[1])
+            if self._is_busy.is_set() and not self._ended:
+                with self._lock:
+                    self._drain()
+                self._plan_all()
+
+    def _drain(self) -> None:
+        while (received := self._link.receive()) is not None:
+            self._come.append(received)
+
+    def _plan_all(self) -> None:
+        """Plan the steps that have come, in order, up to one that cannot be planned."""
+        with self._planning:
+            if self._prepare is None:
+                return
+            with self._lock:
+                steps = [received.message for received in self._come if isinstance(received.message, Step)]
+            done = {id(one.step) for one in self._prepared}
+            for step in (one for one in steps if id(one) not in done):
+                if self._prepared and isinstance(self._prepared[-1].planned, Exception):
+                    return
+                since = self._clock()
+                planned: PlannedStep | Exception | None
+                try:
+                    planned = self._prepare(step)
+                except Exception as error:  # noqa: BLE001 - raised again where the step is run
+                    planned = error
+                if planned is None:
+                    return
+                self._prepared.append(Prepared(step, planned, since, self._clock()))

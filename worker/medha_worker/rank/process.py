@@ -1,0 +1,372 @@
+"""`python -m medha_worker.rank`: one rank's process.
+
+It loads its weights, says that it is here, and meets the other ranks when the controller calls: that begins an epoch.
+In it, it does one thing: receive a step, run it, answer. Whatever is decided is decided by the controller. An epoch
+that is lost (another rank has gone) costs requests a moment and this process nothing: it keeps its weights, and waits
+for the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import zmq
+
+from medha.errors import MedhaError, PartFailed, WireInvalid
+from medha.wire.frames import tokens_from_frame
+from medha.wire.messages import (
+    Meet,
+    MemoryRanOut,
+    RankFault,
+    RankHello,
+    Shutdown,
+    StageFree,
+    Step,
+    Tokens,
+    Trace,
+)
+from medha_links.drops import Drops
+from medha_links.keys import KeyPair, read_public_key
+from medha_links.limits import raise_file_limit
+from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
+from medha_worker.epoch_file import read_epoch, write_epoch
+from medha_worker.link import Link, rank_identity
+from medha_worker.part_state import PartState
+from medha_worker.process import configure_logging, end_with_parent
+from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, RankSettings, load
+from medha_worker.rank.executor import PlannedStep
+from medha_worker.rank.prefetch import Ahead
+from medha_worker.rank.recorder import StepRecorder
+from medha_worker.timeouts import bound_seconds
+from medha_worker.watchdog import Watchdog
+
+POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
+HELLO_SECONDS = 1.0  # how often a rank says that it is here
+STUCK_SECONDS = 20.0  # of a loop that does not turn while nothing is to do
+MOST_DETAIL = 500  # characters of a reason that the supervisor is told
+TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
+
+_log = logging.getLogger("medha.rank")
+
+
+class Rank:
+    """One rank between its controller and its executor."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        self._settings = settings
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        incarnation, self._drops = secrets.token_hex(8), Drops(_log)
+        identity = rank_identity(settings.rank, incarnation)
+        keys, server = KeyPair.read(settings.key_file), read_public_key(settings.controller_key_file)
+
+        def opened(endpoint: str, largest_frame_bytes: int) -> Opened[zmq.Socket[bytes]]:
+            return connect(
+                self._context,
+                endpoint,
+                identity,
+                keys,
+                server,
+                largest_frame_bytes=largest_frame_bytes,
+                heartbeats=crosses_network(endpoint),
+            )
+
+        control = opened(settings.control, CONTROL_FRAME_BYTES)
+        tokens = opened(settings.tokens, TOKENS_FRAME_BYTES)
+        self._control = Link(control, "control", self._drops, accepts=(Meet, Step, Trace, Shutdown))
+        self._tokens = Link(tokens, "tokens", self._drops, accepts=(Tokens,))
+        self._hello = RankHello(
+            settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
+        )
+        self._refused = ""  # why the controller does not let this process take part
+        self._hello_at = float("-inf")
+        self._engine: Engine | None = None
+        self._recorder = StepRecorder(settings.rank)
+        self._ahead = Ahead(self._control)
+        self._next_step = 0  # to be planned
+        self._begun: Step | None = None  # its ids are still to come
+        self._running_step = -1
+        self._met: set[str] = set()  # links on which the controller has let us in
+        self._unmet: tuple[int | None, str] = None, ""  # the last epoch that did not come about, and why
+        self._told: object = None  # what the last words to the supervisor were made of
+        self._watchdog = Watchdog()
+        self._stopping = False
+        self._loading = True
+
+    def run(self) -> None:
+        """Load, and run steps of one epoch after the other until told to stop.
+
+        Raises:
+            MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
+        """
+        self._watchdog.tell(PartState(phase="loading"))
+        # A file system that hangs would keep the others waiting for ever.
+        self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
+        loaded = load(self._settings, self._recorder, self._telling(PartState(phase="loading")))
+        self._loading = False
+        while not self._stopping:
+            self._watchdog.allow(STUCK_SECONDS, "a turn of its loop")
+            self._look_at_links()
+            self._say_hello()
+            self._tell_supervisor()
+            self._send_trace()
+            received = self._ahead.receive(POLL_SECONDS)
+            match received and received.message:
+                case Meet() as meet:
+                    with self._surviving(meet.epoch):
+                        self._meet(loaded, meet)
+                case Step() as step if self._engine is not None and step.epoch == self._engine.executor.epoch:
+                    with self._surviving(step.epoch):
+                        self._run_step(self._engine, step)
+                case Trace(seconds=seconds):
+                    self._recorder.record(seconds)
+                case Shutdown(reason, refused=True):
+                    self._step_aside(reason)
+                case Shutdown() as shutdown:
+                    _log.info("stopping: %s", shutdown.reason)
+                    return
+
+    def stop(self) -> None:
+        """End after the step that runs, or at once while loading; called by a signal's handler."""
+        self._stopping = True
+        if self._loading:
+            raise SystemExit(0)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the controller why this rank ends."""
+        self._ahead.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
+
+    def close(self) -> None:
+        """Close the links; a last message gets a moment to leave."""
+        self._leave()
+        self._ahead.close()
+        self._control.close()
+        self._tokens.close()
+        self._context.term()
+
+    def _tell_supervisor(self, meeting: int | None = None) -> None:
+        """Say what this rank is at, if that is something else than before."""
+        at = meeting, self._engine, len(self._met), self._unmet, self._refused
+        if at == self._told:
+            return
+        self._told = at
+        epoch, unmet_reason = self._unmet
+        change: dict[str, object]
+        state = PartState(
+            phase="calling",
+            unmet_epoch=epoch,
+            unmet_reason=unmet_reason[:MOST_DETAIL],
+            refused=self._refused[:MOST_DETAIL],
+        )
+        if meeting is not None:
+            change = {"phase": "meeting", "epoch": meeting, "detail": "groups form, then the warm-up runs"}
+        elif self._engine is not None:
+            change = {"phase": "serving", "epoch": self._engine.executor.epoch}
+        elif len(self._met) == 2:
+            change = {"phase": "gathering", "detail": "the controller waits for all ranks"}
+        else:
+            change = {"detail": f"the controller at {self._settings.control} does not answer"}
+        self._watchdog.tell(state.model_copy(update=change))
+
+    def _telling(self, state: PartState) -> Callable[[str, int, int], None]:
+        """Tells the supervisor how far this rank is with what takes long."""
+
+        def tell(text: str, done: int, total: int) -> None:
+            more = {"detail": text[:MOST_DETAIL], "done": done, "total": total}
+            self._watchdog.tell(state.model_copy(update=more))
+
+        return tell
+
+    def _step_aside(self, reason: str) -> None:
+        """Another process has this rank's place: say nothing more, and let the supervisor decide."""
+        if not self._refused:
+            _log.error("the controller does not let this rank in: %s", reason)
+        self._refused = reason
+        self._leave()
+
+    def _say_hello(self) -> None:
+        now = time.monotonic()
+        if self._refused:
+            return
+        if now - self._hello_at >= HELLO_SECONDS:
+            self._hello_at = now
+            self._ahead.send(replace(self._hello, dropped=self._drops.totals()))
+            self._tokens.send(self._hello)
+
+    def _look_at_links(self) -> None:
+        """End an epoch in which messages of the controller, or for it, may be lost.
+
+        Raises:
+            PartFailed: the controller does not admit this rank, and ZeroMQ does not try again.
+        """
+        events = []
+        for link in (self._control, self._tokens):
+            for event in link.connections.take():
+                events.append(event)
+                if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                    self._met.add(link.name)
+                elif event == zmq.Event.DISCONNECTED:
+                    self._met.discard(link.name)
+        if zmq.Event.HANDSHAKE_FAILED_AUTH in events:
+            raise PartFailed(
+                f"the controller does not admit this rank: the public half of {self._settings.key_file} is not in its "
+                "rank_keys_file"
+            )
+        if zmq.Event.DISCONNECTED in events and self._engine is not None:
+            self._lose(self._engine.executor.epoch, "the connection to the controller was broken")
+
+    def _send_trace(self) -> None:
+        part = self._recorder.take(self._engine.executor.epoch) if self._engine is not None else None
+        if part is not None:
+            self._ahead.send(part)
+
+    @contextmanager
+    def _surviving(self, epoch: int) -> Iterator[None]:
+        """Around what needs the other ranks: if it fails, the epoch is lost and not this process.
+
+        Whatever a step raises may be due to one request, which must not cost the process. While ranks meet there is no
+        request, and what says that the replica cannot be served as it is set up ends the process at any time.
+        """
+        try:
+            yield
+        except Exception as error:
+            is_known = isinstance(error, (RuntimeError, MemoryError, PartFailed, WireInvalid))
+            may_be_a_requests = self._engine is not None and not isinstance(error, MedhaError)
+            if self._settings.topology.ranks == 1 or not (is_known or may_be_a_requests):
+                raise
+            if not is_known:
+                _log.exception("a step of epoch %d has failed", epoch)
+            if self._engine is None:
+                self._unmet = epoch, str(error)
+            self._lose(epoch, f"{type(error).__name__}: {error}")
+
+    def _lose(self, epoch: int, reason: str) -> None:
+        _log.warning("epoch %d is lost: %s", epoch, reason)
+        self._leave()
+        self._ahead.send(RankFault(self._settings.rank, reason, lost_epoch=epoch))
+
+    def _leave(self) -> None:
+        if self._engine is not None and self._engine.grid is not None:
+            self._engine.grid.close()
+        self._engine = None
+
+    def _meet(self, loaded: Loaded, meet: Meet) -> None:
+        self._leave()
+        self._tell_supervisor(meeting=meet.epoch)
+        self._watchdog.allow(MEET_SECONDS + self._settings.spec.lifecycle.ready_seconds, "meeting")
+        # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            progress = self._telling(PartState(phase="meeting", epoch=meet.epoch))
+            self._engine = loaded.meet(meet, self._memory_ran_out, progress)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        self._next_step, self._begun = 0, None
+        self._hello = replace(self._hello, last_epoch=meet.epoch)
+        write_epoch(self._settings.epoch_file, meet.epoch)
+        self._ahead.send(self._engine.ready)
+
+    def _memory_ran_out(self) -> None:
+        """Tell the controller at once: the step ends for all, and NaN alone does not say why a request ends."""
+        if self._engine is not None:
+            epoch = self._engine.executor.epoch
+            self._ahead.send(MemoryRanOut(self._settings.rank, self._running_step, epoch))
+
+    def _run_step(self, engine: Engine, step: Step) -> None:
+        executor, grid = engine.executor, engine.grid
+        predicted_seconds = (
+            step.predicted_seconds if grid is None else grid.begin_step(step.predicted_seconds)
+        )
+        self._watchdog.allow(bound_seconds(predicted_seconds), f"step {step.step_id}")
+        prepared = self._ahead.take(step)
+        self._running_step = step.step_id
+        self._recorder.begin(step.step_id)
+        planned: PlannedStep | Exception | None
+        if prepared is None:
+            planned = self._plan(engine, step, TOKENS_TIMEOUT_SECONDS)
+        else:
+            self._recorder.prepared(prepared.since, prepared.until)
+            planned = prepared.planned
+        if planned is None:
+            missing = ", ".join(executor.missing_prompts(step))
+            raise PartFailed(f"step {step.step_id} needs the ids of {missing}, which did not come")
+        if isinstance(planned, Exception):
+            raise planned
+
+        def stage_is_free() -> None:
+            self._recorder.forward_done()
+            if grid is None or (grid.is_first_stage and grid.here.tensor == 0):
+                lane = grid.here.kv if grid is not None else 0
+                self._ahead.send(StageFree(step.step_id, stage=0, lanes=(lane,), epoch=step.epoch))
+
+        with self._ahead.busy(lambda following: self._plan(engine, following)):
+            done = executor.run(planned, stage_is_free)
+        if done is not None and (grid is None or grid.rank == grid.drawing_rank):
+            self._ahead.send(done)
+        self._recorder.end(ran=done is not None)
+
+    def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> PlannedStep | None:
+        """Do a step's bookkeeping, while another one may be running; None if its ids do not come in time.
+
+        Raises:
+            PartFailed: a message was lost, or the state of this rank and the controller's have parted.
+        """
+        executor = engine.executor
+        if step is not self._begun:
+            if step.step_id != self._next_step:
+                raise PartFailed(
+                    f"step {step.step_id} came where {self._next_step} was to come: messages were lost"
+                )
+            self._next_step += 1
+            self._begun = step
+            executor.prepare(step)
+        while executor.missing_prompts(step):
+            received = self._tokens.receive(timeout_seconds=wait_seconds)
+            if received is None:
+                return None
+            match received.message, received.payload:
+                case Tokens() as tokens, memoryview() as frame if tokens.epoch == executor.epoch:
+                    try:
+                        if not 0 < tokens.total <= engine.ready.max_model_len:
+                            raise WireInvalid(f"prompt {tokens.prompt:.80} of {tokens.total} tokens")
+                        executor.add_tokens(tokens, tokens_from_frame(frame))
+                    except WireInvalid as error:
+                        self._tokens.drop(error)
+        return executor.plan(step)
+
+
+@click.command()
+@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+def main(settings_file: Path) -> None:
+    """Run one rank; the settings are a JSON file of `RankSettings`."""
+    settings = RankSettings.model_validate_json(settings_file.read_bytes())
+    configure_logging(settings.log_level)
+    raise_file_limit()
+    end_with_parent()
+    try:
+        rank = Rank(settings)
+    except MedhaError as error:
+        _log.critical("%s", error)
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: rank.stop())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us by SIGTERM
+    try:
+        rank.run()
+    except MedhaError as error:
+        _log.critical("%s", error)
+        rank.report(error)
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001 - a bug of ours must reach the controller before we end
+        _log.exception("this rank cannot go on")
+        rank.report(error)
+        sys.exit(1)
+    finally:
+        rank.close()

@@ -1,0 +1,164 @@
+"""Warm-up steps: they bring the kernels up, size the activations, and measure the predictor's first profile."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from medha.cost.predictor import Work
+from medha.errors import OutOfMemory
+from medha.wire.messages import Sampling, StepProfile
+from medha_worker.model import memory
+from medha_worker.model.transformer import Transformer
+from medha_worker.profiling.fit import MeasuredStep, fit_profile
+from medha_worker.profiling.measure import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
+
+REPEATS = 3
+CONTEXT_TOKENS = 2048
+
+Progress = Callable[[str, int, int], None]
+"""Told in words what is done now, and how much of how much is done."""
+
+_COSTLY = Sampling(temperature=1.0, top_p=0.9)  # takes the most memory to draw with
+
+_log = logging.getLogger("medha.warmup")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    profile: StepProfile
+    activation_bytes: int
+    steps: tuple[MeasuredStep, ...] = ()
+    """What the profile was fitted to."""
+
+
+def warm_up(
+    model: Transformer,
+    *,
+    max_chunk_tokens: int,
+    max_running: int,
+    max_model_len: int,
+    clock: Callable[[], float],
+    ran_out: Callable[[], bool] = lambda: False,
+    progress: Progress = lambda _text, _done, _total: None,
+) -> WarmUp:
+    """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
+
+    The activations' size is how much the process's resident memory grew at its peak, the kernels' own buffers
+    included; the scratch KV of the warm-up was resident before. `ran_out` says whether rows have taken part as NaN until
+    now, here or on another tensor rank: in a grid nothing else tells that memory does not suffice. `progress` is told
+    what comes next, and how many steps of how many are done.
+
+    Raises:
+        OutOfMemory: the largest chunk or batch does not fit.
+    """
+    shapes = _shapes(max_chunk_tokens, max_running, max_model_len)
+    total = 2 + len(shapes) * (1 + REPEATS)
+    done = 0
+
+    def measured(works: Shape, sampling: Sampling = GREEDY) -> MeasuredStep:
+        nonlocal done
+        progress(f"warms up: step {done + 1} of {total}, {shape_name(works)}", done, total)
+        step = timer.measure(works, sampling)
+        done += 1
+        return step
+
+    timer = StepTimer(model, max(map(blocks_of, shapes)) * BLOCK_TOKENS, clock)
+    _forget_peak()
+    before = _resident_bytes()
+    chunk = min(max_chunk_tokens, max_model_len)
+    too_large = f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights"
+    mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
+    try:
+        measured((Work(0, chunk),))
+        measured((Work(0, 1),) * max_running, _COSTLY)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.ran_out(error):
+            raise
+        raise OutOfMemory(f"{too_large} ({error}); {mend}") from error
+    if ran_out():
+        raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
+    activation_bytes = max(_peak_bytes() - before, 0)
+    for works in shapes:
+        measured(works)
+    steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
+    return WarmUp(step_profile(steps), activation_bytes, tuple(steps))
+
+
+def shape_name(works: Shape) -> str:
+    """What a step computes, in words."""
+    first = works[0]
+    behind = f" behind {first.context:,}" if first.context else ""
+    if len(works) > 1:
+        return f"{len(works)} sequences of {first.count:,} token{'s' if first.count > 1 else ''}{behind}"
+    return f"{first.count:,} token{'s' if first.count > 1 else ''}{behind}"
+
+
+def typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """One token, the largest chunk, and the most sequences at a time."""
+    alone = [step for step in steps if len(step.works) == 1]
+    chosen = (
+        steps[0],
+        max(alone, key=lambda step: step.tokens),
+        max(steps, key=lambda step: len(step.works)),
+    )
+    return list(dict.fromkeys(chosen))
+
+
+def times(steps: Sequence[MeasuredStep]) -> str:
+    """What steps took, in milliseconds, for people."""
+    return "; ".join(f"{shape_name(step.works)}: {1e3 * step.seconds:.3g} ms" for step in steps)
+
+
+def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list[Shape]:
+    """Chunks that bend the curve of the linear layers, three of them also behind a context, and sets of decodes.
+
+    The same on every rank of a replica: tensor ranks compute each step together.
+    """
+    chunk = min(max_chunk_tokens, max_model_len)
+    context = min(CONTEXT_TOKENS, max_model_len - 1)
+    room = max_model_len - context
+    shapes: dict[Shape, None] = {
+        (Work(0, count),): None for count in (1, 16, 64, 256, chunk) if count <= chunk
+    }
+    shapes |= {(Work(context, min(count, chunk, room)),): None for count in (1, 16, 256)}
+    shapes |= {(Work(0, 1),) * min(max_running, count): None for count in (16, 64)}
+    shapes[(Work(context // 8, 1),) * min(max_running, 8)] = None
+    return list(shapes)
+
+
+def step_profile(steps: Sequence[MeasuredStep]) -> StepProfile:
+    """The curves that fit the measured steps best, and constants that continue them."""
+    fitted = fit_profile(steps, layers=1, name="warm-up", source="warm-up")
+    queries, seconds_per_key = fitted.attention.points[-1]
+    return StepProfile(
+        step_seconds=fitted.head.launch_seconds,
+        linear_seconds_per_token=fitted.linear[0].compute_seconds_per_row,
+        attention_seconds_per_pair=seconds_per_key / queries,
+        sequence_seconds=fitted.attention.sequence_seconds + fitted.head.compute_seconds_per_row,
+        token_points=fitted.linear_points,
+        query_points=fitted.attention.points,
+    )
+
+
+def _resident_bytes() -> int:
+    return _status_bytes("VmRSS")
+
+
+def _peak_bytes() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _forget_peak() -> None:
+    """Let the peak start again from what is resident, or loading the weights would hide the activations (proc(5))."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError as error:
+        _log.warning("activations may be overestimated, the peak before them cannot be reset: %s", error)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
