@@ -80,8 +80,10 @@ class Rooms:
         unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
         if unjudged is not None:
             return Room(False, f"the operator cannot tell which nodes spec.template.spec.{unjudged} allows")
+        tied = await self._tied(observed.namespace, {claim for needs in pods for claim in needs.claims})
         pods = [
-            replace(needs, volumes=await self._volumes(observed.namespace, needs.claims)) for needs in pods
+            replace(needs, volumes=tuple(tied[claim] for claim in needs.claims if claim in tied))
+            for needs in pods
         ]
         nodes = {
             name: node
@@ -117,20 +119,20 @@ class Rooms:
             for name, template in ((f"{one['metadata']['name']}-{ordinal}", one["spec"]["template"]),)
         ]
 
-    async def _volumes(self, namespace: str, claims: Iterable[str]) -> tuple[tuple[Object, ...], ...]:
-        """Ask where the volumes behind claims can be mounted: the node selector terms of each that is tied to some nodes.
+    async def _tied(self, namespace: str, claims: Iterable[str]) -> dict[str, tuple[Object, ...]]:
+        """Ask where the volumes behind claims can be mounted: claim -> node selector terms, for those tied to some nodes.
 
-        A claim that is not bound yet, or gone, ties the pod to no node.
+        A claim that is not bound yet, or gone, ties a pod to no node.
         """
-        tied = []
-        for name in claims:
+        tied = {}
+        for name in sorted(claims):
             claim = await self._cluster.get(CLAIM, namespace, name)
             bound_to = (claim or {}).get("spec", {}).get("volumeName")
             volume = await self._cluster.get(VOLUME, "", bound_to) if bound_to else None
             terms = None if volume is None else nodes_of_volume(volume)
             if terms is not None:
-                tied.append(terms)
-        return tuple(tied)
+                tied[name] = terms
+        return tied
 
     async def _taken(self, node: str, since: float) -> Iterable[tuple[str, Amounts]]:
         known = self._listed.get(node)

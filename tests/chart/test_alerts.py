@@ -117,6 +117,13 @@ CASES: dict[str, Case] = {
         49,
         (PAGES | {"namespace": NAMESPACE},),
     ),
+    "the router was installed a moment ago": Case("MedhaNoRouter", (router(Spell("unserved", 20)),), 5),
+    "the router comes up a minute after the rules": Case(
+        "MedhaNoRouter", (router(Spell(None, 1), Spell("unserved", 20)),), 6
+    ),
+    "the router was away for four minutes": Case(
+        "MedhaNoRouter", (router(Spell("served", 20), Spell(None, 4), Spell("served", 20)),), 30
+    ),
     "the router is replaced": Case(
         "MedhaNoRouter",
         (

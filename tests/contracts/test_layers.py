@@ -16,7 +16,7 @@ FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
 
-LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, OPERATOR_WINGS = range(8)
+LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, OPERATOR_WINGS, SIMULATOR, PAPERS = range(10)
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
     (LAYERS, "core/medha/wire/frames.py", "import medha_links"),
@@ -35,6 +35,9 @@ VIOLATIONS = [
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
     (LOOP, "worker/medha_worker/controller/process.py", "import torch"),
     (LOOP, "worker/medha_worker/link.py", "import medha_worker.rank.executor"),
+    (LAYERS, "cli/medha_cli/plan.py", "import medha_papers.claims"),
+    (SIMULATOR, "sim/medha_sim/workloads.py", "import medha_sim.baselines.systems"),
+    (PAPERS, "papers/medha_papers/claims.py", "import medha_worker.rank.executor"),
     (CORE_WINGS, "core/medha/kv/blocks.py", "import medha.scheduler.policy"),
     (CORE_WINGS, "core/medha/cost/profile.py", "import medha.kv.blocks"),
     (WORKER_WINGS, "worker/medha_worker/model/rope.py", "import medha_worker.checkpoints.needle"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from medha.api.replica import SchedulingSpec
 from medha.cost.prefill_seconds import Alone
 from medha.scheduler.order import Urgency
-from medha.scheduler.prefill_table import Candidates, Room
+from medha.scheduler.candidates import Candidates, Room
 from medha.scheduler.request import Prompt, Request
 from medha.slo import Targets
 from medha.wire.messages import Submit

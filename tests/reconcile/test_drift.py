@@ -29,7 +29,6 @@ HARM: list[tuple[str, str, Change, tuple[str, ...]]] = [
     ("StatefulSet", "r-l0", {"template": {"spec": {"schedulerName": "default-scheduler"}}}, ()),
     ("StatefulSet", "r-l0", {"template": {"spec": {"runtimeClassName": "gvisor"}}}, ("spec.template.spec.runtimeClassName",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"priorityClassName": "low"}}}, ("spec.template.spec.priorityClassName",)),
-    ("StatefulSet", "r-l0", {"template": {"spec": {"activeDeadlineSeconds": 60}}}, ("spec.template.spec.activeDeadlineSeconds",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"resourceClaims": [{"name": "c"}]}}}, ("spec.template.spec.resourceClaims",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"hostNetwork": True}}}, ("spec.template.spec.hostNetwork",)),
     ("StatefulSet", "r-l0", {"template": {"spec": {"hostNetwork": False}}}, ()),
@@ -79,6 +78,19 @@ def test_an_entry_more_in_a_list_of_named_ones_is_taken_away(field: str) -> None
     lane["spec"]["template"]["spec"].setdefault(field, []).append({"name": "theirs"})
     (planned,) = [action for action in world.plan().actions if isinstance(action, Prune)]
     assert planned.paths == (f"spec.template.spec.{field}[theirs]",)
+    world.settle()
+    assert world.objects["StatefulSet", "r-l0"]["spec"] == before
+
+
+def test_with_a_volume_its_mounts_are_taken_away() -> None:
+    """The API server takes a template with mounts of a volume that is not there, and refuses every pod of it."""
+    world = World(**GRID)
+    world.settle()
+    lane = world.objects["StatefulSet", "r-l0"]
+    before = copy.deepcopy(lane["spec"])
+    pod = lane["spec"]["template"]["spec"]
+    pod["volumes"].append({"name": "theirs", "emptyDir": {}})
+    pod["containers"][0]["volumeMounts"].append({"name": "theirs", "mountPath": "/theirs"})
     world.settle()
     assert world.objects["StatefulSet", "r-l0"]["spec"] == before
 

@@ -21,7 +21,7 @@ How a request moves::
   decodes go ahead: it is launched before the tokens that it begins with are drawn. What a sequence that has drawn its stop
   token computes beyond it is dropped.
 
-The parts: `validation` says what a request is entitled to, `requests` knows who is here, `prefill_table` holds the prefills, `order`
+The parts: `validation` says what a request is entitled to, `requests` knows who is here, `candidates` is the table of prefills, `order`
 orders them, `admission` gives KV, `lanes` knows what can take a step, and `step_builder` fills it with the `packer`.
 """
 
@@ -39,7 +39,7 @@ from medha.scheduler.admission import Admission
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.packer import Packed
-from medha.scheduler.prefill_table import Candidates
+from medha.scheduler.candidates import Candidates
 from medha.scheduler.request import Request
 from medha.scheduler.requests import Roster
 from medha.scheduler.step_builder import Filler, Filling

@@ -9,7 +9,7 @@ import numpy as np
 from medha.api.replica import SchedulingSpec
 from medha.scheduler.guarded import Guarded, GuardedSettings
 from medha.scheduler.policy import Bools, Floats, Ints, keys, urgent_first
-from medha.scheduler.prefill_table import Candidates
+from medha.scheduler.candidates import Candidates
 
 Ordered = Callable[[Bools], Iterator[int]]
 """Those rows for which a flag is set, most urgent first."""

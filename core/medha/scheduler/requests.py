@@ -11,7 +11,7 @@ from medha.scheduler import validation
 from medha.scheduler.admission import Admission
 from medha.scheduler.alike import Alike
 from medha.scheduler.config import ReplicaConfig
-from medha.scheduler.prefill_table import Candidates
+from medha.scheduler.candidates import Candidates
 from medha.scheduler.request import Prompt, Request
 from medha.slo import targets
 from medha.wire.messages import Submit

@@ -17,7 +17,7 @@ from medha.scheduler.lanes import Lanes
 from medha.scheduler.order import Urgency
 from medha.scheduler.pace import Pace
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
-from medha.scheduler.prefill_table import NEAR_PROMISE, Candidates
+from medha.scheduler.candidates import NEAR_PROMISE, Candidates
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.requests import Roster
 from medha.wire.messages import Admit, Extent, StepEntry

@@ -7,7 +7,7 @@ from starting: these fields are to be what we render and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _PLACING = (
@@ -19,7 +19,6 @@ _PLACING = (
     "schedulerName",
     "runtimeClassName",
     "priorityClassName",
-    "activeDeadlineSeconds",
     "resourceClaims",
     "hostNetwork",
     "hostPID",
@@ -54,14 +53,33 @@ def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict
         change, names = _taken_away(here, there, ".".join(path))
         paths += names
         _put(patch, path, change)
+    volumes = _added_names(found, wanted, (*_TEMPLATE, "volumes"))
     for path in NAMED.get(wanted["kind"], ()):
         ours = {entry["name"] for entry in _at(wanted, path) or ()}
         here = _at(found, path) or ()
-        theirs = [entry["name"] for entry in here if entry["name"] not in ours]
+        theirs = _added_names(found, wanted, path)
         if theirs:
             paths += [f"{'.'.join(path)}[{name}]" for name in theirs]
-            _put(patch, path, [entry for entry in here if entry["name"] in ours] or None)
+        kept = [_without_mounts(entry, volumes) for entry in here if entry["name"] in ours]
+        if kept != list(here):
+            _put(patch, path, kept or None)
     return patch, tuple(paths)
+
+
+def _added_names(found: Mapping[str, Any], wanted: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
+    """Names in a list of named entries of `found` that `wanted` does not have there."""
+    ours = {entry["name"] for entry in _at(wanted, path) or ()}
+    return [entry["name"] for entry in _at(found, path) or () if entry["name"] not in ours]
+
+
+def _without_mounts(container: Mapping[str, Any], volumes: Collection[str]) -> Mapping[str, Any]:
+    """A container without the mounts of volumes that are taken away: pods with such mounts are refused."""
+    mounts = {
+        field: [mount for mount in container[field] if mount["name"] not in volumes]
+        for field in ("volumeMounts", "volumeDevices")
+        if container.get(field)
+    }
+    return {**container, **mounts}
 
 
 def _taken_away(found: Any, wanted: Any, path: str) -> tuple[Any, list[str]]:
