@@ -1,6 +1,6 @@
-"""What `medha up` shows: progress, one table, examples, and the parts' logs with a prefix.
+"""The output of `medha up`: progress, one table, examples, and the parts' logs with a prefix.
 
-In a terminal with colours and a progress bar; elsewhere, and with NO_COLOR, as plain lines.
+It has colours and a progress bar in a terminal; elsewhere, and with NO_COLOR, it is plain lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RANK_COLOURS = ("green", "yellow", "blue", "bright_red", "bright_green", "brigh
 
 
 class TerminalDisplay:
-    """Shows one replica on `console`; `summary` makes what is shown once it is ready, from the parts' PIDs."""
+    """Shows one replica on `console`; `summary` returns the output for a ready replica, from the parts' PIDs."""
 
     def __init__(
         self, console: Console, name: str, summary: Callable[[dict[str, int]], list[RenderableType]]
@@ -33,7 +33,7 @@ class TerminalDisplay:
         self._width = 0
         self._progress: Progress | None = None  # in a terminal, while the replica starts
         self._task = TaskID(0)
-        self._counts: dict[str, float] = {}  # share that is done, of parts that count
+        self._counts: dict[str, float] = {}  # finished share of each part that reports a total
         self._lines = ProgressLines()
 
     def starting(self, parts: list[str]) -> None:
@@ -79,7 +79,7 @@ class TerminalDisplay:
         self._end_progress()
 
     def _time(self, at: datetime) -> Text:
-        """The time of day; where lines may be kept, in a file, also the date and the time zone."""
+        """Return the time of day; where lines may be kept, in a file, also the date and the time zone."""
         text = f"{at:%H:%M:%S}.{at.microsecond // 1000:03}" if self._console.is_terminal else iso_time(at)
         return Text(f"{text} ", style="dim")
 

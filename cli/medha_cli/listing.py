@@ -1,4 +1,4 @@
-"""Tables that fit: where the terminal is too narrow, the least important columns go, and the others stay readable."""
+"""Tables that fit the terminal: if it is too narrow, the least important columns are dropped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-GAP = 2  # columns of the terminal between two of a table
+GAP = 2  # terminal columns between two table columns
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`importance` says who stays: the lowest go first, those of importance 9 never. `optional` ones go while empty."""
+    """A column of a table.
+
+    Columns of the lowest `importance` are dropped first, those of importance 9 never. `optional` columns are
+    dropped if they are empty.
+    """
 
     name: str
     importance: int = 9
@@ -42,7 +46,7 @@ class Listing:
         yield table
 
     def _fitting(self, console: Console, options: ConsoleOptions) -> list[int]:
-        """Columns that fit together."""
+        """Return the indices of the columns that fit together."""
         widths = []
         for index, column in enumerate(self.columns):
             cells = [Measurement.get(console, options, row[index]).maximum for row in self.rows]
@@ -64,7 +68,7 @@ class Listing:
 
 
 def line(*parts: str | tuple[str, str]) -> Text:
-    """One line of text, cut where the terminal ends."""
+    """Return a line of text that is cut at the edge of the terminal."""
     text = Text.assemble(*parts)
     text.no_wrap, text.overflow = True, "ellipsis"
     return text

@@ -1,4 +1,4 @@
-"""One look at a running replica: its controller's status, and what its router counts. Reads over HTTP, changes nothing."""
+"""Snapshots of a running replica: its controller's status and its router's counters. Read-only, over HTTP."""
 
 from __future__ import annotations
 
@@ -20,41 +20,42 @@ ANSWER_SECONDS = 5.0
 
 
 class RouterStatus(BaseModel):
-    """What a router counts, over all replicas that it knows."""
+    """The counters of a router, over all replicas that it knows."""
 
     model_config = ConfigDict(frozen=True)
 
     requests_open: int
     sequences_waiting: int
-    """That wait there for a replica with room."""
+    """Sequences that wait there for a replica with room."""
     ttft_met: int
-    """Requests whose first token came to the client within its target, since the router began."""
+    """Requests whose first token reached the client within its target, since the router began."""
     ttft_missed: int
     tpot_met: int
     tpot_missed: int
 
 
 class Look(BaseModel):
-    """What was seen at one moment."""
+    """A snapshot of a replica."""
 
     model_config = ConfigDict(frozen=True)
 
     status: ReplicaStatus
     router: RouterStatus | None
-    """None where no router is known, or it does not answer."""
+    """None if no router is known, or it does not answer."""
 
 
 class NotAnswering(PartFailed):
-    """Nobody answers now; it may be better at the next look."""
+    """Nobody answers now; a later poll may succeed."""
 
 
 class Target:
-    """Which replica is looked at: a run on this machine, or the address of a controller."""
+    """The polled replica: a run on this machine, or the address of a controller."""
 
     def __init__(self, name: str | None, run_directory: Path | None, url: str | None) -> None:
-        """
+        """Find the replica.
+
         Raises:
-            ConfigInvalid: more than one is given, the address is none, or there is no run, or more than one to choose from.
+            ConfigInvalid: more than one argument is given, the address is invalid, or there is no run or more than one.
         """
         if sum(given is not None for given in (name, run_directory, url)) > 1:
             raise ConfigInvalid("a name, --run-dir and --url all say what to look at; give one of them")
@@ -66,7 +67,8 @@ class Target:
         return self._run.name if self._run is not None else str(self._url)
 
     def controller_url(self) -> str:
-        """
+        """Return the address of the replica's controller.
+
         Raises:
             NotAnswering: the replica is still starting.
             PartFailed: it has ended.
@@ -81,10 +83,11 @@ class Target:
         raise NotAnswering(f"{self._run.name} is starting: not all of its ranks have been ready yet")
 
     def look(self, order: Order, most_requests: int) -> Look:
-        """
+        """Poll the replica once.
+
         Raises:
             NotAnswering: the controller does not answer now.
-            PartFailed: the replica has ended, or what answers is no controller.
+            PartFailed: the replica has ended, or the answer is not a controller's.
         """
         url = f"{self.controller_url()}/status?order={order}&requests={most_requests}"
         try:
@@ -113,10 +116,10 @@ class Target:
 
 
 def fetch(url: str) -> bytes:
-    """What a page holds.
+    """Return the content of a page.
 
     Raises:
-        OSError: nobody answers, or not with this.
+        OSError: nobody answers, or the answer is an error or incomplete.
     """
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as `_base` has seen)
@@ -126,7 +129,7 @@ def fetch(url: str) -> bytes:
 
 
 def reason(error: OSError) -> str:
-    """Why nobody answered, in the words of who refused if it said any."""
+    """Return why there was no answer, in the server's own words if it gave a reason."""
     if isinstance(error, urllib.error.HTTPError):
         try:
             return str(json.loads(error.read())["error"])
@@ -137,11 +140,11 @@ def reason(error: OSError) -> str:
 
 
 def router_status(metrics: str) -> RouterStatus:
-    """From the text of a router's `/metrics`.
+    """Parse the text of a router's `/metrics`.
 
     Raises:
         ImportError: `medha[router]` is not installed here.
-        ValueError: the text is no such thing.
+        ValueError: the text is not in that format.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -161,7 +164,11 @@ def router_status(metrics: str) -> RouterStatus:
 
 
 def _base(url: str) -> str:
-    """An address without the page."""
+    """Return an address without the page.
+
+    Raises:
+        ConfigInvalid: it is not an HTTP address.
+    """
     parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigInvalid(f"--url is {url!r}; give the controller's address, such as http://127.0.0.1:9400")

@@ -1,7 +1,7 @@
 """The `medha` command. Each subcommand is imported when it is called, so that `medha --help` is instant.
 
-Exit status: 0 when all went well, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is wrong,
-or no grid of `medha plan` will do.
+Exit status: 0 on success, 1 when something failed, 2 when a manifest, a flag, a setting or a checkpoint is
+wrong, or no grid of `medha plan` meets the targets.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _COMMANDS = {
     "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
     "version": ("medha_cli.version", "Print the version."),
 }
-"""Name -> module that defines `command`, and the line that `medha --help` shows without importing it."""
+"""Each command's module, which defines `command`, and the line that `medha --help` shows without importing it."""
 
 
 _WRONG_INPUT = (ConfigInvalid, CheckpointInvalid, ModelUnsupported)
-"""What the one who gave the command can mend: exit status 2, as where a flag is wrong."""
+"""Errors that the user of the command can fix: exit status 2, as for a wrong flag."""
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules, and which shows our errors as a message, not as a traceback."""
+    """A group whose commands are modules, and that shows our errors as messages, not as tracebacks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
         return sorted(_COMMANDS)

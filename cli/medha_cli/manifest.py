@@ -1,4 +1,4 @@
-"""Reading the one `MedhaReplica` of a YAML file, with errors that name the file and the line."""
+"""Reads the `MedhaReplica` of a YAML file, with errors that name the file and the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medha.errors import ConfigInvalid
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe, and refuses a key given twice, of which YAML parsers would silently take the last."""
+    """A safe loader that refuses duplicate keys, of which YAML parsers would silently take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         seen = set()
@@ -27,12 +27,12 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_manifest(path: Path) -> MedhaReplica:
-    """The replica that `path` describes; relative paths of model and profile are resolved from the manifest's folder.
+    """Return the replica of `path`; relative paths of model and profile are resolved from the manifest's folder.
 
     Raises:
-        ConfigInvalid: the file cannot be read, is no YAML, holds not exactly one document, or is no valid
-            `MedhaReplica`, or names a profile that is none. The text starts with the file, and with the line where
-            YAML knows it.
+        ConfigInvalid: the file cannot be read, is not YAML, does not hold exactly one document, or is not a valid
+            `MedhaReplica`, or names an invalid profile. The text starts with the file, and with the line where YAML
+            knows it.
     """
     documents = read_documents(path)
     if len(documents) != 1:
@@ -49,10 +49,10 @@ def read_manifest(path: Path) -> MedhaReplica:
 
 
 def read_documents(path: Path) -> list[object]:
-    """Every document of a YAML file that is not empty.
+    """Return every document of a YAML file that is not empty.
 
     Raises:
-        ConfigInvalid: the file cannot be read or is no YAML; the text starts with the file, and with the line where
+        ConfigInvalid: the file cannot be read or is not YAML; the text starts with the file, and with the line where
             YAML knows it.
     """
     if path.is_dir():
@@ -67,12 +67,12 @@ def read_documents(path: Path) -> list[object]:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         raise ConfigInvalid(f"{path}{line}: is not YAML: {error.problem or error.context}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a control character; a date that is none
+    except (yaml.YAMLError, ValueError) as error:  # a control character; an invalid date
         raise ConfigInvalid(f"{path}: is not YAML: {error}") from error
 
 
 def _directory_help(path: Path) -> str:
-    """What to say to somebody who names a directory; of a checkpoint, with a manifest to paste."""
+    """Return the error for a directory given as manifest; for a checkpoint, with a manifest to paste."""
     text = f"{path} is a directory; name a file that describes a {KIND}"
     if not (path / "config.json").is_file():
         return f"{text} (for the smallest one, see examples/tiny.yaml)"
@@ -89,7 +89,7 @@ def _directory_help(path: Path) -> str:
 
 
 def model_directory(replica: MedhaReplica) -> Path:
-    """Where the replica's checkpoint lies.
+    """Return the directory of the replica's checkpoint.
 
     Raises:
         ConfigInvalid: there is no checkpoint.
@@ -126,7 +126,7 @@ def _absolute(path: str | None, folder: Path) -> str | None:
 
 
 def _require_readable_profile(replica: MedhaReplica) -> None:
-    """Fail before any process is started, not after the weights are loaded."""
+    """Check the profile before any process is started, not after the weights are loaded."""
     path = replica.spec.scheduling.profile
     if path is None:
         return

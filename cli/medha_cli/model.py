@@ -1,4 +1,4 @@
-"""`medha model init`: a small checkpoint, so that everything can be tried without a download."""
+"""`medha model init`: makes a small checkpoint, so that everything can be tried without a download."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int,
       medha model init .medha/needle --preset needle
       medha model init /tmp/small --preset small --seed 7 --architecture qwen3 --dtype bfloat16
     """
-    from medha_worker.checkpoints.presets import init_checkpoint  # brings torch, which takes seconds
+    from medha_worker.checkpoints.presets import init_checkpoint  # imports torch, which takes seconds
 
     init_checkpoint(directory, preset=preset, seed=seed, architecture=architecture, dtype=dtype, force=force)
     click.echo(f"{directory}: a {preset} {architecture} checkpoint in {dtype}, seed {seed}")

@@ -1,4 +1,4 @@
-"""What commands share about their options: numbers that are numbers, and which options were really given."""
+"""Shared helpers for options: finite numbers, and whether an option was really given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from medha.errors import ConfigInvalid
 
 
 class Number(click.FloatRange):
-    """A finite number in a range: every comparison with NaN is false, so click's own range lets it pass."""
+    """A finite number in a range. Every comparison with NaN is false, so click's own range accepts it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = super().convert(value, param, ctx)
@@ -23,12 +23,12 @@ class Number(click.FloatRange):
 
 
 def given(context: click.Context, name: str) -> bool:
-    """Whether the user gave this parameter, and it is not its default."""
+    """Return whether the user gave this parameter; False if it has its default."""
     return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def refuse_unused(context: click.Context, unused: dict[str, str]) -> None:
-    """An option that would change nothing was given by mistake; nobody reads from the result that it was ignored.
+    """Refuse options that change nothing: they were given by mistake, and the result would not show that.
 
     `unused`: name of a parameter -> why it changes nothing, and what to do instead.
 

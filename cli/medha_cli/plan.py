@@ -1,4 +1,4 @@
-"""`medha plan`: which grid of GPUs serves a model at a context length, and what it costs."""
+"""`medha plan`: finds the grids of GPUs that serve a model at a context length, and their cost."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def command(
         for table in (_grids_table(model, hardware, wish, ratings[:rows]), _bounds_table(wish, over_context)):
             _print_whole(console, table)
     if plot is not None:
-        from medha_sim.plan_page import page  # brings the plotting library
+        from medha_sim.plan_page import page  # imports the plotting library
 
         title = f"{model.name} on {hardware.name}: TTFT {ttft:g} s, TPOT {1e3 * tpot:g} ms"
         write_page("--plot", plot, page(title, wish, ratings, over_context), "what it would show is printed")
@@ -169,7 +169,7 @@ def _hardware(name: str) -> Hardware:
 
 
 def _contexts(context: int) -> list[int]:
-    """Context lengths around the one asked for."""
+    """Return context lengths around the requested one."""
     return [max(1, int(context * factor)) for factor in (0.125, 0.25, 0.5, 1, 2, 4, 10)]
 
 
@@ -230,7 +230,7 @@ def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Seq
 
 
 def _print_whole(console: Console, table: Table) -> None:
-    """With all of its columns, however narrow the terminal is: rich would shorten figures."""
+    """Print a table with all of its columns, however narrow the terminal is: rich would shorten figures."""
     unbounded = console.options.update(max_width=_WIDEST)
     whole = Measurement.get(console, unbounded, table).maximum
     Console(highlight=False, width=max(console.width, whole)).print(table)

@@ -1,4 +1,4 @@
-"""`medha profile`: measure what steps take on this machine, and write it down for the predictor."""
+"""`medha profile`: measures the times of steps on this machine, and writes them down for the predictor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from medha_worker.process import RANK_ENVIRONMENT
 if TYPE_CHECKING:
     from medha_worker.profiling.fit import HeldOut
 
-_INTERRUPTED = 130  # what a shell reports of a command that Ctrl-C ended
+_INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
 
 
 @click.command("profile")
@@ -158,7 +158,7 @@ def command(
         )
         partial = output.with_name(f"{output.name}.partial")
         partial.write_text(profile.to_json(), encoding="utf-8")
-        partial.rename(output)  # all of it or nothing
+        partial.rename(output)  # atomic
     except KeyboardInterrupt:
         console.print(f"interrupted: {output} is not written")
         sys.exit(_INTERRUPTED)

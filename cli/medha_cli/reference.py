@@ -1,4 +1,4 @@
-"""The pages of `docs/` that are written by the program: `python -m medha_cli.reference docs` (`make gen`)."""
+"""The generated pages of `docs/`: `python -m medha_cli.reference docs` (`make gen`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
 
 
 def pages() -> dict[str, str]:
-    """File name in `docs/` -> what it should hold."""
+    """Return the content of each generated page, by file name in `docs/`."""
     return {"cli.md": cli_page(), "metrics.md": reference_page(), "modules.md": modules_page()}
 
 
 def cli_page() -> str:
-    """The help of `medha` and of every command below it."""
+    """Return the page with the help of `medha` and of every command below it."""
     parts = ["# The command line\n\nWritten by `make gen` from the program's own help.\n"]
     for path, command in _commands("medha", main):
         context = click.Context(command, info_name=path, terminal_width=100, max_content_width=100)
@@ -33,7 +33,7 @@ def cli_page() -> str:
 
 
 def modules_page() -> str:
-    """Every module of the repository with the first sentence or two of its docstring."""
+    """Return the page of every module of the repository with the first paragraph of its docstring."""
     parts = ["# The modules\n\nWritten by `make gen` from the modules' own docstrings.\n"]
     inits = (init for top in _FOLDERS for init in sorted((_ROOT / top).rglob("__init__.py")))
     for folder in (init.parent for init in inits):

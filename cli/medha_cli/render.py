@@ -1,4 +1,4 @@
-"""`medha render FILE`: the objects that the operator would apply for a manifest, by the operator's own plan."""
+"""`medha render FILE`: prints the objects that the operator would apply for a manifest, by the operator's own plan."""
 
 from __future__ import annotations
 
@@ -77,10 +77,10 @@ def command(file: Path, form: str, namespace: str, uid: str, settings_file: Path
 
 
 def rendered(document: object, namespace: str, uid: str, settings: OperatorSettings) -> Iterator[Manifest]:
-    """What the operator applies for one manifest, in its order.
+    """Yield what the operator applies for one manifest, in its order.
 
     Raises:
-        ConfigInvalid: the manifest is none of ours, or names something that cannot be served.
+        ConfigInvalid: the manifest is not one of ours, or names something that cannot be served.
     """
     if not isinstance(document, dict):
         raise ConfigInvalid(
@@ -101,7 +101,7 @@ def rendered(document: object, namespace: str, uid: str, settings: OperatorSetti
 
 
 def _created(document: Any, spec: BaseModel, namespace: str, uid: str, longest: int) -> Manifest:
-    """The document as a cluster would have it, with every default."""
+    """Return the document as a cluster would store it, with every default."""
     metadata = document["metadata"]
     name = metadata["name"]
     if len(name) > longest or re.fullmatch(NAME_PATTERN, name) is None:
@@ -148,7 +148,7 @@ def _of_deployment(document: dict[str, Any], settings: OperatorSettings) -> Iter
     for manifest in _applied(plan_deployment(observed, 0.0, settings).actions):
         yield manifest
         if manifest["kind"] == "MedhaReplica":
-            made = manifest["metadata"] | {"uid": metadata["uid"]}  # its own UID is as unknown
+            made = manifest["metadata"] | {"uid": metadata["uid"]}  # its own UID is unknown, too
             yield from _of_replica(manifest | {"metadata": made}, settings)
 
 
@@ -178,7 +178,7 @@ def _settings(file: Path | None) -> OperatorSettings:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as blocks, and no references between documents."""
+    """Writes multi-line texts as blocks, and no references between documents."""
 
     def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002 (the library's signature)
         return True

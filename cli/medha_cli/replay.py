@@ -1,4 +1,4 @@
-"""`medha replay`: a recorded log of `medha up --record`, checked and asked what would have been."""
+"""`medha replay`: checks a recorded log of `medha up --record`, and simulates other schedulings of it."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _compare(
     seeds: int,
     out: Path,
 ) -> None:
-    """Print and write what happened, what the simulator makes of it, and what would have been."""
+    """Print and write what happened, what the simulator predicts for the same scheduling, and the alternatives."""
     from medha_sim.metrics import summarise
     from medha_sim.replay import changed_scheduling, read, what_if
     from medha_sim.report import Report, differences, figures, page
@@ -158,14 +158,14 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value of a scheduling field, and how it was asked for."""
+    """A value of a scheduling field, and the option's text."""
 
     text: str
     value: Any
 
 
 def _changes(texts: tuple[str, ...]) -> dict[str, Setting]:
-    """By field, what `--set` asks for."""
+    """Return the values that `--set` asks for, by field."""
     changes: dict[str, Setting] = {}
     for text in texts:
         name, equals, value = text.partition("=")

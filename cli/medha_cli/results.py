@@ -1,4 +1,4 @@
-"""The files that a long run ends in: tried before it begins, written whole or not at all, and not lost if that fails."""
+"""Result files of long runs: checked before the run begins, written whole or not at all, and not lost if that fails."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from medha.errors import ConfigInvalid, MedhaError
 
 
 class ResultsUnwritten(MedhaError):
-    """Results could not be written where they were to go. Mended by making room there; the text says where they are."""
+    """Results could not be written to their place. Fixed by making room there; the text says where they are."""
 
 
 def figures_beside(page: Path) -> Path:
-    """The JSON of an HTML page."""
+    """Return the path of the JSON beside an HTML page."""
     return page.with_suffix(".json")
 
 
 def require_writable(option: str, *files: Path, inputs: Sequence[Path] = ()) -> None:
-    """Find out before the work begins whether its results can be written.
+    """Check, before the work begins, that its results can be written.
 
-    A file is tried beside each and removed again: permissions alone do not tell (root, read-only file systems).
+    A file is created beside each and removed again: permissions alone do not tell (root, read-only file
+    systems).
 
     Raises:
-        ConfigInvalid: names the option, the file and the mend. One of `inputs` must not be overwritten either.
+        ConfigInvalid: a file cannot be written, or is one of `inputs`; names the option, the file and the fix.
     """
     for file in files:
         try:
@@ -54,7 +55,8 @@ def write_results(option: str, page_file: Path, figures: str, page: Callable[[],
     """Write the figures, a JSON text, and then the page that is made of them.
 
     Raises:
-        ResultsUnwritten: the figures then are in the folder of temporary files or, if that fails too, were printed.
+        ResultsUnwritten: a file cannot be written. If it is the figures, they were saved in the folder of temporary files
+            or, if that fails too, printed.
     """
     beside = figures_beside(page_file)
     try:
@@ -66,7 +68,7 @@ def write_results(option: str, page_file: Path, figures: str, page: Callable[[],
 
 
 def write_page(option: str, page_file: Path, page: str, kept: str) -> None:
-    """Write a page; `kept` says where what it shows can be found anyhow.
+    """Write a page; `kept` says where else its content can be found.
 
     Raises:
         ResultsUnwritten: it cannot be written.
@@ -79,7 +81,7 @@ def write_page(option: str, page_file: Path, page: str, kept: str) -> None:
 
 @contextmanager
 def results_file(option: str, file: Path) -> Iterator[BinaryIO]:
-    """A file to write to while a run lasts; what it ends in takes the place of `file`, unless an error ends it.
+    """Provide a file to write to during a run; it replaces `file` at the end, unless an error ends the run.
 
     Raises:
         ResultsUnwritten: it cannot be written.
@@ -98,7 +100,7 @@ def _write_whole(file: Path, text: str) -> None:
 
 @contextmanager
 def _whole(file: Path) -> Iterator[BinaryIO]:
-    """What was there stays until what is written is whole."""
+    """Provide a file that replaces `file` once it is written whole."""
     target = file.resolve()
     partial = _partial(target)
     try:
@@ -111,7 +113,7 @@ def _whole(file: Path) -> Iterator[BinaryIO]:
 
 
 def _keep_elsewhere(figures: str) -> str:
-    """Where the figures went."""
+    """Save or print the figures, and return where they are."""
     name = ""
     try:
         descriptor, name = tempfile.mkstemp(prefix="medha-", suffix=".json")

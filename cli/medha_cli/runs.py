@@ -1,7 +1,8 @@
-"""Which replicas `medha up` serves on this machine now, and where they answer.
+"""The replicas that `medha up` serves on this machine now, and their addresses.
 
-A run is a directory (`medha up --run-dir`, or a temporary one). While it lasts, the supervisor holds a lock on a file in
-it, which the kernel drops however the supervisor ends; so what a killed run has left behind is never taken for a running one.
+A run is a directory (`medha up --run-dir`, or a temporary one). While it lasts, the supervisor holds a lock
+on a file in it, which the kernel releases however the supervisor ends. So the remains of a killed run are
+never taken for a running one.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from medha.errors import ConfigInvalid
 
 RUN_FILE = "up.json"
 KEYS = "keys"
-"""The folder of a run's directory with the keys of its parts."""
+"""Name of the folder in a run's directory with the keys of its parts."""
 REMOVE_SECONDS = 10.0
 REMOVE_PAUSE_SECONDS = 0.2
 PREFIX = "medha-"
-"""Of temporary directories of runs, and of links to others."""
+"""Prefix of temporary directories of runs, and of links to other run directories."""
 _MOST_CHARACTERS = 4096
-"""Of a run file; ours are shorter."""
+"""Most characters read of a run file; ours are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One `medha up` of this user."""
+    """A `medha up` of this user."""
 
     directory: Path
     name: str
     pid: int
 
     def lasts(self) -> bool:
-        """Whether its supervisor still runs."""
+        """Return whether its supervisor still runs."""
         return _read(self.directory) is not None
 
     def telemetry_url(self) -> str | None:
-        """Where its controller answers; None until all ranks were ready once. It changes when the controller is replaced."""
+        """Return its controller's address; None until all ranks were ready once. Changes with a new controller."""
         return _url(self.directory / "ranks-ready.json", "metrics_url", "/metrics")
 
     def router_url(self) -> str | None:
-        """Where its router answers; None until it does."""
+        """Return its router's address; None until it listens."""
         return _url(self.directory / "router-ready.json", "url", "")
 
 
@@ -65,14 +66,14 @@ def _url(path: Path, field: str, suffix: str) -> str | None:
 
 @contextmanager
 def announced(directory: Path, name: str, *, is_temporary: bool = False) -> Iterator[None]:
-    """Let others find the run in `directory` as long as this lasts; one that `is_temporary` holds nothing of the user's.
+    """Announce the run in `directory` while the context lasts; if `is_temporary`, nothing in it is the user's.
 
     Raises:
         ConfigInvalid: another run uses the directory.
     """
     path = directory / RUN_FILE
-    # A directory of the user's own choice is found through a link where the temporary ones are.
-    # Nobody can guess its name: others may write there, too.
+    # A directory that the user chose is found through a link beside the temporary ones. The link's name
+    # cannot be guessed, as others may write there too.
     link = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     with path.open("a+", encoding="utf-8") as file:
         try:
@@ -94,12 +95,12 @@ def announced(directory: Path, name: str, *, is_temporary: bool = False) -> Iter
 
 
 def remove_ended() -> None:
-    """What killed runs of this user have left: their keys, and the directories that were temporary."""
+    """Remove what killed runs of this user have left: their keys, and directories that were temporary."""
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
         here = place.parent
         with suppress(OSError, ValueError), _run_file(here) as file:
-            written = json.loads(file.read(_MOST_CHARACTERS))  # nothing yet if it is about to begin
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it lasts
+            written = json.loads(file.read(_MOST_CHARACTERS))  # still empty if the run is about to begin
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the run lasts
             if written.get("is_temporary") and not here.is_symlink():
                 shutil.rmtree(here, ignore_errors=True)
                 continue
@@ -111,9 +112,9 @@ def remove_ended() -> None:
 
 @contextmanager
 def removed_if_killed(directory: Path) -> Iterator[None]:
-    """Have what the announced run in `directory` leaves removed soon, should this process be killed meanwhile."""
+    """Have the remains of the run in `directory` removed if this process is killed while the context lasts."""
     command = [sys.executable, "-m", "medha_cli.runs", str(directory)]
-    # In a session of its own: what ends us, be it a closed terminal, does not end it. It reads until we are gone.
+    # In its own session: what ends us, such as a closed terminal, does not end it. It reads until we are gone.
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -128,7 +129,7 @@ def removed_if_killed(directory: Path) -> Iterator[None]:
 
 
 def _remove_once_killed(directory: Path) -> None:
-    """Wait until whoever holds the other end of stdin is gone, then remove what it has left."""
+    """Wait until the process at the other end of stdin is gone, then remove what it has left."""
     sys.stdin.buffer.read()
     deadline = time.monotonic() + REMOVE_SECONDS
     is_temporary = json.loads((directory / RUN_FILE).read_bytes())["is_temporary"]
@@ -141,7 +142,8 @@ def _remove_once_killed(directory: Path) -> None:
 
 
 def require_unused(directory: Path) -> None:
-    """
+    """Check that no run uses a directory.
+
     Raises:
         ConfigInvalid: another run uses the directory.
     """
@@ -154,7 +156,7 @@ def _used(directory: Path) -> ConfigInvalid:
 
 
 def running() -> list[Run]:
-    """All of this user, in the order of their names."""
+    """Return all runs of this user, in the order of their names."""
     found: dict[Path, Run] = {}
     for place in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{RUN_FILE}"):
         directory = place.parent.resolve()
@@ -165,7 +167,7 @@ def running() -> list[Run]:
 
 
 def find(name: str | None, run_directory: Path | None) -> Run:
-    """The run that is meant: of a name, that of a directory, or else the only one there is.
+    """Return the run of a name, of a directory, or else the only one there is.
 
     Raises:
         ConfigInvalid: there is none, or more than one.
@@ -191,7 +193,7 @@ def find(name: str | None, run_directory: Path | None) -> Run:
 
 
 def _read(directory: Path) -> Run | None:
-    """The run in a directory, if it is ours and lasts."""
+    """Return the run in a directory, if it is this user's and lasts."""
     try:
         with _run_file(directory) as file:
             try:
@@ -206,10 +208,10 @@ def _read(directory: Path) -> Run | None:
 
 @contextmanager
 def _run_file(directory: Path) -> Iterator[TextIO]:
-    """The file of a run of ours, open. Where others can write, a name may stand for anything: a pipe, a device, a link.
+    """Open the file of a run of this user. Where others can write, a name may be anything: a pipe, a device, a link.
 
     Raises:
-        OSError: there is none, it or its directory belongs to somebody else, or it is no plain file.
+        OSError: it does not exist, it or its directory belongs to somebody else, or it is not a regular file.
     """
     path = directory / RUN_FILE
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # waits for no writer of a pipe

@@ -1,4 +1,4 @@
-"""What `medha top` shows of one look: pure functions from data to rich's tables, as wide and as high as the terminal is."""
+"""The page of `medha top`: pure functions from a snapshot to rich's tables, fitted to the size of the terminal."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from medha_cli.look import Look, RouterStatus
 ID_WIDTH = 22
 BAR_WIDTH = 20
 MOST_STEPS = 12
-FEWEST_REQUESTS = 5  # other tables go before fewer are shown
+FEWEST_REQUESTS = 5  # other tables are dropped before fewer are shown
 HEADING_LINES = 3
 _PHASES = {"waiting": "yellow", "prefill": "cyan", "decode": "green", "ending": "dim"}
 
 
 class Bar:
-    """A bar of shares that add up to at most 1, each with its own sign and colour; plain signs where there are no others."""
+    """A bar of shares that add up to at most 1, each with its own sign and colour; ASCII signs where needed."""
 
     def __init__(self, *shares: tuple[float, str, str, str], width: int = BAR_WIDTH) -> None:
-        """Each share: (0 to 1, sign, the same in ASCII, style)."""
+        """Make a bar of shares, each (0 to 1, sign, sign in ASCII, style)."""
         self._shares = shares
         self._width = width
 
@@ -53,7 +53,7 @@ class Bar:
 
 
 def page(look: Look, order: Order, *, height: int | None = None, skip: int = 0) -> Group:
-    """Everything; `height` lines of it if it is given, with the requests from the `skip`-th on."""
+    """Return the whole page, or `height` lines of it, with the requests from the `skip`-th on."""
     status, core = look.status, look.status.core
     parts: list[Text | Listing] = [*heading(look)]
     if core is None:
@@ -78,13 +78,13 @@ def page(look: Look, order: Order, *, height: int | None = None, skip: int = 0) 
 
 
 def _room(height: int, tables: Sequence[Listing]) -> int:
-    """Lines that are left for requests below the heading and these tables, each with a gap and its own heading."""
+    """Return the lines left for requests below the heading and these tables, each with a gap and its own heading."""
     above = HEADING_LINES + sum(2 + len(table.rows) for table in tables)
-    return height - above - 3  # the gap and the heading of their table, and the order
+    return height - above - 3  # the gap and the heading of their table, and the line with the order
 
 
 def heading(look: Look) -> list[Text]:
-    """What the replica is, and how it does altogether."""
+    """Return the lines that say what the replica is and how it performs overall."""
     status, core, router = look.status, look.status.core, look.router
     state = {"serving": "green", "draining": "yellow", "gathering": "red"}[status.state]
     what: list[str | tuple[str, str]] = [
@@ -114,7 +114,7 @@ def heading(look: Look) -> list[Text]:
 
 
 def attainment(status: ReplicaStatus, router: RouterStatus | None) -> list[tuple[str, str]]:
-    """The share of requests inside their targets: as the router saw them, or else the controller."""
+    """Return the share of requests within their targets, as seen by the router, else by the controller."""
     if router is not None:
         ttft, tpot = (router.ttft_met, router.ttft_missed), (router.tpot_met, router.tpot_missed)
     else:
@@ -148,7 +148,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
 
 
 def _stages(core: CoreStatus, lane: LaneStatus) -> tuple[str, str]:
-    """The steps in the first stage of a lane, and in those behind it; `-` where there is none."""
+    """Return the steps in the first stage of a lane, and those in later stages; `-` if there are none."""
     here = [step for step in core.steps if lane.lane in step.lanes]
     first = " ".join(f"#{step.step}" for step in here if step.in_first_stage)
     later = " ".join(f"#{step.step}" for step in here if not step.in_first_stage)
@@ -202,7 +202,7 @@ def classes_listing(classes: Sequence[ClassStatus], status: ReplicaStatus) -> Li
 
 
 def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
-    """Each request as far as it is: prompt tokens while it prefills, output tokens once it draws them."""
+    """Return a row for each request: prompt tokens while it prefills, output tokens once they are sampled."""
     columns = [
         Column("REQUEST"), Column("CLASS", 4), Column("PHASE", 8), Column("LANES", 3), Column("PREFILL", 5),
         Column("", 8, right=True), Column("DUE IN", 7, right=True), Column("SLACK", 6, right=True),
@@ -232,7 +232,7 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
 
 
 def _held(seconds: float | None, target_seconds: float) -> Text:
-    """A time beside its target: red if it is longer."""
+    """Return a time, in red if it exceeds its target."""
     return Text("" if seconds is None else span(seconds), "red" if (seconds or 0) > target_seconds else "")
 
 
@@ -241,17 +241,17 @@ def _signed(seconds: float, style: str = "") -> Text:
 
 
 def short(request: str) -> str:
-    """A request's id, as much of it as tells it from the others."""
+    """Return a request's id, shortened so that it still differs from others."""
     return request if len(request) <= ID_WIDTH else f"{request[: ID_WIDTH - 6]}..{request[-4:]}"
 
 
 def share(met: int, missed: int) -> str:
-    """`98.5 % of 200`."""
+    """Return a text such as `98.5 % of 200`."""
     return f"{100 * met / (met + missed):.1f} % of {met + missed:,}" if met + missed else "-"
 
 
 def span(seconds: float) -> str:
-    """A duration in at most seven signs: `250 us`, `12.3 ms`, `4.56 s`, `12:34`, `1:02:03`."""
+    """Return a duration in at most seven characters: `250 us`, `12.3 ms`, `4.56 s`, `12:34`, `1:02:03`."""
     if seconds >= 3600:
         return f"{seconds // 3600:.0f}:{seconds % 3600 // 60:02.0f}:{int(seconds % 60):02d}"
     if seconds >= 60:

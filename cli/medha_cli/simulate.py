@@ -32,7 +32,7 @@ QUICK_SECONDS = 120.0
 DEFAULT_TOPOLOGY = "8x2x1"
 MOST_LOAD = 10.0
 MOST_WARNINGS = 5  # the page has more
-INTERRUPTED_STATUS = 130  # as shells give it for SIGINT
+INTERRUPTED_STATUS = 130  # as shells report SIGINT
 
 
 @click.command("simulate")
@@ -309,7 +309,7 @@ def _workload(
 
 
 def _unused(workload: WorkloadSpec) -> dict[str, str]:
-    """Parameters that this workload does not depend on, and why."""
+    """Return the parameters that this workload does not depend on, and why."""
     match workload.shape:
         case "trace":
             mix = "the requests are those of --trace; leave it out"
@@ -337,7 +337,7 @@ def _unused(workload: WorkloadSpec) -> dict[str, str]:
 
 
 def policy_names(text: str, *, baselines: bool = False) -> tuple[str, ...]:
-    """The policies of an option, each once; other systems too, if `baselines`."""
+    """Return the policies of an option, each once; other systems too, if `baselines`."""
     from medha_sim.study import POLICIES, SYSTEMS
 
     known = SYSTEMS if baselines else POLICIES
@@ -383,13 +383,13 @@ def require_plotly() -> None:
 
 
 def require_page(option: str, out: Path, inputs: Sequence[Path]) -> None:
-    """Before anything runs: the page and the JSON beside it can be written, and overwrite none of `inputs`."""
+    """Check, before anything runs, that the page and its JSON can be written and overwrite none of `inputs`."""
     if not out.name or out.suffix == ".json":
         raise ConfigInvalid(f"{option} is {out}; it names the HTML page, the JSON is written beside it")
     require_writable(option, out, figures_beside(out), inputs=inputs)
 
 
-# --- what the terminal shows -------------------------------------------------------------------------
+# --- output on the terminal --------------------------------------------------------------------------
 
 
 def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> StudyResult:
@@ -407,7 +407,7 @@ def _with_progress(console: Console, run: Callable[[Observer], StudyResult]) -> 
 
 
 def print_tables(console: Console, all_runs: Runs) -> None:
-    """Tables for each load, with figures as rows: systems as columns, and their differences where seeds pair them."""
+    """Print tables for each load, with figures as rows and systems as columns, and paired differences."""
     from medha_sim.report import comparable, difference_rows, table_rows
 
     runs = comparable(all_runs)
@@ -421,7 +421,7 @@ def print_tables(console: Console, all_runs: Runs) -> None:
 
 
 def _print_turned(console: Console, title: str, head: list[str], rows: list[list[str]]) -> None:
-    """A table with a column for each of `rows`: there are more figures than systems."""
+    """Print a table with a column for each of `rows`: there are more figures than systems."""
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     names, *lines = zip(head, *rows, strict=True)
     for index, name in enumerate(names):

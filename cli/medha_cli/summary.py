@@ -1,4 +1,4 @@
-"""What a replica that has become ready tells its user: one table, and two examples to paste."""
+"""The summary of a replica that has become ready: one table, and two examples to paste."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from medha.wire.messages import RankReady, Readiness
 def summary(
     replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
 ) -> list[RenderableType]:
-    """The start table and the examples; `readiness` names at least one rank."""
+    """Return the start table and the examples; `readiness` names at least one rank."""
     return [
         Text(),
         start_table(replica, url, dtype, readiness, process_ids),
@@ -29,7 +29,7 @@ def summary(
 def start_table(
     replica: MedhaReplica, url: str, dtype: str, readiness: Readiness, process_ids: dict[str, int]
 ) -> Table:
-    """Where the replica is, what it is made of, and what fits into it. Bytes are of the fullest rank."""
+    """Return the table of the replica's address, configuration and capacity. Bytes are those of the fullest rank."""
     spec, shape, ranks = replica.spec, replica.spec.parallelism, readiness.ranks
     pool_tokens = min(rank.kv_blocks * rank.block_size_tokens for rank in ranks)
     context_tokens = min(rank.max_model_len for rank in ranks)
@@ -61,7 +61,7 @@ def start_table(
 
 
 def examples(url: str, replica: MedhaReplica) -> str:
-    """The same chat through curl and through the openai client, ready to paste."""
+    """Return the same chat through curl and through the openai client, ready to paste."""
     name = replica.spec.model.name
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32, "stream": True}
@@ -81,7 +81,7 @@ Ctrl-C drains and stops everything."""
 
 
 def checkpoint_dtype(directory: Path, wanted: str) -> str:
-    """The data type served: the manifest's, or with `auto` the one that the checkpoint names."""
+    """Return the data type served: the manifest's, or with `auto` that of the checkpoint."""
     if wanted != "auto":
         return wanted
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`medha top`: lanes, stages, KV, steps and requests of a running replica, as they change."""
+"""`medha top`: lanes, stages, KV, steps and requests of a running replica, updated as they change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from medha_cli.screen import page
 ORDERS: tuple[Order, ...] = get_args(Order)
 SHORTEST_SECONDS = 0.1
 PIPE_WIDTH = 160
-"""Columns where the output is no terminal."""
+"""Width in columns where the output is not a terminal."""
 KEYS = "q quit   s order   p pause   up/down scroll   +/- interval"
 
 
@@ -88,9 +88,7 @@ def command(
     """
     target = Target(name, run_dir, url)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="replace"
-        )  # a terminal without the sign for "cut here" gets another one
+        sys.stdout.reconfigure(errors="replace")  # a terminal without the ellipsis character gets another one
     width = PIPE_WIDTH if "COLUMNS" not in os.environ and not sys.stdout.isatty() else None
     console = Console(highlight=False, width=width)
     try:
@@ -102,7 +100,7 @@ def command(
             Screen(console, target, interval, sort, requests).run()
     except KeyboardInterrupt:
         pass  # the usual way to end it
-    except BrokenPipeError:  # who read our output has gone
+    except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -116,7 +114,7 @@ def _print(console: Console, look: Look, order: Order, *, as_json: bool) -> None
 def _print_on(
     console: Console, target: Target, interval: float, order: Order, most_requests: int, *, as_json: bool
 ) -> None:
-    """One look after another, until interrupted; while nobody answers it says so on stderr and goes on."""
+    """Print one snapshot after another until interrupted; while nobody answers, say so on stderr and go on."""
     while True:
         try:
             _print(console, target.look(order, most_requests), order, as_json=as_json)
@@ -130,7 +128,7 @@ def _print_on(
 
 @dataclass(slots=True)
 class _Shown:
-    """What the user has chosen."""
+    """The user's current choices."""
 
     order: Order
     interval: float
@@ -140,7 +138,7 @@ class _Shown:
 
 
 class Screen:
-    """A terminal that is redrawn at intervals, when a key is pressed, and when its size changes."""
+    """A terminal view that is redrawn at intervals, when a key is pressed, and when its size changes."""
 
     def __init__(
         self, console: Console, target: Target, interval: float, order: Order, most_requests: int
@@ -153,7 +151,7 @@ class Screen:
         self._problem = ""
 
     def run(self) -> None:
-        """Until the user ends it.
+        """Run until the user ends it.
 
         Raises:
             PartFailed: the replica has ended.
@@ -199,7 +197,7 @@ class Screen:
 
 
 def press(shown: _Shown, key: str) -> None:
-    """What a key changes."""
+    """Apply a key to the user's choices."""
     match key:
         case "q" | "Q" | "\x1b":
             shown.ended = True
@@ -219,7 +217,7 @@ def press(shown: _Shown, key: str) -> None:
 
 @contextmanager
 def _keys(console: Console) -> Iterator[Keys]:
-    """Read single keys while this lasts; the terminal is left as it was found, also when we are ended or put aside."""
+    """Read single keys while the context lasts; the terminal is restored, even when we are terminated or suspended."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     reading, writing = os.pipe()
@@ -227,7 +225,7 @@ def _keys(console: Console) -> Iterator[Keys]:
         os.set_blocking(descriptor, False)
 
     def wake(_signal: int, _frame: FrameType | None) -> None:
-        """The wakeup descriptor has what `select` waits for."""
+        """Do nothing: the wakeup descriptor ends the wait of `select`."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -262,13 +260,16 @@ def _keys(console: Console) -> Iterator[Keys]:
 
 
 class Keys:
-    """The keyboard."""
+    """Reads keys from the terminal."""
 
     def __init__(self, terminal: int, wakeup: int) -> None:
         self._terminal, self._wakeup = terminal, wakeup
 
     def __call__(self, wait_seconds: float | None) -> list[str]:
-        """The keys pressed by then; none when the time is over or a signal came. None waits for either."""
+        """Return the keys pressed within `wait_seconds`; none after that time or a signal.
+
+        If it is None, wait for a key or a signal.
+        """
         ready, _, _ = select.select(
             [self._terminal, self._wakeup], [], [], None if wait_seconds is None else max(0.0, wait_seconds)
         )

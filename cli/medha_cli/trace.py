@@ -1,4 +1,4 @@
-"""`medha trace`: what every rank of a running replica does for some seconds, in a file that Perfetto opens."""
+"""`medha trace`: records what every rank of a running replica does for some seconds, in a file for Perfetto."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def command(name: str | None, seconds: float, output: Path, run_dir: Path | None
 
 
 def _recorded(address: str, doing: str, console: Console) -> Iterator[bytes]:
-    """The trace of who answers, up to the end of an event each.
+    """Yield the trace of a controller in pieces that each end with a whole event.
 
     Raises:
-        PartFailed: nobody answers, or not to the end.
+        PartFailed: nobody answers, or the answer is incomplete.
     """
     try:
-        # Its first piece comes at once, the others as things happen or twice a second.
+        # The first piece is sent at once, the others as things happen or twice a second.
         with urllib.request.urlopen(address, timeout=ANSWER_SECONDS) as answer:  # noqa: S310 (http, as Target has seen)
             console.print(f"{doing}; Ctrl-C ends it now")
             yield from whole_events(iter(lambda: answer.read1(_PIECE_BYTES), b""))
@@ -96,7 +96,7 @@ def _recorded(address: str, doing: str, console: Console) -> Iterator[bytes]:
 
 
 def whole_events(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a trace that comes in pieces, always up to the end of an event: so it can be read wherever it ends."""
+    """Yield the lines of a trace in pieces that end with a whole event, so that it is readable wherever it ends."""
     held = b""
     for piece in pieces:
         held += piece

@@ -1,4 +1,4 @@
-"""`medha up FILE`: router, controller and ranks of one replica as processes on this machine."""
+"""`medha up FILE`: runs router, controller and ranks of one replica as processes on this machine."""
 
 from __future__ import annotations
 
@@ -44,10 +44,8 @@ from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 if TYPE_CHECKING:
     from medha_links.keys import KeyFiles
 
-READY_TIMEOUT_SECONDS = 1.0  # of one look at /ready; the next follows soon
-SOCKET_PATH_BYTES = (
-    100  # Linux takes 107 for a socket's path, and ours end in the name below the run directory
-)
+READY_TIMEOUT_SECONDS = 1.0  # of one poll of /ready; the next follows soon
+SOCKET_PATH_BYTES = 100  # Linux allows 107 for a socket's path; ours are the run directory and the name below
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
 
@@ -104,11 +102,11 @@ def command(
     _require_installed()
     _require_free_port(replica)
     require_possible(replica.spec, directory, host_free_bytes(1))
-    raise_file_limit()  # of the parts, too: they inherit it
+    raise_file_limit()  # for the parts too, which inherit it
     console = Console(highlight=False)
     _warn_of_strangers(console, replica)
     with (
-        StopRequests() as requests,  # as long as there is anything to be removed
+        StopRequests() as requests,  # as long as anything is to be removed
         _run_directory(run_dir) as run,
         announced(run, replica.metadata.name, is_temporary=run_dir is None),
         removed_if_killed(run),
@@ -141,7 +139,7 @@ def command(
 
 
 class RunFiles:
-    """The files of one run: the parts' settings, and what router and controller write when they are ready."""
+    """The files of one run: the parts' settings, and the files that router and controller write when they are ready."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -149,7 +147,7 @@ class RunFiles:
         self.ranks_ready = directory / "ranks-ready.json"
 
     def endpoint(self, name: str) -> str:
-        """A ZeroMQ endpoint that only this machine's owner of the directory can reach."""
+        """Return a ZeroMQ endpoint that only the directory's owner on this machine can reach."""
         return f"ipc://{self.directory / name}"
 
     def write(self, name: str, settings: BaseModel | dict[str, object]) -> str:
@@ -159,7 +157,7 @@ class RunFiles:
         return str(path)
 
     def declare(self, replica: MedhaReplica) -> Path:
-        """The folder from which the router knows the manifest's model, also while no replica has joined it."""
+        """Return the folder that tells the router the manifest's model, even while no replica has joined it."""
         folder = self.directory / "models"
         folder.mkdir(exist_ok=True)
         classes = tuple(one.name for one in replica.spec.service_classes)
@@ -168,24 +166,24 @@ class RunFiles:
         return folder
 
     def fresh_keys(self) -> KeyFiles:
-        """Keys of the parts for this run: a part that is started again finds its own, the next run makes others."""
+        """Make the keys of the parts for this run: a restarted part finds its own, the next run makes new ones."""
         from medha_links.keys import (
             KeyFiles,
-        )  # it needs pyzmq, and whether that is installed is for us to say
+        )  # imported here: it needs pyzmq, and we report if that is missing
 
         shutil.rmtree(self.directory / KEYS, ignore_errors=True)
         return KeyFiles.create(self.directory / KEYS)
 
     def url(self) -> str:
-        """Where the router listens; only once it does."""
+        """Return the router's address; call it only once the router listens."""
         return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
 
     def readiness(self) -> Readiness:
-        """What controller and ranks reported; only once all are ready."""
+        """Return the reports of controller and ranks; call it only once all are ready."""
         return TypeAdapter(Readiness).validate_json(self.ranks_ready.read_bytes())
 
     def is_ready(self) -> bool:
-        """Whether the router answers that it has a replica to send requests to."""
+        """Return whether the router reports a replica that it can send requests to."""
         if not (self.router_ready.exists() and self.ranks_ready.exists()):
             return False
         try:
@@ -204,7 +202,7 @@ def write_parts(
     log_level: str,
     trace: Path | None = None,
 ) -> tuple[tuple[Part, ...], ...]:
-    """Write each part's settings, and name the parts in the order in which they are asked to stop."""
+    """Write each part's settings, and return the parts in the order in which they are asked to stop."""
     spec = replica.spec
     router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
     keys = files.fresh_keys()
@@ -284,8 +282,7 @@ def _part(
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
-    """The replica with the port that was asked for; a free one is chosen here, so that a router that is started again
-    comes back under the same URL."""
+    """Return the replica with the requested port. A free one is chosen here, so that a restarted router keeps it."""
     port = replica.spec.router.port if port is None else port
     if port == 0:
         port = free_port(replica.spec.router.host)
@@ -301,7 +298,7 @@ def _require_installed() -> None:
 
 
 def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
-    """Say, once and before anything starts, that a router on this address is open to other machines."""
+    """Warn, once and before anything starts, that a router on this address is open to other machines."""
     host, port = replica.spec.router.host, replica.spec.router.port
     addresses = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     if all(ip_address(address).is_loopback for address in addresses):
@@ -314,7 +311,7 @@ def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
 
 
 def _require_free_port(replica: MedhaReplica) -> None:
-    """Find a taken port now, in words, rather than in the router's log later."""
+    """Report a taken port now, in words, rather than in the router's log later."""
     host, port = replica.spec.router.host, replica.spec.router.port
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -329,7 +326,7 @@ def _require_free_port(replica: MedhaReplica) -> None:
 
 
 def _require_private(directory: Path) -> None:
-    """Who can write there can put files of his own in the place of keys, settings and sockets.
+    """Check that only the user can write to a directory; others could replace keys, settings and sockets there.
 
     Raises:
         ConfigInvalid: others may write there, or it belongs to somebody else.
@@ -348,7 +345,7 @@ def _require_private(directory: Path) -> None:
 
 @contextmanager
 def _run_directory(wanted: Path | None) -> Iterator[Path]:
-    """A directory of mode 0700; a temporary one is removed at the end, from any other the keys are."""
+    """Provide a directory of mode 0700. At the end, remove it if it is temporary, else only its keys."""
     remove_ended()
     if wanted is None:
         run = Path(tempfile.mkdtemp(prefix=PREFIX))

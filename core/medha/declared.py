@@ -1,4 +1,7 @@
-"""The models that manifests name for a router, as data and as text: the operator and `medha up` write it, routers read it."""
+"""The models that manifests name for a router, as data and as text.
+
+The operator and `medha up` write the text, routers read it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from medha.errors import ConfigInvalid
 
 
 class _Told(BaseModel):
-    """Common settings: camelCase outside, frozen; fields of a newer release are passed over."""
+    """Common settings: camelCase outside, frozen; fields of a newer release are ignored."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -23,7 +26,7 @@ class _Told(BaseModel):
 
 
 class DeclaredModel(_Told):
-    """One model, over all replicas that serve it through one router."""
+    """A model, over all replicas that serve it through one router."""
 
     name: str = Field(min_length=1, max_length=253)
     """The name that clients ask for."""
@@ -38,7 +41,7 @@ class _Document(_Told):
 
 
 def merged(models: Iterable[DeclaredModel]) -> tuple[DeclaredModel, ...]:
-    """One entry a name, sorted by it: replicas add up, service classes keep the order in which they come first."""
+    """Return one entry per name, sorted: replicas add up, service classes keep the order of their first occurrence."""
     found: dict[str, DeclaredModel] = {}
     for model in models:
         known = found.get(model.name, DeclaredModel(name=model.name))
@@ -49,15 +52,15 @@ def merged(models: Iterable[DeclaredModel]) -> tuple[DeclaredModel, ...]:
 
 
 def to_text(models: Iterable[DeclaredModel]) -> str:
-    """The models as JSON; the same models give the same bytes."""
+    """Return the models as JSON; the same models give the same bytes."""
     return _Document(models=merged(models)).model_dump_json(by_alias=True, indent=1) + "\n"
 
 
 def from_text(text: str | bytes, where: str) -> tuple[DeclaredModel, ...]:
-    """The models of a text that `where` names in errors.
+    """Return the models of a text, which `where` names in errors.
 
     Raises:
-        ConfigInvalid: it is no such text; names the field, its value and what was expected.
+        ConfigInvalid: the text is invalid; names the field, its value and what was expected.
     """
     try:
         return merged(_Document.model_validate_json(text).models)

@@ -1,29 +1,28 @@
-"""The one small family of errors. Each class says who can mend what it reports.
+"""The error classes of Medha. Each class says who can fix what it reports.
 
-An error's text names the field, the value and the mend, because the person who reads it is rarely
-the one who wrote the code. `assert` is for our own bugs; everything a user, an operator or a file
-can get wrong raises one of these.
+An error's text names the field, the value and the fix, because its reader rarely wrote the code. `assert` is
+for our own bugs; everything that a user, an operator or a file can get wrong raises one of these.
 """
 
 
 class MedhaError(Exception):
-    """Root of the family; never raised itself."""
+    """Base class of all errors; never raised itself."""
 
 
 class ConfigInvalid(MedhaError):
-    """A manifest, a flag or a setting is wrong. Mended by whoever wrote it."""
+    """A manifest, a flag or a setting is wrong. Fixed by its author."""
 
 
 class ModelUnsupported(MedhaError):
-    """A checkpoint asks for something that is not implemented. Mended by choosing another model or setting."""
+    """A checkpoint needs something that is not implemented. Fixed by choosing another model or setting."""
 
 
 class CheckpointInvalid(MedhaError):
-    """A checkpoint directory is incomplete or contradicts itself. Mended by fetching it again."""
+    """A checkpoint directory is incomplete or contradicts itself. Fixed by fetching it again."""
 
 
 class RequestInvalid(MedhaError):
-    """A request asks for something impossible. Mended by the client.
+    """A request asks for something impossible. Fixed by the client.
 
     `param` names the offending field as OpenAI's error object does, `code` is its machine-readable reason.
     """
@@ -46,13 +45,13 @@ DROP_REASONS = {
     "peer": "from a peer that may not say it",
     "state": "of the right form, but contradicting what is known",
 }
-"""Why a message is dropped, as metrics count it."""
+"""Reasons why messages are dropped, and their meaning in the metrics."""
 
 
 class WireInvalid(MedhaError):
-    """A peer sent what cannot be read, or is out of place. The message is dropped and counted; the peer mends it.
+    """A peer sent a message that is unreadable or out of place. It is dropped and counted; the peer has to be fixed.
 
-    `reason` is the word that it is counted by (`DROP_REASONS`).
+    `reason` is the label that it is counted under (`DROP_REASONS`).
     """
 
     def __init__(self, message: str, *, reason: str = "state") -> None:
@@ -61,8 +60,8 @@ class WireInvalid(MedhaError):
 
 
 class OutOfMemory(MedhaError):
-    """Weights, activations and KV do not fit. Mended by a smaller model, a shorter maxModelLen or more memory."""
+    """Weights, activations and KV do not fit. Fixed by a smaller model, a shorter maxModelLen or more memory."""
 
 
 class PartFailed(MedhaError):
-    """A process of the replica failed or never became ready. Mended by reading its log, which the text quotes."""
+    """A process of the replica failed or never became ready. Its log, which the text quotes, says why."""

@@ -1,7 +1,7 @@
-"""Accelerators and models as data, and the profile that follows from them.
+"""Accelerators and models as data, and the profiles derived from them.
 
-Figures of accelerators are their data sheets'; `medha.fitted` adds how much of them is reached. Rates are of one device,
-one direction, dense bfloat16.
+Figures of accelerators are from their data sheets; `medha.fitted` holds the fractions that are reached. Rates
+are of one device, one direction, dense bfloat16.
 """
 
 from __future__ import annotations
@@ -14,32 +14,40 @@ from medha.fitted import LINKS, MEASURED, POOLED, TILE_ROWS, WHOLE_WAVES
 from medha.topology import Topology
 
 ATTENTION_BAND = 0.3
-"""No measurement of attention on these devices is at hand: take its time as known within this share, up or down."""
+"""Relative uncertainty of attention times, up or down: there are no measurements of attention on these devices."""
 
 ATTENTION_BANDWIDTH = 0.85
-"""Of memory bandwidth, in reading KV: paper A reports 0.9 for long decodes (MBU); FlashInfer's decode kernels 0.8-0.9."""
+"""Share of memory bandwidth reached in reading KV.
+
+Paper A reports 0.9 for long decodes (MBU); FlashInfer's decode kernels reach 0.8-0.9.
+"""
 
 WEIGHTS_BANDWIDTH = 0.92
-"""Of memory bandwidth, at most, in reading weights. A micro-benchmark that repeats one layer finds its small shards in
-the cache and seems to pass the data sheet (up to 2.1 times, H100 at TP8); a step, which reads all layers, does not."""
+"""Largest share of memory bandwidth reached in reading weights.
+
+A micro-benchmark that repeats one layer finds its small shards in the cache and seems to exceed the data
+sheet (up to 2.1 times, H100 at TP8); a step, which reads all layers, does not.
+"""
 
 ATTENTION_TILES = (16, 64, 128)
 """Rows of FlashInfer's query tiles; query heads that share a KV head are folded into rows."""
 
 MATRIX_TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 64, 0.6))
-"""(rows, columns, rate over the first's) of the output tiles of matrix kernels, where `WHOLE_WAVES` says that they count:
-two large tiles, and a small one for few rows. The rates are the usual ones of such tiles, not fitted."""
+"""Output tiles of matrix kernels, for hardware in `WHOLE_WAVES`: (rows, columns, rate relative to the first).
+
+Two large tiles, and a small one for few rows. The rates are the usual ones of such tiles, not fitted.
+"""
 
 ATTENTION_LAUNCH_SECONDS = 10e-6
-"""Of each layer's attention: the measured floor of its kernel, and of the merge of its splits."""
+"""Launch time of each layer's attention: the measured floor of its kernel, and of the merge of its splits."""
 
 STEP_LAUNCH_SECONDS = 0.5e-3
-"""Assumed, of a step in each stage: input preparation and the launch of captured graphs."""
+"""Assumed launch time of a step in each stage: input preparation and the launch of captured graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One accelerator and its links, as their data sheets say."""
+    """An accelerator and its links, according to their data sheets."""
 
     name: str
     peak_flops: float  # per second
@@ -49,8 +57,8 @@ class Hardware:
     fabric_link_bytes_per_second: float  # between nodes, for each device
     devices_per_node: int
     units: int  # streaming multiprocessors
-    attention_efficiency: float  # of peak FLOP/s, in prefill; see ATTENTION_BAND
-    fitted_as: str  # whose fitted fractions hold: measurements of this device, or of the nearest kin
+    attention_efficiency: float  # share of peak FLOP/s reached in prefill; see ATTENTION_BAND
+    fitted_as: str  # the device whose fitted fractions apply: this one, or its nearest kin
     source: str
 
 
@@ -98,7 +106,7 @@ HARDWARE = {hardware.name: hardware for hardware in (A100, H100, H200)}
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a decoder's cost depends on: gated MLP, grouped-query attention, RMSNorm."""
+    """The dimensions that a decoder's cost depends on: gated MLP, grouped-query attention, RMSNorm."""
 
     name: str
     layers: int
@@ -114,13 +122,13 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the linear layers of one layer."""
+        """Number of weights of the linear layers of one layer."""
         attention = self.hidden * self.head_dim * 2 * (self.query_heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate
 
     @property
     def parameters(self) -> int:
-        """Weights of the whole model, without the norms' few."""
+        """Number of weights of the whole model, without the few of the norms."""
         embeddings = self.vocab * self.hidden * (1 if self.tied_embeddings else 2)
         return self.layers * self.layer_parameters + embeddings
 
@@ -130,17 +138,17 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_dtype_bytes
 
     @property
     def linear_flops_per_token(self) -> float:
-        """2 x the weights that a token passes, the output head included."""
+        """Twice the weights that a token passes, the output head included."""
         return 2.0 * (self.layers * self.layer_parameters + self.vocab * self.hidden)
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Of one (query, key) pair in all layers and heads: scores and weighted values."""
+        """FLOPs of one (query, key) pair in all layers and heads: scores and weighted values."""
         return 4.0 * self.layers * self.query_heads * self.head_dim
 
     @property
@@ -149,8 +157,11 @@ class ModelShape:
         return int(self.linear_flops_per_token / self.attention_flops_per_pair)
 
     def prefill_flops(self, tokens: int) -> float:
-        """Of a whole prompt, attention counted causally (not the full square, which some MFU figures use)."""
-        head = 2.0 * self.vocab * self.hidden  # of one row: prefill samples once
+        """Return the FLOPs of a whole prompt, attention counted causally.
+
+        Some MFU figures count the full square instead.
+        """
+        head = 2.0 * self.vocab * self.hidden  # for one row: prefill samples once
         linear = 2.0 * self.layers * self.layer_parameters * tokens
         return linear + head + self.attention_flops_per_pair * tokens * (tokens + 1) / 2
 
@@ -162,7 +173,7 @@ MODELS = {model.name: model for model in (LLAMA3_8B, LLAMA3_70B, LLAMA31_405B)}
 
 
 def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tuple[Operation, ...]:
-    """One layer's linear and elementwise operations on one of `tensor` ranks, at the data sheet's full rates.
+    """Return one layer's linear and elementwise operations on one of `tensor` ranks, at the data sheet's full rates.
 
     Raises:
         ConfigInvalid: tensor parallelism does not divide the model's heads.
@@ -187,7 +198,7 @@ def layer_operations(model: ModelShape, hardware: Hardware, tensor: int) -> tupl
 
 
 def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Profile:
-    """Costs of one lane of `topology`: the data sheet's roofline, and the fractions of it that were measured.
+    """Return the costs of one lane of `topology`: the data sheet's roofline times the measured fractions of it.
 
     Raises:
         ConfigInvalid: tensor parallelism does not divide the model's heads.
@@ -227,7 +238,7 @@ def profile_for(model: ModelShape, hardware: Hardware, topology: Topology) -> Pr
 
 
 def _widths(model: ModelShape, tensor: int) -> tuple[int, int]:
-    """Values of a token's queries, and of its keys, on one of `tensor` ranks."""
+    """Return the number of values of a token's queries, and of its keys, on one of `tensor` ranks."""
     return model.query_heads * model.head_dim // tensor, max(1, model.kv_heads // tensor) * model.head_dim
 
 
@@ -251,7 +262,7 @@ def _matrix(name: str, model: ModelShape, hardware: Hardware, inputs: int, outpu
 
 
 def _elementwise(name: str, model: ModelShape, hardware: Hardware, values: int, times: int = 1) -> Operation:
-    """Of so many values read and written for each row."""
+    """Return an operation that reads and writes `values` values in all for each row."""
     seconds = values * model.dtype_bytes / hardware.memory_bytes_per_second
     return Operation(name, memory_seconds_per_row=seconds, times=times)
 
@@ -259,7 +270,7 @@ def _elementwise(name: str, model: ModelShape, hardware: Hardware, values: int, 
 def _fraction(
     model: ModelShape, hardware: Hardware, tensor: int, operation: str
 ) -> tuple[float, float, float]:
-    """The operation's own measurements, else those of all models on this hardware."""
+    """Return the operation's own measurements, else those of all models on this hardware."""
     measured = MEASURED.get((hardware.name, model.name, tensor, operation))
     return measured or POOLED[hardware.fitted_as, operation]
 
@@ -274,7 +285,10 @@ def _reached(ideal: Operation, fraction: tuple[float, float, float], hardware: H
 
 
 def _all_reduce(hardware: Hardware, devices: int) -> Link:
-    """Among the ranks of a pod; beyond a node, or for a number that was not measured, the nearest measured one."""
+    """Return the all-reduce link among the ranks of a pod.
+
+    For counts beyond a node, or not measured, it is that of the nearest measured count.
+    """
     if devices == 1:
         return Link()
     measured = {
@@ -287,6 +301,6 @@ def _all_reduce(hardware: Hardware, devices: int) -> Link:
 
 
 def _send(hardware: Hardware) -> Link:
-    """From a device to its peer on another node: stages and lanes are not assumed to share one."""
+    """Return the link from a device to its peer on another node: stages and lanes are not assumed to share one."""
     floor_seconds, lines = LINKS[hardware.fitted_as, "send_recv", 2, 1]
     return Link(lines, floor_seconds)

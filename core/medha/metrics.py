@@ -1,9 +1,9 @@
-"""The metric catalogue as data: what the router and the replica controller export, and what it means.
+"""The metric catalogue as data: the metrics of router, replica controller and operator, and their meaning.
 
 Each process makes its `prometheus_client` collectors from its part of this catalogue, so that code, reference
-(`docs/metrics.md`, rendered by `reference_page`), dashboards and alerts name the same things. Our own names start
-with `medha_` and carry their unit; `vllm:` names are aliases for gateways, autoscalers and dashboards that read
-those. Counters are written without `_total`, which the exposition format adds.
+(`docs/metrics.md`, rendered by `reference_page`), dashboards and alerts use the same names. Our own names
+start with `medha_` and include their unit; `vllm:` names are aliases for gateways, autoscalers and dashboards
+that read those. Counters are written without `_total`, which the exposition format adds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Unit = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; `buckets` are the upper bounds of a histogram, in `unit`, without infinity."""
+    """A metric; `buckets` are the upper bounds of a histogram, in `unit`, without infinity."""
 
     name: str
     kind: Kind
@@ -46,17 +46,17 @@ class Metric:
 
 
 PROMPT_LENGTH_BOUNDS = (128, 1024, 8192, 65_536, 524_288, 4_194_304)
-"""Upper bounds of the label `prompt_tokens`, tokens: a few series tell chats, pages, books and libraries apart."""
+"""Upper bounds of the label `prompt_tokens`, tokens: a few series that tell chats, pages, books and libraries apart."""
 
 
 NOT_TOKENISED = "unknown"
-"""The value of the label `prompt_tokens` for a request that was refused before its prompt was tokenised."""
+"""Value of the label `prompt_tokens` for a request that was refused before its prompt was tokenised."""
 UNKNOWN_MODEL = "(unknown)"
-"""The value of the label `model` for requests that name no known model, or ended before it was read: one for all of them."""
+"""Value of the label `model` for all requests that name no known model, or ended before it was read."""
 
 
 def prompt_length_label(tokens: int) -> str:
-    """The value of the label `prompt_tokens` for a prompt: `le_128`, `le_1024`, ..., `more`."""
+    """Return the value of the label `prompt_tokens` for a prompt: `le_128`, `le_1024`, ..., `more`."""
     for bound in PROMPT_LENGTH_BOUNDS:
         if tokens <= bound:
             return f"le_{bound}"
@@ -119,7 +119,7 @@ ROUTER_METRICS = (
     Metric("medha_replica_kv_used_ratio", "gauge", "ratio", "Reserved share of a replica's KV pool, 0 to 1, as it announced.", ("model", "replica")),
     Metric("medha_replica_pending_prefill_seconds", "gauge", "seconds", "Prefill work ahead of a new request in a replica, as it announced.", ("model", "replica")),
 )  # fmt: skip
-"""What a router exports."""
+"""Metrics that a router exports."""
 
 _VLLM = ("model_name", "engine")
 
@@ -137,8 +137,8 @@ VLLM_ALIASES = (
     Metric("vllm:prefix_cache_hits", "counter", "tokens", "As `medha_cached_prompt_tokens`.", _VLLM),
     Metric("vllm:request_success", "counter", "requests", "Sequences that ended in tokens, by `stop` or `length`.", (*_VLLM, "finished_reason")),
 )  # fmt: skip
-"""Names of vLLM (its v1/metrics/loggers.py) that a router exports too. Histograms and counters of the router
-carry `engine="router"`."""
+"""vLLM's metric names (its v1/metrics/loggers.py) that a router exports too. Histograms and counters of the
+router carry `engine="router"`."""
 
 CONTROLLER_METRICS = (
     Metric("medha_kv_blocks", "gauge", "", "Blocks of a lane's KV pool by state: `free`, `cached` (kept for their content until they are needed), `reserved` (not yet written), `used`.", ("lane", "state")),
@@ -164,7 +164,7 @@ CONTROLLER_METRICS = (
     Metric("medha_dropped_messages", "counter", "messages", "Messages that were dropped, by link and reason, as in `medha_router_dropped_messages`. Links at the controller's end: `router_control`, `router_tokens`, `rank_control`, `rank_tokens`. At the ranks' end, all ranks together: `at_rank_control`, `at_rank_tokens`; a rank tells every second, between its steps, what it has dropped since it began. So a controller that was started anew counts what its ranks dropped before, and what a rank drops right before it ends is in its log alone.", ("link", "reason")),
     Metric("medha_refused_connections", "counter", "connections", "Connections to the links for ranks that did not get past the handshake: plaintext, or a key that is no rank's of this replica.", ("link",)),
 )  # fmt: skip
-"""What a replica's controller exports."""
+"""Metrics that a replica's controller exports."""
 
 OPERATOR_METRICS = (
     Metric("medha_operator_reconcile_seconds", "histogram", "seconds", "Duration of one look at a resource: observing, planning, and every call to the API server, by kind and outcome: `unchanged` (nothing was to do), `changed`, `failed`.", ("kind", "outcome"), _WORK_SECONDS),
@@ -177,13 +177,13 @@ OPERATOR_METRICS = (
     Metric("medha_operator_ready_seconds", "histogram", "seconds", "Time until a resource was ready: from its creation or, when it was at rest since, from the first look at what changed it (condition `Reconciling`), to its condition `Ready`.", ("kind",), (1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)),
     Metric("medha_operator_leading", "gauge", "", "1 while this process holds the Lease and acts, else 0."),
 )  # fmt: skip
-"""What the operator exports."""
+"""Metrics that the operator exports."""
 
 CATALOGUE = (*ROUTER_METRICS, *VLLM_ALIASES, *CONTROLLER_METRICS, *OPERATOR_METRICS)
 
 
 def reference_page() -> str:
-    """`docs/metrics.md`, from the catalogue."""
+    """Return `docs/metrics.md`, made from the catalogue."""
     parts = [
         "# Metrics",
         "",

@@ -1,16 +1,18 @@
-"""Where the KV of a request lies: which lane holds which token positions (DESIGN §5, KVP).
+"""Placement of a request's KV: which lane holds which token positions (DESIGN §5, KVP).
 
-A short request lies on one lane. A long one is cut into shards: lanes are taken in the order of their free KV, each
-holds at most `tokens_per_lane` of the prompt, and the next lane joins only when the one before is full. What is
-reserved for the output is dealt out in stripes to the lane that holds the fewest tokens, so that no shard fills
-first and the attention of a decode takes equally long everywhere.
+A short request lies on one lane. A long one is cut into shards: lanes are taken in the order of their free
+KV, each holds at most `tokens_per_lane` of the prompt, and the next lane joins only when the one before is
+full. The reservation for the output is striped: each stripe goes to the lane that holds the fewest tokens, so
+that no shard fills first and the attention of a decode takes equally long everywhere.
 
-All of it is decided at admission, for all lanes at once or not at all. A request that waits holds nothing, so two
-long requests can never each hold what the other needs (lane-by-lane growth deadlocks in exactly that way).
+All of it is decided at admission, for all lanes at once or not at all. A waiting request holds nothing, so
+two long requests can never each hold what the other needs (lane-by-lane growth deadlocks in exactly that
+way).
 
-On a lane, the tokens of a request lie densely, in the order of their positions: the *local* position of a token is
-the number of earlier tokens on the same lane. Segments begin at multiples of the block size, so a block of a lane
-always holds a whole block of the sequence: whatever is cached by the content of a block stays valid in any map.
+On a lane, the tokens of a request lie densely, in the order of their positions: the *local* position of a
+token is the number of earlier tokens on the same lane. Segments begin at multiples of the block size, so a
+block of a lane always holds a whole block of the sequence, and an entry that is cached by the content of a
+block is valid in any map.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 STRIPE_TOKENS = 256
-"""Output tokens that go to one lane before the next one's turn; at least one block."""
+"""Output tokens in a stripe; at least one block."""
 PROMPT_STRIPE_TOKENS = 2048
-"""Where lanes compute a prompt together: tokens that lie on one before the next one's turn."""
+"""Tokens in a stripe of a prompt that several lanes compute together."""
 MAX_STRIPES = 128
-"""Longer outputs get wider stripes, so that a map stays small enough to ride on a step message."""
+"""Largest number of stripes of an output. Longer outputs get wider stripes, so that a map fits into a step message."""
 MAX_SEGMENTS_TOLD = 8
-"""A step message tells of more segments as deals, of which a map has few however long it is."""
+"""Most segments that a step message lists. More are sent as deals, of which a map has few however long it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """Token positions `start .. stop` (exclusive), dealt out in stripes to `lanes` in turn; the last one may be shorter."""
+    """Token positions `start .. stop` (exclusive), striped over `lanes` round-robin; the last stripe may be shorter."""
 
     lanes: tuple[int, ...]
     start: int
@@ -61,9 +63,9 @@ class Piece:
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
 class ShardMap:
-    """A partition of the positions `0 .. tokens` of one request into segments, in ascending order. It never changes.
+    """A partition of the positions `0 .. tokens` of one request into segments, in ascending order. Immutable.
 
-    `version` rises by one each time that the map grows; what is already placed never moves.
+    `version` rises by one with each growth, which makes a new map; what is already placed never moves.
     """
 
     segments: tuple[Segment, ...]
@@ -72,10 +74,10 @@ class ShardMap:
     _local_starts: list[int] = field(init=False, repr=False, compare=False)
     _tokens_on: dict[int, int] = field(init=False, repr=False, compare=False)
     _segments_on: dict[int, list[int]] = field(init=False, repr=False, compare=False)  # indices, ascending
-    _encoded: bytes = field(default=b"", init=False, repr=False, compare=False)  # once it was asked for
+    _encoded: bytes = field(default=b"", init=False, repr=False, compare=False)  # cache of `encoded`
 
     def __post_init__(self) -> None:
-        if len(self.segments) == 1:  # as nearly always
+        if len(self.segments) == 1:  # nearly always
             segment = self.segments[0]
             assert segment.start == 0 < segment.stop, f"{segment} begins nowhere"
             self._starts, self._local_starts, self._tokens_on = [0], [0], {segment.lane: segment.stop}
@@ -94,7 +96,7 @@ class ShardMap:
 
     @property
     def tokens(self) -> int:
-        """Positions that have a place."""
+        """Number of positions that have a place."""
         return self.segments[-1].stop if self.segments else 0
 
     @property
@@ -109,24 +111,24 @@ class ShardMap:
 
     @property
     def encoded(self) -> bytes:
-        """The version and every segment, unlike those of any other map; what `digest_of` reads."""
+        """The version and every segment, in a form that differs for any two maps; `digest_of` reads it."""
         if not self._encoded:
             runs = "".join([f"{one.lane},{one.start},{one.stop};" for one in self.segments])
             self._encoded = f"{self.version}:{runs}|".encode()
         return self._encoded
 
     def tokens_on(self, lane: int) -> int:
-        """Tokens to reserve on a lane; 0 if the request has nothing there."""
+        """Return the tokens to reserve on a lane; 0 if the request has nothing there."""
         return self._tokens_on.get(lane, 0)
 
     def locate(self, position: int) -> tuple[int, int]:
-        """Lane and local position of a token."""
+        """Return the lane and the local position of a token."""
         assert 0 <= position < self.tokens, f"position {position} of {self.tokens}"
         index = bisect_right(self._starts, position) - 1
         return self.segments[index].lane, self._local_starts[index] + position - self._starts[index]
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The range `start .. stop` (exclusive) cut at the borders of lanes, in ascending order."""
+        """Yield the range `start .. stop` (exclusive) cut at the borders of lanes, in ascending order."""
         assert 0 <= start <= stop <= self.tokens, f"positions {start} to {stop} of {self.tokens}"
         index = max(bisect_right(self._starts, start) - 1, 0)
         while start < stop:
@@ -137,9 +139,9 @@ class ShardMap:
             index += 1
 
     def local_lengths(self, computed: int) -> dict[int, int]:
-        """KV tokens on each lane once positions `0 .. computed` are there, of lanes that hold any.
+        """Return the KV tokens on each lane that holds any, once positions `0 .. computed` have KV.
 
-        Each decode of a prompt that is dealt out asks for it, so it takes O(lanes log segments).
+        Each decode of a striped prompt calls it, so it takes O(lanes log segments).
         """
         if computed <= 0:
             return {}
@@ -154,9 +156,9 @@ class ShardMap:
         return lengths
 
     def participants(self, computed: int) -> tuple[int, ...]:
-        """Lanes that take part in attention once `computed` tokens have KV, the owner first.
+        """Return the lanes that take part in attention once `computed` tokens have KV, the owner first.
 
-        Lanes join progressively: one that holds only later positions does nothing yet.
+        Lanes join progressively: a lane that holds only later positions does nothing yet.
         """
         lanes = dict.fromkeys([self.owner])
         for segment in self.segments:
@@ -168,9 +170,9 @@ class ShardMap:
     def cut(
         self, shared_tokens: int, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int
     ) -> ShardMap | None:
-        """A map of `tokens` positions that begins as this one does for `shared_tokens`; None if room is short.
+        """Return a map of `tokens` positions that equals this one for `shared_tokens`; None if room is short.
 
-        `free_by_lane` (tokens) includes what the shared positions take.
+        `free_by_lane` (tokens) includes the room of the shared positions.
         """
         segments = [Segment(p.lane, p.start, p.stop) for p in self.pieces(0, max(shared_tokens, 1))]
         rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
@@ -183,10 +185,10 @@ class ShardMap:
         return ShardMap(tuple(segments))
 
     def grown(self, tokens: int, free_by_lane: Sequence[int], *, block_size_tokens: int) -> ShardMap | None:
-        """This map with places for `tokens` positions, or None if the free KV (tokens) of the lanes is short.
+        """Return this map with places for `tokens` positions, or None if the lanes have too little free KV (tokens).
 
-        The lanes that take part already are used first, so that a growing output couples no further lane without
-        need; a part of the last block that is still empty is used up before.
+        The empty part of the last block is used first, then the lanes that already take part, so that a
+        growing output does not couple more lanes than necessary.
         """
         if tokens <= self.tokens:
             return self
@@ -198,9 +200,10 @@ class ShardMap:
 
 
 def deals_of(segments: Sequence[Segment]) -> tuple[Deal, ...]:
-    """The same places, as few words as a dealt map needs: its size is that of a round of lanes, not of the prompt.
+    """Return the same placement as deals: their number grows with the lanes, not with the length of the prompt.
 
-    A lane that is full leaves the round, which begins a deal of the others; so do the output's stripes, which are shorter.
+    When a lane is full and leaves the round, a new deal of the other lanes begins. The stripes of the output,
+    which are shorter, also begin a new deal.
     """
     deals: list[Deal] = []
     index = 0
@@ -225,7 +228,7 @@ def deals_of(segments: Sequence[Segment]) -> tuple[Deal, ...]:
 
 
 def dealt(deals: Sequence[Deal]) -> tuple[Segment, ...]:
-    """The segments that `deals_of` has put so."""
+    """Return the segments that `deals_of` has encoded."""
     return tuple(
         Segment(deal.lanes[turn % len(deal.lanes)], start, min(start + deal.stripe_tokens, deal.stop))
         for deal in deals
@@ -234,7 +237,7 @@ def dealt(deals: Sequence[Deal]) -> tuple[Segment, ...]:
 
 
 def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
-    """Eight bytes over the maps of these sequences, with their order, versions and lengths.
+    """Return an eight-byte digest of the maps of these sequences, including their order, versions and lengths.
 
     Replicas that have applied the same operations in the same order have the same digest.
     """
@@ -248,8 +251,8 @@ def digest_of(maps: Mapping[str, ShardMap]) -> bytes:
 def spreads(
     prompt_tokens: int, reserved_tokens: int, *, lanes: int, tokens_per_lane: int, lane_tokens: int
 ) -> bool:
-    """Whether a request is long: cut over lanes because its prompt passes one lane's share, or all of it one lane."""
-    fair_share = -(-prompt_tokens // lanes)  # no lane is left that could take more than the cap
+    """Return whether a request is cut over lanes: its prompt exceeds one lane's share, or all of it a whole lane."""
+    fair_share = -(-prompt_tokens // lanes)  # the least cap with which the lanes can hold the prompt
     return prompt_tokens > max(tokens_per_lane, fair_share) or reserved_tokens > lane_tokens
 
 
@@ -264,15 +267,15 @@ def place(
     pending_seconds: Sequence[float] | None = None,
     preferred: Sequence[int] = (),
 ) -> ShardMap | None:
-    """Places for a request of `prompt_tokens` that reserves `reserved_tokens` in all, or None if it must wait.
+    """Return places for a request of `prompt_tokens` that reserves `reserved_tokens` in all, or None if it must wait.
 
-    A request whose prompt fits one shard goes to the lane with the least `pending_seconds` of prefill among those
-    with room (ties: most free KV). A longer one takes lanes in the order of free KV. `preferred` lanes, which hold a
-    cached prefix of it, come first in this order where they have room.
+    A request whose prompt fits one shard goes to the lane with the least `pending_seconds` of prefill among
+    those with room (ties: most free KV). A longer one takes lanes in the order of free KV. `preferred` lanes
+    hold a cached prefix of the request; where they have room they come first, in the given order.
 
     Args:
         free_by_lane: free KV of each lane, tokens.
-        tokens_per_lane: prompt tokens of one request that a lane holds at most, unless all lanes hold as many.
+        tokens_per_lane: most prompt tokens of one request on a lane, unless an equal split over all lanes needs more.
         lane_tokens: KV tokens of a whole lane; a request that is larger is cut even below `tokens_per_lane`.
     """
     assert 0 < prompt_tokens <= reserved_tokens
@@ -323,10 +326,10 @@ def deal(
     stripe_tokens: int,
     block_size_tokens: int,
 ) -> ShardMap | None:
-    """A map whose prompt is dealt out in stripes to `lanes` in turn, as context parallelism wants it; None: no room.
+    """Return a map whose prompt is striped over `lanes` round-robin, for context parallelism; None if room is short.
 
-    However far the prompt is computed, each lane holds an equal part of it. `stripe_tokens` are whole blocks. A lane
-    that is full is passed over, and the map is then no longer regular (`is_dealt`).
+    At any point of the prefill each lane holds an equal part. `stripe_tokens` are whole blocks. A full lane
+    is skipped, and the map is then no longer regular (`is_dealt`).
     """
     rooms = {lane: _whole_blocks(free, block_size_tokens) for lane, free in enumerate(free_by_lane)}
     segments: list[Segment] = []
@@ -351,7 +354,7 @@ def deal(
 
 
 def is_dealt(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> bool:
-    """Whether the first `tokens` positions lie in equal stripes on `lanes` consecutive lanes in turn."""
+    """Return whether the first `tokens` positions lie in equal stripes on `lanes` consecutive lanes, round-robin."""
     pieces = list(shards.pieces(0, tokens))
     return all(
         piece.start == index * stripe_tokens
@@ -364,10 +367,10 @@ def is_dealt(shards: ShardMap, tokens: int, lanes: int, stripe_tokens: int) -> b
 def _stripe(
     segments: list[Segment], tokens: int, rooms: dict[int, int], lanes: Sequence[int], block_size_tokens: int
 ) -> bool:
-    """Append stripes up to position `tokens`, each to the lane with the fewest tokens; False if room is short.
+    """Append stripes up to position `tokens`, each to the lane with the fewest tokens; return False if room is short.
 
-    `rooms` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is opened only when
-    those that do have no room left.
+    `rooms` are whole blocks beyond those that `segments` touch. A lane that holds nothing yet is used only
+    when the lanes in use have no room left.
     """
     position = segments[-1].stop
     size = block_size_tokens

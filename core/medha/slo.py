@@ -1,4 +1,4 @@
-"""Service classes: which TTFT deadline and which TPOT target hold for a request."""
+"""Service classes: the TTFT deadline and the TPOT target of a request."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from medha.api.replica import ServiceClass
 from medha.wire.messages import ServiceClassTerms
 
 FALLBACK_TERMS = ServiceClassTerms("default", 2.0, 3.0, 0.05, 0.01, 4096)
-"""Of a replica that announces no service class."""
+"""Terms that apply to a replica that announces no service class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a request is promised (seconds)."""
+    """The latency targets of a request (seconds)."""
 
     ttft_seconds: float  # counted from arrival at the router
     tpot_seconds: float
     fair_tpot_seconds: float
-    """What its class would give it: a request that asks for less may not slow the prefills of others for it."""
+    """TPOT of its class, or its own target if that is looser. A tighter target may not slow the prefills of others."""
 
 
 def class_terms(classes: Sequence[ServiceClassTerms], name: str) -> ServiceClassTerms:
-    """The terms of the class `name` of those that a replica announces; `default` and unknown names get the first."""
+    """Return the terms of the class `name` that a replica announces; `default` and unknown names get the first."""
     return next((terms for terms in classes if terms.name == name), classes[0] if classes else FALLBACK_TERMS)
 
 
 def ttft_target_seconds(
     terms: ServiceClass | ServiceClassTerms, work_seconds: float, asked_seconds: float | None = None
 ) -> float:
-    """d = max(floor, factor * w) unless the request asks for its own TTFT (DESIGN §5).
+    """Return d = max(floor, factor * w), or the request's own TTFT target if it has one (DESIGN §5).
 
-    Routers and controllers both order by it, a router with `work_seconds` as replicas announce it.
+    Routers and controllers both order requests by it; a router uses the `work_seconds` that replicas
+    announce.
     """
     if asked_seconds is not None:
         return asked_seconds
@@ -45,9 +46,10 @@ def targets(
     asked_ttft_seconds: float | None = None,
     asked_tpot_seconds: float | None = None,
 ) -> Targets:
-    """The targets of a request whose whole prefill takes `work_seconds` alone.
+    """Return the targets of a request whose whole prefill takes `work_seconds` alone.
 
-    A TPOT tighter than the class's floor is clamped to it: one client must not throttle the rest (DESIGN §5).
+    A TPOT target tighter than the class's floor is clamped to it: one client must not throttle the rest
+    (DESIGN §5).
     """
     tpot = service_class.tpot_target_seconds if asked_tpot_seconds is None else asked_tpot_seconds
     tpot = max(tpot, service_class.tpot_floor_seconds)

@@ -1,7 +1,7 @@
-"""The TP x SPP x KVP grid: who a rank is, and where a pod stands.
+"""The TP x SPP x KVP grid: coordinates of ranks and pods.
 
-A rank has coordinates (kv, stream, tensor): its lane, its stage, and its part of each layer. Ranks are numbered
-lane by lane, stage by stage, so that the tensor ranks of one pod are neighbours.
+A rank has coordinates (kv, stream, tensor): its lane, its stage, and its part of each layer. Ranks are
+numbered lane by lane, stage by stage, so that the tensor ranks of one pod are neighbours.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Topology:
 
 
 def stage_layers(layers: int, stages: int, *, head_cost_layers: float = 0.0) -> list[range]:
-    """The layers of each stage, so that the slowest stage is as fast as it can be.
+    """Return the layers of each stage, such that the slowest stage is as fast as possible.
 
-    All layers cost the same; the last stage also has the output head, which costs as much as `head_cost_layers`
-    layers. Each stage has at least one layer; earlier ones take what does not divide.
+    All layers cost the same; the last stage also has the output head, which costs as much as
+    `head_cost_layers` layers. Each stage has at least one layer; earlier stages take the remainder.
 
     Raises:
         ConfigInvalid: there are fewer layers than stages.
@@ -72,7 +72,7 @@ def stage_layers(layers: int, stages: int, *, head_cost_layers: float = 0.0) -> 
         return max(before, last + head_cost_layers)
 
     most_last = layers - (stages - 1)
-    # Of equally fast choices, the largest last stage leaves the others the most even.
+    # Among equally fast choices, the largest last stage makes the others the most even.
     last = layers if stages == 1 else min(range(1, most_last + 1), key=lambda count: (slowest(count), -count))
     ranges, start = [], 0
     for stage in range(stages - 1):

@@ -1,5 +1,5 @@
-"""The ZeroMQ links between processes: key files, encrypted sockets, who is admitted, and what is dropped.
+"""The ZeroMQ links between processes: key files, encrypted sockets, admission of peers, and dropped messages.
 
-Router, controller and ranks make their sockets here, so that there is one way to make them and none without keys.
-What passes over a link is `medha.wire.messages` in the frames of `medha.wire.frames`.
+Router, controller and ranks make their sockets here, so that there is one way to make them and none without
+keys. Links carry `medha.wire.messages` in the frames of `medha.wire.frames`.
 """

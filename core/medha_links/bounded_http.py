@@ -1,8 +1,9 @@
-"""HTTP servers for metrics and health: so many connections and threads at most, none of them idle for long.
+"""HTTP servers for metrics and health, with bounds on connections, threads and idle time.
 
-The standard library's servers take a thread for each connection and wait for its request for ever. Here a connection
-has a few seconds to send its request and must go on reading the answer; where too many are open, the one that has sent
-nothing for longest makes room. So whoever asks quickly is answered, however many others only connect.
+The standard library's servers use a thread per connection and wait for its request for ever. Here a
+connection has a few seconds to send its request and must keep reading the answer. If too many are open, the
+one that has sent nothing for longest is closed. A client that sends its request quickly is therefore
+answered, however many others only connect.
 """
 
 from __future__ import annotations
@@ -20,26 +21,27 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MOST_CONNECTIONS = 32
-REQUEST_SECONDS = 5.0  # for a request to be there whole; it is one line and some headers
-STALL_SECONDS = 10.0  # in which a client that is sent something has to take a part of it
+REQUEST_SECONDS = 5.0  # time for a request to arrive; it is one line and some headers
+STALL_SECONDS = 10.0  # a client must accept some of its answer within this time
 
 Application = Callable[..., Any]
-"""As in PEP 3333."""
+"""A WSGI application (PEP 3333)."""
 
 
 class BoundedServer(ThreadingMixIn, HTTPServer):
-    """An HTTP server with at most MOST_CONNECTIONS connections, each of them in a thread of its own."""
+    """An HTTP server with at most MOST_CONNECTIONS connections, each in its own thread."""
 
     daemon_threads = True
     request_queue_size = 2 * MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, handler: type[BoundedHandler]) -> None:
-        """
+        """Bind to the address.
+
         Raises:
-            OSError: nothing can listen there.
+            OSError: the address cannot be bound.
         """
         self._lock = Lock()
-        # Until when the request has to be there; the oldest first.
+        # Deadline of each connection's request; oldest first.
         self._reading: dict[socket.socket, float] = {}
         self._answering: set[socket.socket] = set()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -50,7 +52,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         Thread(target=self.serve_forever, name=name, daemon=True).start()
 
     def has_asked(self, connection: socket.socket) -> None:
-        """Called by the handler: the request is there."""
+        """Note that the request has arrived; called by the handler."""
         with self._lock:
             if self._reading.pop(connection, None) is not None:
                 self._answering.add(connection)
@@ -66,7 +68,7 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Called twice a second by `serve_forever`: end the connections that are late."""
+        """Close the connections that are late; called twice a second by `serve_forever`."""
         now = time.monotonic()
         with self._lock:
             for connection in [one for one, until in self._reading.items() if now > until]:
@@ -79,19 +81,19 @@ class BoundedServer(ThreadingMixIn, HTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of clients that go away or are late."""
+        """Report errors, except those of clients that have gone or are late."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
     def _break(self, connection: socket.socket) -> None:
-        """Let the connection's thread read an end; it closes the connection."""
+        """Shut a connection down, so that its thread reads the end and closes it."""
         del self._reading[connection]
-        with suppress(OSError):  # it has gone by itself
+        with suppress(OSError):  # it has already gone
             connection.shutdown(socket.SHUT_RDWR)
 
 
 class BoundedHandler(BaseHTTPRequestHandler):
-    """One request of one connection."""
+    """Handles the single request of a connection."""
 
     timeout = STALL_SECONDS
     server: BoundedServer
@@ -106,7 +108,7 @@ class BoundedHandler(BaseHTTPRequestHandler):
         return is_whole
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the base class's)
-        """Say nothing: scrapes and probes come every few seconds."""
+        """Log nothing: scrapes and probes come every few seconds."""
 
 
 class BoundedWsgiServer(BoundedServer, WSGIServer):
@@ -122,7 +124,7 @@ class _WsgiHandler(BoundedHandler, WSGIRequestHandler):
 
 
 class _Writer(BufferedIOBase):
-    """Sends to a client; one that takes nothing any more counts as gone, which wsgiref does not report as our error."""
+    """Sends to a client. One that accepts nothing counts as gone, which wsgiref does not report as an error."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

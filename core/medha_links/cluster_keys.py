@@ -1,7 +1,7 @@
-"""What the Secrets of a cluster hold: the key files of a replica, of a router, and of who enrols at that router.
+"""Content of a cluster's Secrets: the key files of a replica, of a router, and of the replicas that enrol at it.
 
-Names of entries are names of files once a Secret is mounted; their content is what `medha_links.keys` reads. Each
-function makes fresh keys or derives from those that are there, so that a Secret that was made is never made again.
+Entries are named as the files of the mounted Secret; `medha_links.keys` reads their content. Each function
+makes fresh keys or derives them from existing ones, so that an existing Secret is never made again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANKS_PUBLIC = "ranks.pub"
 
 
 def replica_secret() -> dict[str, bytes]:
-    """Fresh content of `<replica>-keys`: a pair of the controller's, and one that the replica's ranks share."""
+    """Return fresh content of `<replica>-keys`: the controller's key pair, and one that the replica's ranks share."""
     controller, ranks = KeyPair.new(), KeyPair.new()
     return {
         CONTROLLER_KEY: _line(controller.secret),
@@ -34,7 +34,7 @@ def replica_secret() -> dict[str, bytes]:
 
 
 def router_secret() -> dict[str, bytes]:
-    """Fresh content of `<router>-keys`, for the router alone: its secret key, and the tokens that it admits."""
+    """Return fresh content of `<router>-keys`, for the router alone: its secret key, and the tokens that it admits."""
     return {
         ROUTER_KEY: _line(KeyPair.new().secret),
         TOKENS: _line(secrets.token_urlsafe(SHORTEST_TOKEN).encode()),
@@ -42,10 +42,10 @@ def router_secret() -> dict[str, bytes]:
 
 
 def enrolment_secret(router: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Content of `<router>-enrolment`, for replicas, from that of `<router>-keys`: the public key and the first token.
+    """Return the content of `<router>-enrolment`, for replicas: the public key and the first token of `<router>-keys`.
 
     Raises:
-        ConfigInvalid: the router's Secret does not hold what `router_secret` makes.
+        ConfigInvalid: the router's Secret does not hold the entries of `router_secret`.
     """
     lines = [line.strip() for line in router.get(TOKENS, b"").splitlines()]
     tokens = [line for line in lines if line]

@@ -1,4 +1,4 @@
-"""Messages that are dropped: counted by link and reason, and logged without letting a peer fill the log."""
+"""Dropped messages: counted by link and reason, and logged so that a peer cannot fill the log."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from threading import Lock
 from medha.errors import DROP_REASONS, WireInvalid
 
 Count = Callable[[str, str], None]
-"""Counts one message dropped from a link (the first argument) for a reason (the second)."""
+"""Function that counts one message dropped from a link (the first argument) for a reason (the second)."""
 
 MOST_MESSAGES = 2**53
-"""More than any process can have dropped, and still exact in the floating-point numbers of metrics."""
+"""More messages than any process can have dropped, and still exact in the floating-point numbers of metrics."""
 
 
 class Drops:
-    """What one process has dropped."""
+    """Counts the messages that one process has dropped."""
 
     def __init__(self, log: logging.Logger, count: Count | None = None) -> None:
         self._log = log
@@ -27,7 +27,7 @@ class Drops:
         """Messages by (link, reason)."""
 
     def drop(self, link: str, error: WireInvalid) -> None:
-        """Count one message; every power of two is logged."""
+        """Count one message; log each time the count is a power of two."""
         with self._lock:
             self.counts[link, error.reason] += 1
             seen = self.counts[link, error.reason]
@@ -39,26 +39,26 @@ class Drops:
             )
 
     def totals(self) -> tuple[tuple[str, str, int], ...]:
-        """(link, reason, messages) since this process began, as it tells others: at most one for each of `DROP_REASONS` a link."""
+        """Return (link, reason, messages) since this process began: at most one for each of `DROP_REASONS` per link."""
         with self._lock:
             return tuple((link, reason, messages) for (link, reason), messages in self.counts.items())
 
 
 class RankDrops:
-    """What ranks have dropped, by the totals that they tell: each counts from the start of its process."""
+    """Counts the messages that ranks have dropped, from their reported totals, each since its process began."""
 
     def __init__(self, links: Collection[str]) -> None:
-        """`links` are the names that ranks give to theirs."""
+        """`links` are the names of the ranks' links."""
         self._links = frozenset(links)
         self._known: dict[int, tuple[str, Counter[tuple[str, str]]]] = {}  # incarnation and totals, by rank
 
     def growth(
         self, rank: int, incarnation: str, totals: Sequence[tuple[str, str, int]]
     ) -> Counter[tuple[str, str]]:
-        """Messages by (link, reason) that were not told before; links and reasons of another release are left out.
+        """Return the messages by (link, reason) since the last report, without links and reasons of another release.
 
         Raises:
-            WireInvalid: a total is no number of messages. Nothing of it is counted.
+            WireInvalid: a total is not a number of messages. Nothing of the report is counted.
         """
         for link, reason, messages in totals:
             if not 0 <= messages <= MOST_MESSAGES:
@@ -75,6 +75,6 @@ class RankDrops:
                 if link in self._links and reason in DROP_REASONS
             }
         )
-        growth = told - known  # a total that is lower is older: it was on its way when a connection broke
+        growth = told - known  # a lower total is older: it was in flight when a connection broke
         known.update(growth)
         return growth

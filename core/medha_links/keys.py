@@ -1,9 +1,9 @@
 """Key files: 40 characters of Z85 (ZeroMQ RFC 32), one key a line, and the tokens by which replicas enrol at a router.
 
-A server (router, controller) has a pair of its own, and its clients know the public half. A controller admits the
-public keys that a file lists, those of its ranks. A router admits who holds one of its enrolment tokens: a token is
-the seed of the key pair that a replica connects with, so that it never crosses the wire, and who does not hold it
-fails in the handshake, before a message of his is read.
+A server (router, controller) has its own key pair, and its clients know the public half. A controller admits
+the public keys that a file lists, those of its ranks. A router admits holders of its enrolment tokens. A
+token is the seed of the key pair that a replica connects with, so it never crosses the wire. A peer without
+one fails in the handshake, before any of its messages is read.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class KeyPair:
 
     @classmethod
     def of_token(cls, token: str) -> KeyPair:
-        """The pair of who holds an enrolment token."""
+        """Return the pair of the holder of an enrolment token."""
         seed = blake2b(token.encode(), digest_size=32, person=b"medha enrolment").digest()
         return cls.of_secret(z85.encode(seed))
 
     @classmethod
     def of_secret(cls, secret: bytes) -> KeyPair:
-        """The pair of a secret key in Z85."""
+        """Return the pair of a secret key in Z85."""
         return cls(zmq.curve_public(secret), secret)
 
     @classmethod
     def read(cls, path: Path) -> KeyPair:
-        """The pair of a file that holds a secret key, which only its owner (and group) may read.
+        """Return the pair of a secret key file, which only its owner (and group) may read.
 
         Raises:
-            ConfigInvalid: no such file, not one key, or anybody may read it.
+            ConfigInvalid: the file does not exist, does not hold one key, or anybody may read it.
         """
         lines = _lines(path, "a secret key")
         _require_private(path)
@@ -65,10 +65,10 @@ class KeyPair:
 
 
 def read_public_keys(path: Path) -> frozenset[bytes]:
-    """The public keys of a file, one a line.
+    """Return the public keys of a file, one a line.
 
     Raises:
-        ConfigInvalid: no such file, no key, or a line that is none.
+        ConfigInvalid: the file does not exist, is empty, or has a line that is not a key.
     """
     lines = _lines(path, "public keys")
     for number, line in enumerate(lines, start=1):
@@ -77,10 +77,10 @@ def read_public_keys(path: Path) -> frozenset[bytes]:
 
 
 def read_public_key(path: Path) -> bytes:
-    """The public key of a file that holds one.
+    """Return the public key of a file that holds one.
 
     Raises:
-        ConfigInvalid: no such file, or not one key.
+        ConfigInvalid: the file does not exist, or does not hold one key.
     """
     keys = read_public_keys(path)
     if len(keys) != 1:
@@ -89,10 +89,10 @@ def read_public_key(path: Path) -> bytes:
 
 
 def read_tokens(path: Path) -> tuple[str, ...]:
-    """Enrolment tokens, one a line: a router admits all of them, a replica enrols with the first.
+    """Return the enrolment tokens of a file, one a line: a router admits all of them, a replica enrols with the first.
 
     Raises:
-        ConfigInvalid: no such file, no token, one that is too short, or anybody may read it.
+        ConfigInvalid: the file does not exist, is empty, has a token that is too short, or anybody may read it.
     """
     lines = _lines(path, "enrolment tokens")
     _require_private(path)
@@ -107,13 +107,13 @@ def read_tokens(path: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class KeyFiles:
-    """The files of one router and one replica, as `medha up` makes them and as Secrets are mounted."""
+    """The key files of one router and one replica, as `medha up` makes them and as Secrets are mounted."""
 
     directory: Path
 
     @property
     def router(self) -> Path:
-        """The router's secret key; replicas know `router_public`."""
+        """File of the router's secret key; replicas know `router_public`."""
         return self.directory / "router.secret"
 
     @property
@@ -122,12 +122,12 @@ class KeyFiles:
 
     @property
     def enrolment(self) -> Path:
-        """Tokens that the router admits; a replica holds one of them."""
+        """File of the tokens that the router admits; a replica holds one of them."""
         return self.directory / "enrolment.tokens"
 
     @property
     def controller(self) -> Path:
-        """The secret key of a replica's controller; its ranks know `controller_public`."""
+        """File of the secret key of a replica's controller; its ranks know `controller_public`."""
         return self.directory / "controller.secret"
 
     @property
@@ -136,7 +136,7 @@ class KeyFiles:
 
     @property
     def ranks(self) -> Path:
-        """The secret key that the ranks of a replica share; its controller admits `ranks_public`."""
+        """File of the secret key that the ranks of a replica share; its controller admits `ranks_public`."""
         return self.directory / "ranks.secret"
 
     @property
@@ -145,7 +145,7 @@ class KeyFiles:
 
     @classmethod
     def create(cls, directory: Path) -> KeyFiles:
-        """Make fresh keys in a directory (0700) that is not there yet; every file is its owner's alone (0600)."""
+        """Make fresh keys in a new directory (0700); only its owner may read the files (0600)."""
         directory.mkdir(mode=0o700)
         files = cls(directory)
         for path, content in files.fresh().items():
@@ -154,7 +154,7 @@ class KeyFiles:
         return files
 
     def fresh(self) -> Mapping[Path, bytes]:
-        """New content for each file."""
+        """Return new content for each file."""
         router, controller, ranks = KeyPair.new(), KeyPair.new(), KeyPair.new()
         return {
             self.router: router.secret,
@@ -189,13 +189,13 @@ def _require_private(path: Path) -> None:
 
 
 def _require_key(path: Path, number: int, line: bytes) -> None:
-    if not is_key(line):  # the text of a secret must not end in a log: the line is named and not shown
+    if not is_key(line):  # a secret must not end up in a log: name the line, do not show it
         raise ConfigInvalid(f"{path}: line {number} is no key: expected 40 characters of Z85; {_REMAKE}")
 
 
 def is_key(line: bytes) -> bool:
-    """Whether this is a key in Z85."""
+    """Return whether this is a key in Z85."""
     try:
         return len(z85.decode(line)) == KEY_BYTES
-    except (KeyError, ValueError, struct.error):  # a character, the length, or the value of five of them
+    except (KeyError, ValueError, struct.error):  # a bad character, length, or value of five characters
         return False

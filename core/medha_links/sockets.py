@@ -1,10 +1,10 @@
 """Encrypted sockets (CURVE, ZeroMQ RFC 26), and who may connect to them.
 
-A link is a ROUTER that is bound and the DEALERs that connect to it. None limits its queue: dropping a message would
-fork replicated state, and what waits is bounded by the open requests. Each limits the size of a frame: a larger one
-ends its sender's connection. With heartbeats, who answers none for a while (from ZeroMQ's own thread, however busy the
-process is) counts as disconnected. What was on its way is lost then, so that only links have them whose ends know what
-to do about it.
+A link is a bound ROUTER and the DEALERs that connect to it. Its queues are unlimited: dropping a message
+would fork replicated state, and the open requests bound what waits. The size of a frame is limited: a larger
+one ends its sender's connection. With heartbeats, a peer that answers none for a while counts as
+disconnected; ZeroMQ's own thread answers, however busy the process is. Messages in flight are then lost, so
+only links whose ends can handle that have heartbeats.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zmq.utils.monitor import recv_monitor_message
 
 from medha_links.keys import KeyPair
 
-LINGER_MILLISECONDS = 2000  # a last message (RankFault, Refused) is still delivered when its sender exits
+LINGER_MILLISECONDS = 2000  # lets a last message (RankFault, Refused) be delivered when its sender exits
 HEARTBEAT_MILLISECONDS = 1000
 SILENCE_MILLISECONDS = 4000  # without an answer to a heartbeat
-CONNECT_MILLISECONDS = 2000  # over TCP, until another attempt begins
+CONNECT_MILLISECONDS = 2000  # over TCP, before another attempt
 RECONNECT_MILLISECONDS = 100
 
-CONTROL_FRAME_BYTES = 64 * 2**20  # the largest control message is a step with all that it names
+CONTROL_FRAME_BYTES = 64 * 2**20  # the largest control message is a step with everything it names
 TOKENS_FRAME_BYTES = 8 * 2**20  # ids come in pieces of 1 MiB
 
 _DOMAIN = "medha"
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,  # plaintext, or another key than this server's
     zmq.EVENT_HANDSHAKE_FAILED_AUTH,  # a key that is not admitted
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,  # gone in the middle of it
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,  # closed during the handshake
 )
 _WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED[0] | _FAILED[1] | _FAILED[2]
 _monitors = count()  # for names of inproc endpoints
@@ -42,26 +42,26 @@ _Socket = TypeVar("_Socket", bound=zmq.Socket[Any])
 
 
 class Connections:
-    """What happens to the connections of one socket, as its ZeroMQ thread reports it."""
+    """The events of one socket's connections, as its ZeroMQ thread reports them."""
 
     def __init__(self, watched: zmq.Socket[Any]) -> None:
         endpoint = f"inproc://medha.monitor.{next(_monitors)}"
         watched.monitor(endpoint, _WATCHED)
         self.socket: zmq.Socket[bytes] = watched.context.socket(zmq.PAIR, socket_class=zmq.Socket)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait for whoever is slow to look
+        self.socket.setsockopt(zmq.RCVHWM, 0)  # else ZeroMQ's thread would wait for a slow reader
         self.socket.connect(endpoint)
 
     def take(self) -> list[zmq.Event]:
-        """What has happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         return [event for event, _ in self._take()]
 
     def refused(self) -> int:
-        """Peers that did not get in since the last call."""
+        """Return the number of peers that were refused since the last call."""
         return self.refused_and_ended()[0]
 
     def refused_and_ended(self) -> tuple[int, set[int]]:
-        """Since the last call: how many peers did not get in, and which connections ended (see `connection_of`)."""
+        """Return the number of refused peers, and the ended connections (see `connection_of`), since the last call."""
         happened = self._take()
         ended = {value for event, value in happened if event == zmq.EVENT_DISCONNECTED}
         return sum(event in _FAILED for event, _ in happened), ended
@@ -78,16 +78,16 @@ class Connections:
 
 
 def connection_of(frame: zmq.Frame) -> int:
-    """By which connection a frame came: its descriptor, which is another one's once it has ended.
+    """Return the connection of a frame: its descriptor, which may be reused once the connection has ended.
 
-    libzmq calls this option deprecated, and has nothing else that names a connection outside of its drafts.
+    libzmq calls this option deprecated, but outside its drafts nothing else identifies a connection.
     """
     return int(frame.get(zmq.SRCFD))
 
 
 @dataclass(frozen=True, slots=True)
 class Opened(Generic[_Socket]):
-    """A socket, and what happens to its connections."""
+    """A socket, and the events of its connections."""
 
     socket: _Socket
     connections: Connections
@@ -95,8 +95,8 @@ class Opened(Generic[_Socket]):
     def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
         if self.socket.closed:
             return
-        # What happens while the socket closes is told, too: to nobody, ZeroMQ's thread would wait for a listener for ever,
-        # and with it every other connection of this process.
+        # Closing the socket raises events too. Without a listener ZeroMQ's thread would wait for one for
+        # ever, and with it every other connection of this process.
         self.socket.monitor(None, 0)
         self.connections.close()
         self.socket.close(linger_milliseconds)
@@ -110,11 +110,11 @@ def bind(
     largest_frame_bytes: int = CONTROL_FRAME_BYTES,
     heartbeats: bool = True,
 ) -> Opened[_Socket]:
-    """A socket that peers connect to, if a `Doorkeeper` of this context admits them; without one nobody comes in."""
+    """Return a socket for peers that a `Doorkeeper` of this context admits; without one, nobody can connect."""
     opened = _open(context, zmq.ROUTER, largest_frame_bytes, heartbeats=heartbeats)
     socket = opened.socket
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an unknown peer is an error, not a silent drop
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes its identity over from its former self
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over the identity of its predecessor
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
     socket.setsockopt_string(zmq.ZAP_DOMAIN, _DOMAIN)
@@ -134,7 +134,7 @@ def connect(
     heartbeats: bool = True,
     reconnect_milliseconds: int = RECONNECT_MILLISECONDS,
 ) -> Opened[_Socket]:
-    """A socket that connects under `identity` to who holds the secret of the public key `server`, and to nobody else."""
+    """Return a socket that connects as `identity`, and only to the holder of the secret key of `server`."""
     opened = _open(context, zmq.DEALER, largest_frame_bytes, heartbeats=heartbeats)
     socket = opened.socket
     socket.setsockopt(zmq.IDENTITY, identity)
@@ -147,7 +147,7 @@ def connect(
 
 
 def crosses_network(endpoint: str) -> bool:
-    """Whether a connection can break although both of its processes live on."""
+    """Return whether a connection can break while both of its processes live on."""
     return endpoint.startswith("tcp:")
 
 
@@ -167,22 +167,22 @@ def _open(
 
 
 class Doorkeeper:
-    """Says who may connect to the bound sockets of a context (ZAP, ZeroMQ RFC 27), from a thread of its own.
+    """The authenticator: decides who may connect to a context's bound sockets (ZAP, ZeroMQ RFC 27), in its own thread.
 
-    Make it before the first socket is bound. Public keys are no secrets, so that it looks them up plainly.
+    Make it before the first socket is bound. Public keys are not secret, so a plain lookup suffices.
     """
 
     def __init__(self, context: zmq.Context[Any], admitted: Iterable[bytes]) -> None:
-        """`admitted` are public keys in Z85."""
+        """Start the authenticator's thread; `admitted` are public keys in Z85."""
         self._admitted = frozenset(admitted)
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.configure_curve_callback(_DOMAIN, self)
         self._authenticator.start()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """The authenticator's question; its name and arguments are that one's."""
+        """Return whether a key is admitted; name and arguments are those that pyzmq's authenticator calls."""
         return domain == _DOMAIN and key in self._admitted
 
     def close(self) -> None:
-        """Once all sockets of the context are closed, and before it ends."""
+        """Stop; call it once all sockets of the context are closed, and before the context ends."""
         self._authenticator.stop()

@@ -1,6 +1,7 @@
-"""The operator: reconciles MedhaReplica and MedhaDeployment resources into pods. `kopf run -m medha_operator` runs it.
+"""The operator reconciles MedhaReplica and MedhaDeployment resources into pods.
 
-Rendering and planning are used without kopf, too (`medha render`), so that its handlers are only made where it runs.
+`kopf run -m medha_operator` runs it. Rendering and planning are also used without kopf (`medha render`), so
+the handlers are imported only where kopf is loaded.
 """
 
 import sys

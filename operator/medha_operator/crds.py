@@ -1,8 +1,9 @@
-"""CustomResourceDefinitions out of the pydantic models: `python -m medha_operator.crds crds` (`make gen`).
+"""Generate CustomResourceDefinitions from the pydantic models.
 
-A model's JSON schema is turned into a structural schema of `apiextensions.k8s.io/v1`: references are inlined, an
-optional field is one that may be left out (never null), and what Kubernetes spells differently is respelt. How a
-change is applied stands at the end of each field's description, where `kubectl explain` shows it.
+`python -m medha_operator.crds crds` (`make gen`) runs it. A model's JSON schema is turned into a structural
+schema of `apiextensions.k8s.io/v1`: references are inlined, an optional field may be left out but is never
+null, and what Kubernetes spells differently is translated. Each field's description ends with how a change is
+applied, as `kubectl explain` shows it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ VERSION = "v1alpha1"
 
 NAME_PATTERN = "^[a-z]([-a-z0-9]*[a-z0-9])?$"
 LONGEST_REPLICA_NAME = 46
-"""With `-l255` it names StatefulSets, and those with a hash of ten digits label pods: 63 letters at most."""
+"""Longest name of a replica. StatefulSets append `-l255`, and pods are labelled with their names and a
+hash of ten digits, with 63 characters at most."""
 LONGEST_DEPLOYMENT_NAME = LONGEST_REPLICA_NAME - len("-9999")
 
 APPLIED = {
@@ -43,7 +45,7 @@ _KEPT = (
 
 
 def structural(model: type[BaseModel]) -> Schema:
-    """The structural schema of `model`."""
+    """Return the structural schema of `model`."""
     schema = model.model_json_schema(by_alias=True)
     return _node(schema, schema.get("$defs", {}))
 
@@ -60,9 +62,9 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
             result[key] = _without_nulls(node[key]) if key == "default" else node[key]
     if node.get("x-kubernetes-int-or-string"):
         result.pop("type", None)
-        for choice in node.get("anyOf", ()):  # a pattern binds strings alone, and bounds numbers alone
+        for choice in node.get("anyOf", ()):  # patterns apply to strings alone, bounds to numbers alone
             result |= {key: choice[key] for key in ("pattern", "minimum", "maximum") if key in choice}
-        if "pattern" in result:  # a bare number is as good
+        if "pattern" in result:  # a bare number is valid, too
             result["anyOf"] = [{"type": "integer"}, {"type": "string"}]
         return result
     if "const" in node:
@@ -93,10 +95,10 @@ def _node(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _bound_by_rules(result: Schema) -> None:
-    """Say bounds that are no whole numbers as rules.
+    """Express bounds that are not whole numbers as validation rules.
 
-    The API server rounds such a bound towards 0 for a value that is written as a whole number: 1 would be refused as more than 0
-    where 0.98 is allowed, and 0 taken where 0.01 is the least.
+    The API server rounds such a bound towards 0 for a value that is written as a whole number: 1 would be
+    refused as more than 0 where 0.98 is allowed, and 0 accepted where 0.01 is the least.
     """
     for bound, exclusive, words, signs in (
         ("minimum", "exclusiveMinimum", ("at least", "more than"), (">=", ">")),
@@ -111,7 +113,7 @@ def _bound_by_rules(result: Schema) -> None:
 
 
 def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
-    """`node` with its reference followed and "or null" taken away; what the node says itself comes first."""
+    """Return `node` with its reference followed and "or null" removed; its own keys take precedence."""
     choices = [choice for choice in node.get("anyOf", []) if choice.get("type") != "null"]
     if len(choices) == 1:
         own = {key: value for key, value in node.items() if key not in ("anyOf", "default")}
@@ -128,14 +130,17 @@ def _resolved(node: Schema, definitions: dict[str, Schema]) -> Schema:
 
 
 def _without_nulls(value: Any) -> Any:
-    """A default as Kubernetes knows it, where what is not set is not there."""
+    """Return a default as Kubernetes represents it, without values that are not set."""
     if isinstance(value, dict):
         return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _changeable(node: Schema) -> Schema:
-    """`node` without the rules that forbid a change: what a replica keeps for life, a deployment replaces it for."""
+    """Remove the rules that forbid a change from `node`, and return it.
+
+    To change a field that is fixed for a replica's life, a deployment replaces the replica.
+    """
     for name, value in list(node.items()):
         if name == "x-kubernetes-validations":
             node[name] = [entry for entry in value if "oldSelf" not in entry["rule"]]
@@ -213,7 +218,7 @@ def deployment_crd() -> Schema:
 
 
 def name_problem(longest: int) -> str:
-    """What is said of a name that pods and Services cannot be called after."""
+    """Return the message about a name that pods and Services cannot have."""
     return (
         f"metadata.name must begin with a letter, end with a letter or digit, hold lower-case letters, digits and `-` "
         f"alone, and be no longer than {longest}: pods and a Service are called after it"
@@ -278,7 +283,7 @@ def _crd(
 
 
 def files() -> dict[str, str]:
-    """File name in `crds/` -> what it should hold."""
+    """Return the expected content of each file in `crds/`, by file name."""
     head = "# Written by `make gen` from core/medha/api/replica.py; change it there.\n"
     crds = (replica_crd(), deployment_crd())
     return {

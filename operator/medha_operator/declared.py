@@ -1,7 +1,8 @@
-"""What each router is told of the models that manifests name: a ConfigMap that its pods mount, so that it needs no rights.
+"""Publish to each router the models that manifests name, in a ConfigMap.
 
-An installation writes one entry of it, under its own name, and touches no other: several may serve one router. The
-ConfigMap belongs to the router's Deployment and goes with it.
+The router's pods mount the ConfigMap, so that they need no API rights. An installation writes one entry of
+it, under its own name, and touches no other: several installations may serve one router. The ConfigMap is
+owned by the router's Deployment and deleted with it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from medha_operator.settings import OperatorSettings, RouterSite
 NAME_TAKEN = "NameTaken"
 """Reason of the event at a router whose ConfigMap would have the name of somebody else's."""
 _COME_SECONDS = 2.0
-"""Between looks for a router that is not there yet, or for the end of an earlier one's ConfigMap."""
+"""Seconds between checks for a router that does not exist yet, or for the end of an earlier one's
+ConfigMap."""
 _DEFAULT_CLASSES = tuple(one.name for one in MedhaReplicaSpec.model_fields["service_classes"].default)
 
 
@@ -33,7 +35,7 @@ _DEFAULT_CLASSES = tuple(one.name for one in MedhaReplicaSpec.model_fields["serv
 
 
 class _Part(BaseModel):
-    """The part of a spec that matters here: also of a spec that is refused for something else."""
+    """A part of a spec that matters here; it is also read from a spec that is refused for something else."""
 
     model_config = ConfigDict(alias_generator=to_camel, extra="ignore", frozen=True)
 
@@ -60,20 +62,22 @@ class _Spec(_Part):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What one resource says of a model to a router."""
+    """The declaration of a model to a router by one resource."""
 
     router: RouterSite
     model: str
     service_classes: tuple[str, ...]
     replicas: int
     counts_from: float
-    """When its replicas should serve at the latest, Unix time in seconds: a first start may take `readySeconds`."""
+    """Unix time in seconds by which its replicas should serve at the latest: a first start may take
+    `readySeconds`."""
 
 
 def declaration(document: Document) -> Declaration | None:
-    """What a MedhaReplica or a MedhaDeployment declares; None where it names no router, or is being deleted.
+    """Return what a MedhaReplica or a MedhaDeployment declares.
 
-    A replica of a deployment names its model, and counts with the deployment.
+    None if it names no router, is invalid or is being deleted. A replica of a deployment declares its model,
+    but is counted with the deployment.
     """
     metadata, spec = document["metadata"], document["spec"]
     is_deployment = document["kind"] == DEPLOYMENT.name
@@ -98,7 +102,10 @@ def declaration(document: Document) -> Declaration | None:
 def models_of(
     router: RouterSite, declarations: Iterable[Declaration], now: float
 ) -> tuple[tuple[DeclaredModel, ...], float | None]:
-    """The models that `router` is to know, and in how many seconds that changes by itself. `now` is Unix time, seconds."""
+    """Return the models that `router` should know, and seconds until that changes by itself.
+
+    `now` is Unix time in seconds.
+    """
     mine = [one for one in declarations if one.router == router]
     models = merged(
         DeclaredModel(
@@ -116,12 +123,15 @@ def models_of(
 
 
 def models_key(router: RouterSite) -> Key:
-    """The ConfigMap of a router; the queue holds it as what is to be looked at."""
+    """Return the key of a router's ConfigMap, as the work queue holds it."""
     return Key(CONFIG_MAP.name, router.namespace, f"{router.name}-models")
 
 
 def entry_name(settings: OperatorSettings) -> str:
-    """The entry that this installation writes: no two have the same Lease."""
+    """Return the name of the entry that this installation writes.
+
+    It is made from the Lease, which no two installations share.
+    """
     return f"{settings.lease_namespace}.{settings.lease_name}.json"
 
 
@@ -133,9 +143,10 @@ async def publish_models(
     now: float,
     tell: Callable[[Document, Tell], Awaitable[None]],
 ) -> tuple[bool, float]:
-    """Bring the entry of this installation to what resources declare; whether that took a write, and seconds until the next look.
+    """Update this installation's entry of a router's ConfigMap to what resources declare.
 
-    An object of that name that is not the operator's is left as it is: `tell` hears of it, with the router's Deployment.
+    Return whether that took a write, and seconds until the next check. An object of that name that is not the
+    operator's is left as it is: `tell` is called with the router's Deployment.
     """
     deployment = await cluster.get(ROUTER, router.namespace, router.name)
     if deployment is None:
@@ -159,7 +170,7 @@ async def publish_models(
         return False, again
     owners = {one["uid"] for one in metadata.get("ownerReferences", ())}
     if owners and deployment["metadata"]["uid"] not in owners:
-        return False, _COME_SECONDS  # of an earlier Deployment of this name, with which it goes
+        return False, _COME_SECONDS  # owned by an earlier Deployment of this name, and deleted with it
     if found.get("data", {}).get(entry) == text:
         return False, again
     await cluster.merge(key, {"data": {entry: text}})
@@ -195,7 +206,10 @@ def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) ->
 
 
 class Declarations:
-    """Says which ConfigMaps must be looked at when a resource has changed: those of routers that it speaks to, or spoke to."""
+    """Finds the ConfigMaps to update when a resource changes.
+
+    These are those of the routers to which it declares, or declared, a model.
+    """
 
     def __init__(self, index: Index, settings: OperatorSettings) -> None:
         self._index = index
@@ -203,7 +217,7 @@ class Declarations:
         self._known: dict[Key, Declaration] = {}
 
     def changed(self, key: Key) -> list[Key]:
-        """The ConfigMaps that no longer say what the resource `key` says; none if it is no resource of ours."""
+        """Return the ConfigMaps that no longer match the resource `key`; none if it is not one of ours."""
         if key.kind not in (REPLICA.name, DEPLOYMENT.name):
             return []
         document = self._index.resource(key)

@@ -1,10 +1,12 @@
-"""All pods of a replica or none: what each gang scheduler wants to be told, behind one function.
+"""All pods of a replica or none: what each gang scheduler requires, behind one function.
 
-A replica is one gang over all of its lanes, never one a StatefulSet: half a replica serves nobody and holds devices.
-The group is named after the revision, whose grid it counts; providers do not let a group's size be changed.
+A replica is one gang over all of its lanes, never one per StatefulSet: half a replica serves nobody and holds
+devices. The group is named after the revision, which determines the number of its pods; providers do not let
+a group's size be changed.
 
-`core` follows `scheduling.k8s.io/v1alpha1` of Kubernetes 1.35 (feature gates GenericWorkload and GangScheduling), an
-alpha that later releases change. `kueue` and `volcano` follow their documentation and have met neither.
+`core` follows `scheduling.k8s.io/v1alpha1` of Kubernetes 1.35 (feature gates GenericWorkload and
+GangScheduling), an alpha API that later releases change. `kueue` and `volcano` follow their documentation and
+have been tested with neither.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ _GROUP_IN_WORKLOAD = "replica"
 
 @dataclass(frozen=True)
 class Gang:
-    """What makes the pods of a replica a gang."""
+    """The additions that make the pods of a replica a gang."""
 
     pod: Fields = field(default_factory=dict)
-    """Laid over the template of every pod."""
+    """Overlay for the template of every pod."""
     api_version: str = ""
     kind: str = ""
-    """Of the object that the provider reads; empty: it needs none."""
+    """Kind of the object that the provider reads; empty if it needs none."""
     spec: Fields = field(default_factory=dict)
 
 
@@ -40,12 +42,12 @@ KINDS = {
 
 
 def gang_of(spec: MedhaReplicaSpec, replica: str, group: str) -> Gang:
-    """The gang of a replica, whose group is to be called `group`."""
+    """Return the gang of a replica, whose group is named `group`."""
     size = spec.parallelism.stream * spec.parallelism.kv
     queue = spec.placement.queue
     provider = spec.placement.gang
     if provider == "kueue":
-        assert queue is not None  # the spec's own rule
+        assert queue is not None  # a rule of the spec ensures it
         labels = {"kueue.x-k8s.io/queue-name": queue, "kueue.x-k8s.io/pod-group-name": group}
         annotations = {
             "kueue.x-k8s.io/pod-group-total-count": str(size),

@@ -1,4 +1,4 @@
-"""What kopf runs: it starts and ends the program, and passes on what it hears of our resources.
+"""Handlers that kopf runs: they start and end the program, and pass on events about our resources.
 
 Nothing here makes kopf write to a resource: no handler of creation, update or deletion, no timer, no daemon.
 """
@@ -25,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 @kopf.on.startup(errors=kopf.ErrorsMode.PERMANENT)
 async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> None:
-    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # which tells every event
-    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)  # which tells every probe
-    # A search for cycles comes once in so many new objects, not in 700: it looks at all documents that are known, and
-    # each that is read is hundreds of objects, so that it took up to a tenth of the CPU.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)  # it logs every event
+    logging.getLogger("aiohttp.access").setLevel(logging.WARNING)  # it logs every probe
+    # Search for cycles once in so many new objects, not in 700: a search visits all known documents, and each
+    # document that is read is hundreds of objects, so that searches took up to a tenth of the CPU.
     gc.freeze()
     gc.set_threshold(_OBJECTS_BETWEEN_SEARCHES, 10, 10)
     settings.persistence.diffbase_storage = NoDifferences()
@@ -57,9 +57,9 @@ async def end(memo: kopf.Memo, **_: Any) -> None:
 
 
 async def _run(program: Program) -> None:
-    """Run until the lease is lost or something breaks; then the process ends, and whoever started it begins anew."""
+    """Run until the lease is lost or something breaks; then end the process, to be restarted from outside."""
     try:
         await program.run()
     except Exception:  # noqa: BLE001 - logged with its trace
         _log.exception("the operator ends")
-    os.kill(os.getpid(), signal.SIGTERM)  # kopf ends on it, in order
+    os.kill(os.getpid(), signal.SIGTERM)  # kopf then shuts down in order

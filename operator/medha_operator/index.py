@@ -1,4 +1,7 @@
-"""Everything that is known of the cluster, by the resource of ours that it concerns; `observe` makes facts of it."""
+"""The observed state of the cluster, by the resource of ours that it concerns.
+
+`Index.observe` turns it into facts.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ WATCHED: Mapping[Kind, str] = {
     **dict.fromkeys(CHILDREN, _MADE_BY_US),
     NODE: "",
 }
-"""The kinds that every index is made of, each with the selector of the labels that matter."""
+"""Kinds that every index watches, each with its label selector."""
 
 
 class Index:
-    """One store for each kind. `changed` hears of every resource of ours that must be looked at.
+    """A store for each kind. `changed` is called with every resource of ours that must be reconciled.
 
     `gang_apis` are the gang schedulers whose objects are watched, too.
     """
@@ -52,18 +55,21 @@ class Index:
             for kind in self.watched
         }
         self.secrets: dict[str, set[str]] = {}
-        """UID of a replica -> names of the Secrets that have been made for it, as far as this process knows."""
+        """UID of a replica -> names of the Secrets created for it, as far as this process knows."""
         self.waiting_for_room: set[Key] = set()
-        """Replicas that must be looked at when any node changes: each may be the one that they move to."""
+        """Replicas to reconcile when any node changes: it may be the one that they move to."""
 
     def offer(self, document: Document, quiet: Key | None = None) -> None:
-        """Take an object as somebody else has seen it: the API server's answer, or kopf. `quiet` is told nothing."""
+        """Take in an object received elsewhere: in the API server's answer, or from kopf.
+
+        `quiet` is not notified.
+        """
         store = self.stores.get(document["kind"])
         if store is not None:
             store.offer(document, quiet)
 
     def resource(self, key: Key) -> Document | None:
-        """The document of a resource of ours."""
+        """Return the document of a resource of ours; None if there is none."""
         for entry in self.stores[key.kind].of(key):
             if entry.document["metadata"]["name"] == key.name and entry.document["kind"] == key.kind:
                 found: Document = entry.document
@@ -71,13 +77,13 @@ class Index:
         return None
 
     def resources(self, kind: Kind) -> Iterator[tuple[Key, Document]]:
-        """All of one of our kinds."""
+        """Yield key and document of every resource of one of our kinds."""
         for key in self.stores[kind.name].groups():
             if key.kind == kind.name and (document := self.resource(key)) is not None:
                 yield key, document
 
     def observe(self, key: Key) -> Observed | None:
-        """What is known of one replica; None where there is none."""
+        """Return the observed state of a replica; None if there is none."""
         resource = self.resource(key)
         if resource is None:
             return None
@@ -91,7 +97,8 @@ class Index:
         earlier = tuple(entry.document for entry in labelled if entry.owner not in (None, *lanes))
         objects = {_kind_and_name(entry.document): entry.document for entry in mine}
         objects |= {("Secret", name): {} for name in self.secrets.get(uid, ())}
-        # A pod that has started had its keys. One that an earlier replica of the name left behind mounts other ones.
+        # A pod that has started had its keys. A pod left behind by an earlier replica of the name mounts
+        # other ones.
         keys = keys_name(Owner(metadata["name"], metadata["namespace"], uid))
         if any(pod.is_started and keys in pod.secrets for pod in pods):
             objects["Secret", keys] = {}
@@ -118,7 +125,7 @@ class Index:
         )
 
     def observe_deployment(self, key: Key) -> ObservedDeployment | None:
-        """What is known of one deployment; None where there is none."""
+        """Return the observed state of a deployment; None if there is none."""
         resource = self.resource(key)
         if resource is None:
             return None
@@ -144,7 +151,7 @@ class Index:
         )
 
     def _revisions_of(self, replica: Document) -> Iterator[Revision]:
-        """Those that are kept of it."""
+        """Return the kept revisions of a replica."""
         metadata = replica["metadata"]
         key = Key(REPLICA.name, metadata["namespace"], metadata["name"])
         kept = self.stores["ControllerRevision"].of(key)
@@ -153,7 +160,7 @@ class Index:
         )
 
     def leftovers(self, key: Key, uid: str) -> list[str]:
-        """Objects of an earlier resource of the same name that the garbage collector has yet to take."""
+        """Return the objects of an earlier resource of this name that are not garbage-collected yet."""
         return [
             "/".join(_kind_and_name(entry.document))
             for kind in self._children
@@ -162,9 +169,10 @@ class Index:
         ]
 
     def forget_secrets(self) -> None:
-        """Take no Secret for made of a replica whose pods have a node and do not start: they may miss one.
+        """Forget the Secrets of replicas whose pods have a node and do not start: one may be missing.
 
-        Elsewhere nobody would notice one that is gone, and to ask for it again would be a write for each replica.
+        For other replicas nobody would notice a missing Secret, and creating it again would cost a write for
+        each of them.
         """
         kept = {}
         for key, resource in self.resources(REPLICA):
@@ -183,19 +191,20 @@ class Index:
         }
 
     def nodes(self) -> Mapping[str, Node]:
-        """Every node of the cluster by its name, as far as the operator may see them."""
+        """Return every node of the cluster by its name, as far as the operator may see them."""
         store = self.stores[NODE.name]
         return {node.name: entry.document for node in store.groups() for entry in store.of(node)}
 
     def pod_uids(self) -> Set[str]:
-        """UIDs of the pods of all replicas."""
+        """Return the UIDs of the pods of all replicas."""
         store = self.stores[POD.name]
         return {entry.uid for key in store.groups() for entry in store.of(key)}
 
     def to_be_placed(self, key: Key, leaving: Set[Key]) -> Iterator[Document]:
-        """Templates of the pods of other replicas than `key` that are yet to find a node, in the order of their names.
+        """Yield the templates of pods that are yet to find a node, of replicas other than `key`.
 
-        Of a replica that leaves its node these are all: it is one of `leaving`, or its budget is open.
+        They come in the order of the replicas' names. Of a replica that leaves its node, all pods are
+        included: it is one of `leaving`, or its budget is open.
         """
         for other, _ in sorted(self.resources(REPLICA)):
             if other == key:
@@ -217,7 +226,7 @@ class Index:
                         yield one["spec"]["template"]
 
     def _told(self, key: Key) -> None:
-        if key.kind != NODE.name:  # a pod concerns its node, too, only to be found by it
+        if key.kind != NODE.name:  # a pod is filed under its node only to be found by it
             self._changed(key)
 
     def _node_changed(self, node: Key) -> None:
@@ -229,7 +238,7 @@ class Index:
 
 
 def read_status(resource: Document, model: type[Status]) -> Status:
-    """The status as written, without fields of other releases; an empty one where somebody has spoilt it."""
+    """Return the status as written, without fields of other releases; an empty one if it is invalid."""
     names = {field.alias for field in model.model_fields.values()}
     found = {name: value for name, value in resource.get("status", {}).items() if name in names}
     try:
@@ -280,14 +289,15 @@ def _resource(document: Document) -> Entry:
     if document["kind"] == REPLICA.name and child_index(stem, metadata["name"]) is not None:
         concerns.append(
             Key(DEPLOYMENT.name, metadata["namespace"], stem)
-        )  # whose name it takes, whoever owns it
+        )  # it has a name of that deployment's, whoever owns it
     return _entry(metadata, concerns, facts=metadata["resourceVersion"], document=_kept(document))
 
 
 def _child(document: Document) -> Entry:
-    """Of a StatefulSet and the like: its status says nothing that the pods do not say better.
+    """Return the entry of a StatefulSet or the like, without its status, which pods report better.
 
-    But for one that was changed, it says whether its controller knows.
+    Of a changed StatefulSet, the observed generation is kept: it shows whether its controller has seen the
+    change.
     """
     metadata = document["metadata"]
     kept = {name: value for name, value in _kept(document).items() if name != "status"}

@@ -1,7 +1,8 @@
-"""The Secrets that the operator makes, once each: wire keys of replicas, keys of routers, and what enrols at those.
+"""The Secrets that the operator creates, once each.
 
-A Secret is created and never written again, so that nobody who replays an old decision can change a key under running
-pods. Those of replicas are never read either.
+They are wire keys of replicas, keys of routers, and enrolment Secrets. A Secret is created and never written
+again, so that no replay of an old decision can change a key under running pods. Secrets of replicas are never
+read either.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from medha_operator.replica.render import Owner, labels
 from medha_operator.settings import RouterSite
 
 ROUTER_NOT_FOUND = "RouterNotFound"
-"""Reason of a replica whose router has no keys yet, or is none of this installation's."""
+"""Reason of a replica whose router has no keys yet, or does not belong to this installation."""
 KEYS_UNUSABLE = "KeysUnusable"
-"""Reason of the event at a router that nobody can join: its two Secrets do not belong together, or one is spoilt."""
+"""Reason of the event at a router that nobody can join: its two Secrets do not match, or one is invalid."""
 _COME_SECONDS = 2.0
-"""Between looks for a router that is not there yet."""
+"""Seconds between checks for a router that does not exist yet."""
 
 
 def replica_keys(owner: Owner, name: str) -> Manifest:
-    """The Secret of a replica's links, with fresh keys."""
+    """Return the Secret of a replica's links, with fresh keys."""
     made = _secret(owner.namespace, name, replica_secret(), labels(owner), owner.reference)
     return made | {"immutable": True}
 
 
 async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key) -> None:
-    """Give a replica what enrols at a router of another namespace.
+    """Copy the enrolment Secret of a router of another namespace for a replica.
 
     Raises:
-        ApiError: `source` is not there yet, or is none that this operator may read (`ROUTER_NOT_FOUND`).
+        ApiError: `source` does not exist yet, or this operator may not read it (`ROUTER_NOT_FOUND`).
     """
     try:
         found = await cluster.get(SECRET, source.namespace, source.name)
@@ -67,12 +68,12 @@ async def make_router_keys(
     again_seconds: float,
     tell: Callable[[Document, Tell], Awaitable[None]],
 ) -> float:
-    """Make what is missing of a router's two Secrets, once there is a router; seconds until the next look.
+    """Create what is missing of a router's two Secrets once the router exists.
 
-    Nobody owns them: a router that is removed and installed anew finds the keys that its replicas know. What replicas
-    get is derived from what the router has, so that it makes no difference where an earlier attempt ended. Where only
-    one of the two was lost or changed, neither is touched, since somebody may have put it there: `tell` hears of it,
-    with the router's Deployment.
+    Return seconds until the next check. The Secrets have no owner: a router that is removed and installed
+    again finds the keys that its replicas know. The enrolment Secret is derived from the router's own one, so
+    that it does not matter where an earlier attempt stopped. An existing Secret is never changed, since
+    somebody may have put it there: if the two do not match, `tell` is called with the router's Deployment.
     """
     deployment = await cluster.get(ROUTER, router.namespace, router.name)
     if deployment is None:
@@ -102,7 +103,8 @@ async def make_router_keys(
 
 
 def _admits(router: Mapping[str, bytes], public: bytes, enrolment: Mapping[str, bytes]) -> bool:
-    """Whether a router with the keys `router`, and so with `public`, admits whoever has `enrolment`."""
+    """Return whether a router with the keys `router`, and so with `public`, admits a holder of
+    `enrolment`."""
     tokens = [line.strip() for line in router[TOKENS].splitlines()]
     is_known = enrolment.get(TOKEN, b"").strip() in tokens
     return is_known and enrolment.get(ROUTER_PUBLIC, b"").strip() == public.strip()

@@ -1,7 +1,7 @@
-"""What kopf keeps of the resources that it hears of: nothing.
+"""Storages that make kopf keep nothing of the resources that it observes.
 
-It would copy each document, to find out what has changed since a handler has last seen it, and note that on the resource.
-No handler here asks for a change, and the copies took a tenth of the operator's CPU.
+Otherwise kopf would copy each document, to find out what has changed since a handler last saw it, and record
+that on the resource. No handler here asks for a change, and the copies took a tenth of the operator's CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import kopf
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """Of what was handled last."""
+    """Keeps nothing of what was handled last."""
 
     def build(self, **_: Any) -> Any:
         return {}
@@ -25,7 +25,7 @@ class NoDifferences(kopf.DiffBaseStorage):
 
 
 class NoProgress(kopf.ProgressStorage):
-    """Of handlers that have to be tried again."""
+    """Keeps nothing of handlers that have to be retried."""
 
     def fetch(self, **_: Any) -> None:
         return None

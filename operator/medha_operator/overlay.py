@@ -1,4 +1,7 @@
-"""Manifests laid over and compared: maps are merged, lists of named entries by name, all else replaced."""
+"""Overlay and compare manifests.
+
+Maps are merged, lists of named entries are merged by name, all else is replaced.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from typing import Any
 
 
 def overlaid(base: Any, over: Any) -> Any:
-    """`base` with `over` laid over it; neither is changed. An entry that is null in `over` is removed.
+    """Return `base` with `over` laid over it; neither is changed. An entry that is null in `over` is removed.
 
-    Lists whose entries all have a `name` (containers, volumes, environment, ports) are merged by it, in the order of
-    `base` and then of `over`, as Kubernetes' own strategic merge does; any other list replaces the one below.
+    Lists whose entries all have a `name` (containers, volumes, environment, ports) are merged by it, in the
+    order of `base` and then of `over`, as Kubernetes' own strategic merge does; any other list replaces the
+    one in `base`.
     """
     if isinstance(base, dict) and isinstance(over, dict):
         merged = {name: value for name, value in base.items() if over.get(name, value) is not None}
@@ -33,9 +37,10 @@ def _is_keyed(value: Any, key: str) -> bool:
 
 
 def holds(found: Any, wanted: Any) -> bool:
-    """Whether everything of `wanted` stands in `found`, which may have more: defaults, and others' fields.
+    """Return whether `found` contains everything of `wanted`.
 
-    What is empty, zero or false may be missing there: the API server leaves it out.
+    It may have more, such as defaults and others' fields. An empty, zero or false value may be missing in
+    `found`: the API server leaves it out.
     """
     if isinstance(wanted, dict):
         return hasattr(found, "get") and all(

@@ -1,7 +1,8 @@
-"""The operator as a running program: reflectors fill the index, the index asks for looks, workers look.
+"""The operator as a running program.
 
-It acts while it holds the lease. Without it the stores are kept up, so that the next holder begins at once; when it is
-lost, the process ends and another one begins with a fresh view.
+Reflectors fill the index, the index queues keys, workers reconcile them. The operator acts while it holds the
+lease. Without it the stores are kept up to date, so that the next holder begins at once; when it is lost, the
+process ends and a new one begins with a fresh view.
 """
 
 from __future__ import annotations
@@ -36,19 +37,22 @@ _REFUSED_SECONDS = 5.0
 
 
 def read_settings() -> OperatorSettings:
-    """Those of the file that `MEDHA_OPERATOR_SETTINGS` names; without one, the defaults."""
+    """Return the settings of the file that `MEDHA_OPERATOR_SETTINGS` names; without one, the defaults."""
     path = os.environ.get("MEDHA_OPERATOR_SETTINGS")
     return OperatorSettings.model_validate_json(Path(path).read_bytes()) if path else OperatorSettings()
 
 
 def identity() -> str:
-    """Who holds the lease: this pod, in which one container runs at a time; elsewhere, this process."""
+    """Return the name of the lease's holder.
+
+    It is this pod, in which one container runs at a time; elsewhere, this process.
+    """
     pod, namespace = os.environ.get("MEDHA_POD_NAME"), os.environ.get("MEDHA_POD_NAMESPACE", "")
     return f"{namespace}/{pod}" if pod else f"{socket.gethostname()}/{os.getpid()}/{uuid.uuid4()}"
 
 
 class Program:
-    """One process."""
+    """A process of the operator."""
 
     def __init__(self, settings: OperatorSettings, holder: str) -> None:
         self._settings = settings
@@ -60,7 +64,7 @@ class Program:
         self._declarations = Declarations(self.index, settings)
 
     def seen(self, document: Document) -> None:
-        """Take an event that kopf has heard: a second pair of ears for our own resources."""
+        """Take in an event that kopf has received: a second source of news about our own resources."""
         namespace = document["metadata"]["namespace"]
         if namespace in (self._settings.namespaces or (namespace,)):
             self.index.offer(document)
@@ -69,7 +73,7 @@ class Program:
         """Act until cancelled.
 
         Raises:
-            ExceptionGroup: the lease is lost, or one of the tasks has broken; the others were ended.
+            ExceptionGroup: the lease was lost, or one of the tasks failed; the others were cancelled.
         """
         telemetry = self._telemetry
         raise_file_limit()
@@ -92,9 +96,9 @@ class Program:
                     await reflector.is_synced.wait()
                 _log.info("has a view of everything and waits for the lease")
                 await lease.acquire()
-                # At once: to list a large cluster may take longer than a lease.
+                # Renew it at once: listing a large cluster may take longer than a lease.
                 tasks.create_task(lease.keep())
-                # A watch may lag behind what the holder before us has seen and done; a list after it cannot.
+                # A watch may lag behind what the previous holder has seen and done; a list made now cannot.
                 await asyncio.gather(*(reflector.catch_up() for reflector in reflectors))
                 telemetry.leads()
                 for router in self._settings.routers:
@@ -120,14 +124,15 @@ class Program:
                 namespace=namespace,
                 selector=self.index.watched[kind],
                 relist_seconds=self._settings.resync_seconds,
-                # Nodes may not be read by an installation for single namespaces; a gang scheduler may not be there.
+                # An installation for single namespaces may not read nodes; a gang scheduler may not be
+                # installed.
                 is_optional=kind is NODE or kind in GANGS.values(),
             )
             for namespace in namespaces
         ]
 
     async def _resync(self, reconciler: Reconciler) -> None:
-        """Look at everything once in a while, though nothing was heard of it, and trust no memory that cannot be checked."""
+        """Reconcile everything in intervals, even without events, and forget outdated cached results."""
         while True:
             await asyncio.sleep(self._settings.resync_seconds)
             reconciler.forget()
@@ -145,7 +150,7 @@ class Program:
             self._telemetry.looked(key.kind, outcome, clock() - began)
 
     async def _look(self, reconciler: Reconciler, key: Key) -> str:
-        """Look once, and say to the queue when to look again; returns the outcome as metrics call it."""
+        """Reconcile a key once, and queue it again as needed; return the outcome as metrics call it."""
         try:
             for concerned in self._declarations.changed(key):
                 self._queue.add(concerned)
@@ -180,6 +185,10 @@ def _unix_seconds() -> float:
 
 
 def least_pause(error: ApiError) -> float:
-    """What the API server asks for; and what it has refused is seldom accepted soon, unless the resource changes."""
+    """Return the shortest pause before a retry.
+
+    It is the one that the API server asks for, or a fixed one after a refusal, which seldom passes soon
+    unless the resource changes.
+    """
     lasts = is_refusal(error) or error.reason in (NAME_TAKEN, GANG_UNAVAILABLE)
     return error.retry_after_seconds or (_REFUSED_SECONDS if lasts else 0.0)

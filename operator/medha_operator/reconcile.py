@@ -1,7 +1,7 @@
-"""One look at one resource: observe, plan, carry out. What is left undone is planned anew by the next look.
+"""Reconcile a resource: observe, plan, carry out. The next reconcile plans again what was left undone.
 
-Actions are carried out in their order, and the first one that fails ends the look: a later one may rely on an earlier
-one having been written, such as the end of pods on the record of a restart.
+Actions are carried out in order, and the first failure ends the reconcile: a later action may rely on an
+earlier one having been written, as the deletion of pods relies on the record of a restart.
 """
 
 from __future__ import annotations
@@ -70,31 +70,32 @@ Versions = dict[tuple[str, str], str]
 """(kind, name) -> resourceVersion."""
 
 REFUSALS = frozenset({400, 403, 422})
-"""Answers that do not change by themselves: a user must hear of them. So is a 500 for a field that no pod has."""
+"""HTTP statuses of answers that do not change by themselves, so that a user must be informed. A 500 for an
+unknown pod field counts likewise."""
 NAME_TAKEN = "NameTaken"
-"""Reason of a resource one of whose objects would have the name of somebody else's."""
+"""Reason of a resource one of whose objects would have the name of somebody else's object."""
 GANG_UNAVAILABLE = "GangUnavailable"
-"""Reason of a replica whose gang scheduler's objects the API server does not know."""
+"""Reason of a replica whose gang scheduler's kind is unknown to the API server."""
 TOLD_REASONS = frozenset({ROUTER_NOT_FOUND, NAME_TAKEN, GANG_UNAVAILABLE})
-"""Reasons of ours, beside them."""
+"""Reasons of the operator's own errors that users are informed of, beside the refusals."""
 _MERGED = frozenset({"Service"})
-"""Kinds of which ours can be laid over another's without a conflict: of others, what must differ is one field, or is
-fixed, or the name holds a hash."""
+"""Kinds of which an object of ours could be applied over another's without a conflict. In other kinds a
+field that must differ conflicts or is immutable, or the name contains a hash."""
 TOLD_FAILURES = 5
-"""Looks in a row that end with any other error before a user hears of it."""
+"""Consecutive reconciles that fail with any other error before a user is informed."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why looks at a resource fail."""
+    """The reason why reconciles of a resource fail."""
 
     reason: str
     message: str
     is_refusal: bool
-    """A user must do something; else it may pass by itself."""
+    """True if a user must act; otherwise it may pass by itself."""
 
     def over(self, status: ReplicaStatus | DeploymentStatus) -> tuple[Judgement, ...]:
-        """Conditions to lay over `status`. What is ready as its spec asks serves on, and so stays ready."""
+        """Return the conditions to lay over `status`; a resource that is ready serves on, and stays so."""
         is_ready = any(one.type == "Ready" and one.status == "True" for one in status.conditions)
         if self.is_refusal and not is_ready:
             refused = refuse(self.reason, self.message)
@@ -110,17 +111,17 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Look:
-    """What came of a look."""
+    """The result of a reconcile."""
 
     writes: int = 0
     goes_on: bool = False
-    """It has changed objects, from which more may follow: not only the status."""
+    """True if it changed objects, not only the status, so that more may follow."""
     again_seconds: float | None = None
-    """When to look again though nothing may have happened."""
+    """Seconds until the next reconcile, even if no event asks for one."""
 
 
 class Reconciler:
-    """Brings resources nearer to their specs. `now` gives Unix time, seconds."""
+    """Brings resources nearer to their specs. `now` returns Unix time in seconds."""
 
     def __init__(
         self,
@@ -139,22 +140,23 @@ class Reconciler:
         self._holder = holder
         self._now = now
         self._rooms = Rooms(cluster, index, lambda: asyncio.get_running_loop().time())
-        self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applied in vain, and what was there then
-        self._pruned: dict[Key, tuple[Any, Any]] = {}  # patched in vain, and what was there then
-        self._again: dict[Key, float] = {}  # when to look for what was left for now
-        self._answers: dict[Key, str] = {}  # resourceVersions that came of applying
-        self._failures: dict[Key, int] = {}  # looks in a row that have failed
-        self._troubles: dict[Key, Trouble] = {}  # what is told until a look succeeds
+        self._applied: dict[Key, tuple[Manifest, Any]] = {}  # applies without effect, and the facts then
+        self._pruned: dict[Key, tuple[Any, Any]] = {}  # patches without effect, and the facts then
+        self._again: dict[Key, float] = {}  # seconds until a held-back repair is due
+        self._answers: dict[Key, str] = {}  # resourceVersions that applies returned
+        self._failures: dict[Key, int] = {}  # consecutive failed reconciles
+        self._troubles: dict[Key, Trouble] = {}  # what is reported until a reconcile succeeds
         self._repairs = Repairs()
-        self._words: dict[Key, tuple[str, float, str]] = {}  # of whose events, read when, and what they say
+        self._words: dict[Key, tuple[str, float, str]] = {}  # UID whose events were read, when, message
 
     async def look(self, key: Key) -> Look:
-        """Look at `key` once.
+        """Reconcile `key` once.
 
-        What keeps failing is laid over the planned status until a look succeeds: the two never take turns.
+        The trouble of failed reconciles is laid over the planned status until one succeeds: the two never
+        alternate.
 
         Raises:
-            ApiError: an action was refused or not answered; the rest was not done.
+            ApiError: an action was refused or not answered; the rest was not carried out.
             Fenced: this process may not write any more.
         """
         if key.kind == ROUTER.name:
@@ -189,11 +191,14 @@ class Reconciler:
             self._rooms.settle(key)
         self._failures.pop(key, None)
         if self._troubles.pop(key, None) is not None:
-            writes += 1  # the status without them is yet to be written
+            writes += 1  # the status without the trouble is yet to be written
         return Look(writes, goes_on, soonest(planned.again_seconds, self._again.pop(key, None)))
 
     async def _is_held_back(self, key: Key, resource: Document, target: Key) -> bool:
-        """Whether what others have changed again and again is left for now; it is told when that begins."""
+        """Return whether a repair is held back for now, as others keep changing the object.
+
+        An event reports when that begins.
+        """
         wait = self._repairs.wait_seconds(target, self._now())
         if wait <= 0:
             return False
@@ -207,7 +212,7 @@ class Reconciler:
         return True
 
     async def _prune(self, key: Key, resource: Document, action: Prune) -> bool:
-        """Take away what does harm, unless that was done in vain; whether it changed anything."""
+        """Remove harmful additions, unless that was tried in vain; return whether anything changed."""
         target = Key(action.kind, key.namespace, action.name)
         there = self._facts(target)
         if there is not None and self._pruned.get(target) == (action.patch, there):
@@ -226,7 +231,7 @@ class Reconciler:
         return True
 
     async def _tell_router(self, key: Key) -> Look:
-        """Bring the ConfigMap of a router to what resources declare."""
+        """Update a router's ConfigMap to what resources declare."""
         router = next(one for one in self._settings.routers if models_key(one) == key)
         is_changed, again = await publish_models(
             self._cluster,
@@ -239,7 +244,10 @@ class Reconciler:
         return Look(writes=int(is_changed), again_seconds=again)
 
     def forget(self) -> None:
-        """Take nothing for done any more because it was done once, unless what was seen then is seen still."""
+        """Forget cached results that no longer match the observed objects.
+
+        The next reconcile checks these objects again.
+        """
         self._applied = {key: done for key, done in self._applied.items() if self._facts(key) == done[1]}
         self._pruned = {key: done for key, done in self._pruned.items() if self._facts(key) == done[1]}
         self._repairs.forget(lambda key: self._facts(key) is not None, self._now())
@@ -247,7 +255,7 @@ class Reconciler:
         self._index.forget_secrets()
 
     async def _plan(self, key: Key, resource: Document) -> tuple[Plan, Versions]:
-        """What to do, and the resourceVersion of each object that it is based on."""
+        """Return the plan, and the resourceVersion of each object that it is based on."""
         now = self._now()
         if key.kind == DEPLOYMENT.name:
             deployment = self._index.observe_deployment(key)
@@ -257,7 +265,7 @@ class Reconciler:
                 versions["ControllerRevision", f"{key.name}-{kept.name}"] = kept.resource_version
             return plan_deployment(deployment, now, self._settings), versions
         leftovers = self._index.leftovers(key, resource["metadata"]["uid"])
-        if leftovers:  # of an earlier one of this name; each that goes asks for another look
+        if leftovers:  # of an earlier resource of this name; each one's deletion asks for another reconcile
             _log.info("%s waits for the end of %s", key, ", ".join(leftovers))
             return _waiting(resource, leftovers, self._now()), {}
         observed = self._index.observe(key)
@@ -265,7 +273,7 @@ class Reconciler:
         if asks_for_room(observed):
             self._index.waiting_for_room.add(key)
             room = unsettled(self._index.nodes().values(), now) or await self._rooms.ask(key, observed)
-            latest = self._index.observe(key)  # the answer took a while
+            latest = self._index.observe(key)  # observe again, since the answer took a while
             if latest is None or latest.uid != observed.uid:
                 return Plan(()), {}
             observed = replace(latest, room=room)
@@ -273,11 +281,14 @@ class Reconciler:
             self._index.waiting_for_room.discard(key)
         observed, again = await self._explained(key, observed, now)
         found = {of: one["metadata"]["resourceVersion"] for of, one in observed.objects.items() if one}
-        planned = plan(observed, self._now(), self._settings)  # to ask took a while
+        planned = plan(observed, self._now(), self._settings)  # the time again, since asking took a while
         return replace(planned, again_seconds=soonest(planned.again_seconds, again)), found
 
     async def _explained(self, key: Key, observed: Observed, now: float) -> tuple[Observed, float | None]:
-        """With what events tell of pods that are not made or do not start; and when to look for them again."""
+        """Return `observed` with what events report of pods that are not created or do not start.
+
+        Return also the seconds until events are read again.
+        """
         doubt = in_doubt(observed)
         if doubt is None:
             self._words.pop(key, None)
@@ -305,7 +316,10 @@ class Reconciler:
         actions: Iterable[Action],
         versions: Versions,
     ) -> tuple[int, bool]:
-        """Carry out `actions`; how many of them changed something, and whether that was more than the status."""
+        """Carry out `actions`.
+
+        Return how many of them changed something, and whether that was more than the status.
+        """
         writes, goes_on = 0, False
         for action in actions:
             try:
@@ -314,7 +328,7 @@ class Reconciler:
                 goes_on |= is_changed and not isinstance(action, SetStatus)
             except ApiError as error:
                 target = _target(key, action)
-                if error.status in (404, 409) and error.reason != NAME_TAKEN:  # the watch tells late, so ask
+                if error.status in (404, 409) and error.reason != NAME_TAKEN:  # the watch lags: read it
                     await self._correct(target)
                 is_new = (target.kind, target.name) not in versions
                 if is_new and error.status == 404 and KINDS[target.kind] in GANGS.values():
@@ -323,7 +337,7 @@ class Reconciler:
         return writes, goes_on
 
     async def _do(self, key: Key, resource: Document, action: Action, versions: Versions) -> bool:
-        """Carry out one action; whether it changed something."""
+        """Carry out one action; return whether it changed something."""
         metadata = resource["metadata"]
         match action:
             case CreateKeys(name):
@@ -357,7 +371,11 @@ class Reconciler:
         return True
 
     async def _confirm(self, key: Key, metadata: Document) -> None:
-        """Go on only if the resource is as its `metadata` says, deletion included; refused as a write of it would be."""
+        """Check that the resource is still as its `metadata` says, deletion included.
+
+        Raises:
+            ApiError: it is gone (404) or has changed (409), as for a write to it.
+        """
         found = await self._cluster.get(KINDS[key.kind], key.namespace, key.name)
         if found is None:
             raise ApiError(404, "NotFound", f"{key} is gone: nothing is made for it")
@@ -365,7 +383,7 @@ class Reconciler:
             raise ApiError(409, "Conflict", f"{key} has changed since it was looked at")
 
     async def _correct(self, target: Key) -> None:
-        """Take into the store what the API server has of an object now."""
+        """Update the store with the object that the API server has now."""
         store = self._index.stores.get(target.kind)
         if store is not None:
             seen = store.entry(target.namespace, target.name)
@@ -373,9 +391,10 @@ class Reconciler:
             store.correct(target.namespace, target.name, seen, found)
 
     async def _apply(self, of: Key, resource: Document, manifest: Manifest, versions: Versions) -> bool:
-        """Apply, unless that was done before and nothing has changed since; whether it changed anything.
+        """Apply `manifest`; return whether it changed anything.
 
-        The API server writes some values in its own words (`1000m` is `1`): such an object never equals its manifest.
+        It is not applied if that changed nothing before and nothing has changed since. The API server
+        normalizes some values (`1000m` becomes `1`): such an object never equals its manifest.
         """
         kind, metadata = manifest["kind"], manifest["metadata"]
         key = Key(kind, metadata["namespace"], metadata["name"])
@@ -404,12 +423,15 @@ class Reconciler:
         return is_changed
 
     def _facts(self, key: Key) -> Any:
-        """What matters of an object as last seen; None where none is known."""
+        """Return the facts of an object as last observed; None if it is not known."""
         store = self._index.stores.get(key.kind)
         return None if store is None else store.facts(key.namespace, key.name)
 
     async def _make(self, key: Key, manifest: Manifest) -> Document:
-        """Apply what is not known to be there. What is there all the same is another's, or the watch is late."""
+        """Apply an object that is not known to exist.
+
+        If it exists all the same, it is somebody else's, or the watch is late.
+        """
         if key.kind in _MERGED:
             await self._version_of_ours(key, manifest)
         try:
@@ -423,7 +445,7 @@ class Reconciler:
         return await self._cluster.apply(manifest, version)
 
     async def _version_of_ours(self, key: Key, manifest: Manifest) -> str | None:
-        """The resourceVersion of the object that `manifest` describes; None where there is none.
+        """Return the resourceVersion of the object that `manifest` describes; None if there is none.
 
         Raises:
             ApiError: the object of that name has another owner, or none (`NAME_TAKEN`).
@@ -439,7 +461,7 @@ class Reconciler:
         return str(found["metadata"]["resourceVersion"])
 
     async def _describe(self, key: Key, resource: Document, status: ReplicaStatus | DeploymentStatus) -> bool:
-        """Write the status of `resource` with the present trouble laid over it; whether it says anything new."""
+        """Write the status of `resource` with the present trouble laid over it; return whether it did."""
         if key in self._troubles:
             before = _read_status(key, resource)
             trouble = self._troubles[key].over(status)
@@ -449,16 +471,17 @@ class Reconciler:
                 return False
         written = status.model_dump(mode="json", by_alias=True, exclude_none=True)
         answer = await self._cluster.write_status(key, resource["metadata"], written)
-        self._index.offer(answer, quiet=key)  # who looks needs not be told of what it has said
+        self._index.offer(answer, quiet=key)  # a reconcile need not be notified of its own write
         self._telemetry.described(resource, written, self._now())
         if "newestMember" in resource.get("status", {}) and "newestMember" not in written:
-            self._index.secrets.pop(resource["metadata"]["uid"], None)  # which the next gang will mount
+            # The next gang will mount its Secrets: forget them, so that a missing one is created.
+            self._index.secrets.pop(resource["metadata"]["uid"], None)
         return True
 
     async def _failed(self, key: Key, resource: Document, planned: Plan, error: Exception) -> None:
-        """What the API server refuses, what is missing, and what fails again and again stands in the status."""
+        """Report in the status what is refused, what is missing, and what fails again and again."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        latest = self._index.resource(key)  # with what this look has written
+        latest = self._index.resource(key)  # with what this reconcile has written
         if latest is None or latest["metadata"]["uid"] != resource["metadata"]["uid"]:
             return
         statuses = [action.status for action in planned.actions if isinstance(action, SetStatus)]
@@ -476,7 +499,7 @@ class Reconciler:
             _log.warning("%s: the trouble could not be told: %s", key, failure)
 
     async def _tell(self, key: Key, resource: Document, told: Tell) -> None:
-        """An event is a courtesy: none of what follows waits for it to succeed."""
+        """Emit an event. A failure to write it is only logged."""
         _log.log(
             logging.WARNING if told.is_warning else logging.INFO, "%s: %s: %s", key, told.reason, told.message
         )
@@ -489,7 +512,7 @@ class Reconciler:
 
 
 def _target(key: Key, action: Action) -> Key:
-    """The object that an action writes."""
+    """Return the object that an action writes."""
     match action:
         case Apply(manifest):
             return Key(manifest["kind"], manifest["metadata"]["namespace"], manifest["metadata"]["name"])
@@ -508,13 +531,13 @@ def _read_status(key: Key, resource: Document) -> ReplicaStatus | DeploymentStat
 def _overlaid(
     status: ReplicaStatus | DeploymentStatus, over: Iterable[Condition]
 ) -> ReplicaStatus | DeploymentStatus:
-    """`status` with some conditions replaced or added."""
+    """Return `status` with some conditions replaced or added."""
     conditions = {condition.type: condition for condition in (*status.conditions, *over)}
     return status.model_copy(update={"conditions": tuple(conditions.values())})
 
 
 def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
-    """Says what an earlier resource of this name has left, and is not gone yet."""
+    """Return the plan that reports which objects of an earlier resource of this name are not deleted yet."""
     generation = resource["metadata"]["generation"]
     message = f"objects of an earlier {resource['kind']} of this name are not deleted yet: {', '.join(sorted(leftovers))}"
     before = read_status(resource, ReplicaStatus)
@@ -529,7 +552,10 @@ def _waiting(resource: Document, leftovers: Iterable[str], now: float) -> Plan:
 
 
 def _trouble_of(error: Exception, failures: int) -> Trouble | None:
-    """What to tell after so many looks in a row that have failed, the last one with `error`; None: nothing new yet."""
+    """Return the trouble to report after `failures` consecutive failed reconciles, the last with `error`.
+
+    None if there is nothing to report yet.
+    """
     if isinstance(error, ApiError) and error.reason in TOLD_REASONS:
         return Trouble(error.reason, str(error), is_refusal=True)
     if isinstance(error, ApiError) and (problem := schema_problem(str(error))) is not None:
@@ -548,12 +574,12 @@ def _trouble_of(error: Exception, failures: int) -> Trouble | None:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """Whether the answer does not change by itself."""
+    """Return whether the answer will not change by itself."""
     return error.status in REFUSALS or schema_problem(str(error)) is not None
 
 
 def _no_gang(target: Key) -> ApiError:
-    """The kind that a gang scheduler reads is unknown: the scheduler is not installed, or another release of it."""
+    """Return the error for an unknown kind of a gang scheduler, which is missing or of another release."""
     return ApiError(
         404,
         GANG_UNAVAILABLE,

@@ -1,7 +1,9 @@
-"""Everything that the operator may do, as rules of RBAC. The chart's roles say the same; a test compares the two.
+"""Everything that the operator may do, as RBAC rules.
 
-What is watched can be read, and events, which tell why pods are not made or do not start; Secrets can be made and, those of replicas, never read. Nothing of a user's resource can
-be written but its status.
+The chart's roles say the same; a test compares the two. The operator can read what it watches, and events,
+which tell why pods are not created or do not start. It can create Secrets, and never read those of replicas.
+Of a MedhaDeployment it can write only the status and finalizers. RBAC cannot distinguish the replicas of
+deployments, which the operator manages, from those of users.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ Rule = dict[str, list[str]]
 _SEE = ["list", "watch"]
 _WATCH = ["get", *_SEE]
 _DELETED = frozenset({"StatefulSet", "ControllerRevision", "ConfigMap"})
-"""Kinds of which a plan may delete one while its replica lives: lanes, and what belongs to old revisions. The rest
-goes with the replica, by the garbage collector."""
+"""Kinds of which a plan may delete an object while its replica lives: lanes, and what belongs to old
+revisions. The garbage collector deletes the rest with the replica."""
 
 
 def namespaced_rules() -> list[Rule]:
-    """In every namespace that is served: a Role in each, or one ClusterRole for all."""
+    """Return the rules for every namespace that is served: a Role in each, or one ClusterRole for all."""
     made = [
         _rule(kind, [*_WATCH, "create", "patch", *(["delete"] if kind.name in _DELETED else [])])
         for kind in CHILDREN
@@ -43,7 +45,8 @@ def namespaced_rules() -> list[Rule]:
     return [
         _rule(DEPLOYMENT, _WATCH),
         _rule(DEPLOYMENT, ["update"], "status"),
-        # A deployment's replicas are the operator's own, those of users get no verb from it but through them.
+        # The operator creates, changes and deletes the replicas of deployments; of users' own replicas it
+        # writes only the status.
         _rule(REPLICA, [*_WATCH, "create", "patch", "delete"]),
         _rule(REPLICA, ["update"], "status"),
         _rule(POD, [*_WATCH, "delete"]),
@@ -58,20 +61,21 @@ def namespaced_rules() -> list[Rule]:
 
 
 def cluster_rules() -> list[Rule]:
-    """Of nodes, of volumes that may be tied to some of them, and of pods of all namespaces, which take room there.
+    """Return the cluster-wide rules.
 
-    Without them the operator goes on, but sees no node that is lost or emptied.
+    They cover nodes, volumes that may be tied to some of them, and pods of all namespaces, which take room
+    there. Without them the operator goes on, but sees no node that is lost or emptied.
     """
     return [_rule(NODE, _SEE), _rule(POD, ["list"]), _rule(VOLUME, ["get"])]
 
 
 def gang_rules(settings: OperatorSettings) -> list[Rule]:
-    """Beside the namespaced ones, where gang schedulers read objects of ours."""
+    """Return the rules, beside the namespaced ones, for objects of ours that gang schedulers read."""
     return [_rule(GANGS[api], [*_WATCH, "create", "patch", "delete"]) for api in settings.gang_apis]
 
 
 def lease_rules(settings: OperatorSettings) -> list[Rule]:
-    """In the namespace of the Lease."""
+    """Return the rules for the namespace of the Lease."""
     return [
         _rule(LEASE, ["create"]),
         _rule(LEASE, ["get", "update"]) | {"resourceNames": [settings.lease_name]},
@@ -79,8 +83,11 @@ def lease_rules(settings: OperatorSettings) -> list[Rule]:
 
 
 def router_rules(router: RouterSite) -> list[Rule]:
-    """In the namespace of a router: its keys are made there, what enrols at it is read to be handed on, and the models
-    that manifests name are told to it."""
+    """Return the rules for a router's namespace.
+
+    The router's keys are created there, its enrolment Secret is read to be copied, and the models that
+    manifests name are published to it.
+    """
     return [
         _rule(SECRET, ["create"]),
         _rule(SECRET, ["get"]) | {"resourceNames": [f"{router.name}-keys", f"{router.name}-enrolment"]},

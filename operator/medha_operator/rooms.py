@@ -1,7 +1,8 @@
-"""Asks the API server whether the pods of a replica would find room elsewhere, and tells one replica of each room.
+"""Ask the API server whether the pods of a replica would find room elsewhere.
 
-Pods of others are not watched: those of the nodes that may take ours are listed when a replica has to leave its node. An answer
-of no may rest on lists that are some seconds old, which all replicas share; a yes rests on new ones alone.
+Each room is granted to one replica. Pods of others are not watched: when a replica has to leave its node, the
+pods of the nodes that may take it are listed. The answer "no" may rest on lists that are some seconds old,
+which all replicas share; "yes" rests on new lists alone.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from medha_operator.replica.room import (
 )
 
 RECENT_SECONDS = 10.0
-"""How old a list of pods may be that an answer of no rests on."""
+"""Largest age in seconds of a list of pods on which a "no" may rest."""
 _BATCH = 16
-"""Nodes whose pods are listed before it is tried whether there is room among them."""
+"""Nodes whose pods are listed before each attempt to place the replica on them."""
 _ALIVE = "status.phase!=Succeeded,status.phase!=Failed"
 
 
@@ -39,11 +40,11 @@ class _Listed:
 
     at_seconds: float
     pods: tuple[tuple[str, Any], ...]
-    """UID of each, and what it asks for."""
+    """UID of each pod, and what it requests."""
 
 
 class Rooms:
-    """The room of one cluster. `clock` gives seconds that never go back."""
+    """The room in one cluster. `clock` returns monotonic seconds."""
 
     def __init__(self, cluster: Cluster, index: Index, clock: Callable[[], float]) -> None:
         self._cluster = cluster
@@ -55,7 +56,10 @@ class Rooms:
         self._told: set[Key] = set()
 
     async def ask(self, key: Key, observed: Observed) -> Room:
-        """Whether all pods of a replica find room. Until `settle`, others are answered as if it had left for there."""
+        """Return whether all pods of a replica find room.
+
+        Until `settle`, other replicas are answered as if it had moved there.
+        """
         async with self._lock:
             began = self._clock()
             try:
@@ -69,7 +73,7 @@ class Rooms:
             return room
 
     def settle(self, key: Key) -> None:
-        """Forget what a replica was answered: the index shows now what it did with that."""
+        """Forget what a replica was answered: the index now shows what came of it."""
         self._told.discard(key)
         if not self._index.waiting_for_room:
             self._listed.clear()
@@ -90,7 +94,7 @@ class Rooms:
             for name, node in sorted(self._index.nodes().items())
             if any(may_take(node, name, needs) for needs in pods)
         }
-        # Known before the lists are made: a pod that is placed meanwhile counts twice, not never.
+        # Read before the lists are made: a pod that is placed meanwhile counts twice, not never.
         leaving = [needs_of(template) for template in self._index.to_be_placed(key, self._told)]
         before = [*leaving, *(await self._without_node(since) if nodes else ())]
         mine = {pod.uid for pod in observed.pods}
@@ -107,7 +111,10 @@ class Rooms:
         return Room(False, _lacks(missing, pods, len(nodes)))
 
     async def _pods_of(self, observed: Observed) -> Sequence[Needs]:
-        """List what each pod of the replica asks for: from the pod, with what admission added, or from the template of a missing one."""
+        """Return what each pod of the replica asks for.
+
+        It is taken from the pod, with what admission added, or from the template of a missing one.
+        """
         found, _ = await self._cluster.list(POD, observed.namespace, f"medha.dev/replica={observed.name}")
         mine = {pod.uid for pod in observed.pods}
         made = {one["metadata"]["name"]: one for one in found if one["metadata"]["uid"] in mine}
@@ -120,7 +127,7 @@ class Rooms:
         ]
 
     async def _tied(self, namespace: str, claims: Iterable[str]) -> dict[str, tuple[Object, ...]]:
-        """Ask where the volumes behind claims can be mounted: claim -> node selector terms, for those tied to some nodes.
+        """Return claim -> node selector terms, for each claim whose volume only some nodes can mount.
 
         A claim that is not bound yet, or gone, ties a pod to no node.
         """
@@ -144,7 +151,7 @@ class Rooms:
         return known.pods
 
     async def _without_node(self, since: float) -> list[Needs]:
-        """List what pods without a node ask for; the index knows better about those of replicas."""
+        """Return what pods without a node ask for, except replicas' pods, which the index knows better."""
         if self._unplaced.at_seconds < since:
             at = self._clock()
             pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName=,{_ALIVE}")

@@ -1,4 +1,4 @@
-"""What an installation of the operator knows: its images and how it behaves. Helm writes it; the environment carries it."""
+"""The settings of an installation of the operator, in a file that the Helm chart writes."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ class RouterSite(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    """Of its Deployment and its Service."""
+    """Name of its Deployment and its Service."""
     namespace: str
 
 
 class OperatorSettings(BaseModel):
-    """One installation; a JSON file that the chart mounts."""
+    """Settings of one installation, in a JSON file that the chart mounts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     worker_image: str = "medha-worker:0.1.0"
-    """Of pods whose replica names no image."""
+    """Image of pods whose replica names none."""
     image_pull_policy: str = "IfNotPresent"
     namespaces: tuple[str, ...] = ()
-    """Namespaces that are watched; none means all."""
+    """Namespaces that are watched; if empty, all are."""
     concurrent_replicas: int = Field(default=16, ge=1)
-    """Replicas reconciled at a time, which bounds the calls to the API server."""
+    """Number of replicas that are reconciled at the same time, which bounds the calls to the API server."""
     resync_seconds: float = Field(default=300.0, gt=0)
-    """How often every replica is looked at without an event."""
+    """Seconds between reconciles of every resource without an event."""
     surge_wait_seconds: float = Field(default=300.0, gt=0)
-    """How long an extra replica of a rollout may find no room before the rollout goes on without it, or says that it
-    cannot: a cluster's autoscaler needs minutes for a node."""
+    """Seconds for which an extra replica of a rollout may find no room before the rollout goes on without
+    it, or reports that it cannot: a cluster autoscaler needs minutes for a node."""
     gang_apis: tuple[Literal["core", "volcano"], ...] = ()
-    """Gang schedulers that this cluster has and whose objects the operator may make. Kueue needs no object of ours."""
+    """Gang schedulers that this cluster has and whose objects the operator may make. Kueue needs no extra
+    objects."""
     lease_name: str = "medha-operator"
     lease_namespace: str = "medha-system"
     lease_seconds: float = Field(default=15.0, gt=1)
     metrics_port: int = Field(default=9402, ge=0, le=65535)
-    """Where Prometheus scrapes the operator."""
+    """Port at which Prometheus scrapes the operator."""
     metrics_from: tuple[dict[str, Any], ...] = ()
-    """Who may read the metrics of replicas, as peers of a NetworkPolicy's rule; none means everybody."""
+    """Peers that may read the metrics of replicas, in the form of a NetworkPolicy's rule; if empty,
+    everybody may."""
     routers: tuple[RouterSite, ...] = ()

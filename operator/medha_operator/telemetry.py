@@ -1,4 +1,4 @@
-"""The operator's metrics, made from the catalogue in a registry of its own, and the port that they are read at."""
+"""The operator's metrics, made from the catalogue in a registry of their own."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from medha_operator.replica.observed import seconds
 _CATALOGUE = {metric.name: metric for metric in OPERATOR_METRICS}
 _EXPORTED = frozenset({"Ready", "Reconciling", "Stalled", "Degraded", "Available"})
 _EXPLAINED = {"Ready": False, "Reconciling": True}
-"""Conditions whose reason is exported, and with which status: of what is as it was asked for there is none to tell."""
+"""Conditions whose reason is exported, and at which status; one that is as it should be needs none."""
 _NO_STATUS = {"status": "Unknown", "reason": "NoStatus"}
-"""Of a resource that no look has described yet."""
+"""Condition of a resource that no reconcile has described yet."""
 
 
 class Telemetry:
-    """Everything that the operator counts, in the words of its code."""
+    """Everything that the operator counts, as methods in the terms of its code."""
 
     def __init__(self, index: Index, queue: WorkQueue) -> None:
         self.registry = CollectorRegistry()
@@ -54,7 +54,10 @@ class Telemetry:
         self._leading.set(1)
 
     def described(self, resource: Document, after: Mapping[str, Any], now: float) -> None:
-        """The status of `resource`, as it was before, became `after`. `now` is Unix time, seconds."""
+        """Record the time until ready if `resource` becomes ready by the status `after`.
+
+        `resource` has its earlier status. `now` is Unix time in seconds.
+        """
         old, new = _conditions(resource.get("status", {})), _conditions(after)
         is_ready = new.get("Ready", {}).get("status") == "True"
         was_ready = old.get("Ready", {}).get("status") == "True"
@@ -62,7 +65,8 @@ class Telemetry:
         if is_ready and not was_ready and began.get("status") == "True":
             since = seconds(began["lastTransitionTime"])
             if since == min(seconds(condition["lastTransitionTime"]) for condition in old.values()):
-                # On its way since its first status, which is written some time after it was asked for.
+                # Reconciling since its first status, which is written some time after the creation: count
+                # from the latter.
                 since = seconds(resource["metadata"]["creationTimestamp"])
             self._ready.labels(resource["kind"]).observe(max(0.0, now - since))
 
@@ -80,7 +84,7 @@ class Telemetry:
 
 
 class _Resources(Collector):
-    """Our resources one by one, read when they are asked for: one that is deleted leaves no series."""
+    """Our resources one by one, read at each scrape: a deleted resource leaves no series."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

@@ -1,1 +1,1 @@
-"""The study of the papers' claims: which runs, which figures, which verdicts. Not installed with Medha."""
+"""The study of the papers' claims: its runs, figures and verdicts. Not installed with Medha."""

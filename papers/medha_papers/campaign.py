@@ -1,8 +1,8 @@
-"""The runs behind docs/reproduction.md: which systems on which loads and seeds, and in which order.
+"""The runs behind docs/reproduction.md: systems, loads and seeds, and their order.
 
-`Scale` says how much is run; `FULL` is meant for two cores and 90 minutes, `QUICK` for two minutes. What a goal is set
-for comes first, in all its seeds; then what the papers claim, and the grid, seed by seed. So a campaign that is stopped
-is a report of fewer seeds, not of fewer questions.
+`Scale` defines how much is run; `FULL` is meant for two cores and 90 minutes, `QUICK` for two minutes. The
+runs for the project's goals come first, with all their seeds; then those for the papers' claims and the grid,
+seed by seed. A campaign that is stopped early therefore answers the same questions with fewer seeds.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from medha_sim.baselines.systems import SINGLE
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run."""
+    """The size of a campaign: its systems, loads, seeds and windows."""
 
     name: str
     window_seconds: float
-    short_window_seconds: float  # of workloads without long requests, which have many more steps a second
-    deep_window_seconds: float  # of 70B on 64 H100, whose many stages take many short steps
-    seeds: int  # of each point of the grid
-    goal_seeds: int  # of `guarded` and SRPT where a goal is set
+    short_window_seconds: float  # for workloads without long requests, which have many more steps per second
+    deep_window_seconds: float  # for 70B on 64 H100, whose many stages take many short steps
+    seeds: int  # at each point of the grid
+    goal_seeds: int  # for `guarded` and SRPT where a goal is set
     paper_seeds: int
-    rates: tuple[float, ...]  # of the papers
+    rates: tuple[float, ...]  # requests per second, as in the papers
     loads: tuple[float, ...]
-    shares: tuple[float, ...]  # of long requests
+    shares: tuple[float, ...]  # shares of long requests
     policies: tuple[str, ...]
     systems: tuple[str, ...]  # other systems on the grid
     single: tuple[
         str, ...
-    ]  # Medha's policies with one prefill a step, on the part of the grid where goals are set
-    speeds: tuple[float, ...]  # of a stronger LoongServe
-    band: tuple[float, ...]  # capacities, of what the controllers believe, beside the nominal one
+    ]  # Medha's policies with one prefill per step, at the long share for which goals are set
+    speeds: tuple[float, ...]  # factors of a faster LoongServe
+    band: tuple[float, ...]  # speeds of the ranks over what the controllers assume, beside 1
     deep: tuple[str, ...]  # deployments of T9
-    chunks: tuple[int, ...]  # of T12
-    lane_points: tuple[tuple[int, int], ...]  # of T18: tokens of a prompt, and of its chunks
+    chunks: tuple[int, ...]  # chunk sizes of T12
+    lane_points: tuple[tuple[int, int], ...]  # points of T18: tokens of the prompt, and of its chunks
 
 
 FULL = Scale(
@@ -94,17 +94,17 @@ SCALES = {scale.name: scale for scale in (FULL, QUICK)}
 GOAL_SHARE = 0.05
 GOAL_LOADS = (0.87, 0.97, 1.07)
 GOAL_POLICIES = ("guarded", "srpt")
-"""The goals compare these two."""
+"""Policies that the goals compare."""
 
 DEEP_RATES = (0.25, 0.75, 1.75)
-"""Those of T9."""
+"""Rates of T9."""
 
 CONVOY_RATE = 0.75
-"""At which the papers state most figures."""
+"""Rate at which the papers state most figures."""
 
 
 def runs(scale: Scale) -> list[Run]:
-    """Every run of a scale, what matters most first."""
+    """Return every run of a scale, the most important first."""
     return list(
         dict.fromkeys(
             [
@@ -116,7 +116,10 @@ def runs(scale: Scale) -> list[Run]:
 
 
 def _by_seed(chosen: list[Run]) -> list[Run]:
-    """Seed by seed; in each the claims, their bands, a stronger LoongServe, then the grid from the goals outwards."""
+    """Sort runs by seed; within a seed: claims, their bands, a faster LoongServe, then the grid.
+
+    In the grid, the points of the goals come first, then the others by the distance of their share.
+    """
     return sorted(chosen, key=lambda run: (run.seed, _turn(run)))
 
 
@@ -130,7 +133,7 @@ def _turn(run: Run) -> tuple[int, float]:
 
 
 def _goal_runs(scale: Scale) -> list[Run]:
-    """`guarded` and SRPT where a goal is set."""
+    """Return the runs of `guarded` and SRPT at the points for which a goal is set."""
     return [
         Run(f"medha-{policy}", GOAL_SHARE, seed, scale.window_seconds, load=load)
         for load in GOAL_LOADS
@@ -141,7 +144,7 @@ def _goal_runs(scale: Scale) -> list[Run]:
 
 
 def _grid_runs(scale: Scale) -> Iterator[Run]:
-    """`guarded` against the other policies and systems, in pairs of equal seeds."""
+    """Yield the runs of `guarded` and of the other policies and systems, with equal seeds."""
     for share in scale.shares:
         names = [*(f"medha-{policy}" for policy in scale.policies), *scale.systems]
         if share == GOAL_SHARE:
@@ -153,7 +156,7 @@ def _grid_runs(scale: Scale) -> Iterator[Run]:
 
 
 def _paper_runs(scale: Scale) -> Iterator[Run]:
-    """T1 to T9: what `medha_papers.simulated_rows` looks up, no more."""
+    """Yield the runs of T1 to T9, exactly those that `medha_papers.simulated_rows` looks up."""
     low, high = min(scale.rates), max(scale.rates)
     for seed in range(scale.paper_seeds):
         mixed = Run("", 0.05, seed, scale.window_seconds)
@@ -187,11 +190,11 @@ def _paper_runs(scale: Scale) -> Iterator[Run]:
         ]
         for run in (*claimed, *deep):
             yield run
-            if seed == 0 or run.deployment == "8B":  # the deep ones cost most: their band is of one seed
+            if seed == 0 or run.deployment == "8B":  # deep runs cost most, so their band has one seed
                 yield from (replace(run, capacity=capacity) for capacity in scale.band)
         if seed == 0:
             yield from _lone_runs(scale)
-            for rate in scale.rates:  # the curve to which LoongServe was calibrated
+            for rate in scale.rates:  # for the curve to which LoongServe was calibrated
                 yield from (replace(short, system=name, rate=rate) for name in ("medha-lars", "loongserve"))
             stronger = [
                 run
@@ -202,12 +205,12 @@ def _paper_runs(scale: Scale) -> Iterator[Run]:
 
 
 def lone_run(deployment: str, system: str, tokens: int, capacity: float = 1.0) -> Run:
-    """A lone prompt: nothing is drawn, so that there is one seed."""
+    """Return the run of a lone prompt; it has one seed, because nothing in it is random."""
     return Run(system, 0.0, 0, LIMIT_SECONDS, capacity=capacity, deployment=deployment, prompt_tokens=tokens)
 
 
 def _lone_runs(scale: Scale) -> Iterator[Run]:
-    """T11, T12, T18 and T19: what `medha_papers.lone_rows` looks up, no more."""
+    """Yield the runs of T11, T12, T18 and T19, exactly those that `medha_papers.lone_rows` looks up."""
     for capacity in (1.0, *scale.band):
         for chunk in (32, 4096):
             yield lone_run("8B-TP8", f"static-{chunk}", 1_000_000, capacity)

@@ -1,8 +1,9 @@
-"""Results of earlier code for the present one: taken over where a sample of them, simulated again, is the same.
+"""Adoption of results of earlier code, if a sample of them is the same when simulated with the present code.
 
-A change that must not change any decision, to speed for example, gives the sources another digest, and results are kept
-by that. To simulate everything again would only show, at the price of hours, what a sample shows: the runs of a
-campaign share all their code, so that a difference anywhere moves the last digits of many of them.
+Results are kept by the digest of the sources. A change that must not change any decision, such as an
+optimization, changes the digest. Simulating all runs again would take hours and show no more than a sample
+does: the runs of a campaign share all their code, so that a difference anywhere changes the last digits of
+many of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from medha_papers.campaign_pool import Capacities, run_all
 from medha_papers.campaign_run import Outcome, Run
 
 NOT_COMPARED = ("core_seconds",)
-"""Of an outcome: how long the machine took for it."""
+"""Fields of an outcome that are not compared: the time that the machine took."""
 
 Kind = tuple[str, str, bool, bool, bool]
 
@@ -26,7 +27,10 @@ class Differs(Exception):
 
 
 def sample(runs: Sequence[Run], count: int, seed: str) -> list[Run]:
-    """`count` of `runs`, drawn with `seed`: one of each `kind` before a second of any."""
+    """Return a random sample of `count` runs, with `seed`.
+
+    It has one of each `kind` before a second of any.
+    """
     random = Random(seed)  # noqa: S311 - a sample that anybody can draw again
     kinds: dict[Kind, list[Run]] = {}
     for run in random.sample(runs, len(runs)):
@@ -36,17 +40,21 @@ def sample(runs: Sequence[Run], count: int, seed: str) -> list[Run]:
 
 
 def kind(run: Run) -> Kind:
-    """Deployment and system; whether it is given by its load, has long requests, and capacities as believed."""
+    """Return the kind of a run.
+
+    It is the deployment, the system, and whether the run is given by its load, has long requests, and has the
+    capacity that the controller assumes.
+    """
     return run.deployment, run.system, run.load is not None, run.long_share > 0, run.capacity == 1
 
 
 def check_again(
     chosen: Sequence[Run], known: Mapping[str, Outcome], known_capacities: Capacities, *, jobs: int
 ) -> None:
-    """Simulate `chosen` with the present code, from the capacities on.
+    """Simulate `chosen` with the present code, measure the capacities again, and compare the results.
 
     Raises:
-        Differs: at the first run, or capacity, that is not what is `known`.
+        Differs: a run or a capacity differs from the known one; raised at the first difference.
     """
     capacities: Capacities = {}
 

@@ -1,4 +1,4 @@
-"""The runs of a campaign on some processes: which are left, how far they are, and how long it will take."""
+"""Execution of a campaign's runs on a pool of processes, and estimates of the time that they take."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from medha_papers.campaign_run import Outcome, Run, capacity, simulate
 _POLL_SECONDS = 0.5
 
 Capacities = dict[str, dict[str, float]]
-"""What `campaign_run.capacity` found, by share of long requests."""
+"""Results of `campaign_run.capacity`, by share of long requests."""
 
 
 class Stopwatch:
-    """How many core-seconds runs will take, learnt from those that are done: here, or in an earlier campaign."""
+    """Estimates the core-seconds of runs from those of completed runs, of this or an earlier campaign."""
 
     def __init__(self, outcomes: Iterable[tuple[str, Outcome]] = ()) -> None:
         self._seen: dict[
@@ -36,7 +36,7 @@ class Stopwatch:
                 self._seen[likeness] = core + outcome["core_seconds"], simulated + seconds
 
     def seconds(self, run: Run) -> float | None:
-        """Of the most alike runs that were seen; None: nothing was."""
+        """Return the estimate for a run from the most similar completed ones; None if there are none."""
         for likeness in self._likenesses(run.key):
             if likeness in self._seen:
                 core, simulated = self._seen[likeness]
@@ -44,14 +44,21 @@ class Stopwatch:
         return None
 
     def left_seconds(self, runs: Iterable[Run], jobs: int) -> float | None:
-        """Until all of `runs` are done by `jobs` processes with a core each."""
+        """Return the time until `jobs` processes, with a core each, have done all of `runs`.
+
+        It is None if the time of any run is unknown.
+        """
         known = [self.seconds(run) for run in runs]
         total = sum(seconds for seconds in known if seconds is not None)
         return None if None in known else total / jobs
 
     @staticmethod
     def _likenesses(key: str) -> list[tuple[str, ...]]:
-        """From the closest: deployment, system, rate and share of long requests; then fewer of them."""
+        """Return the groups of similar runs, closest first.
+
+        The first shares deployment, system, rate and share of long requests; each next group shares fewer of
+        these.
+        """
         deployment, system, at, share = key.split(", ")[:4]
         return [
             (deployment, system, at, share),
@@ -72,11 +79,12 @@ def run_all(
     keep: Callable[[Run, Outcome], None],
     tick: Callable[[], None] = lambda: None,
 ) -> None:
-    """Simulate what is not in `done` on `jobs` processes, each taking the next run; start none behind the deadline.
+    """Simulate the planned runs that are not in `done`, in order, on `jobs` processes.
 
-    `capacities` are measured first where they are missing. `keep` is called for each run as it ends, `tick` about twice
-    a second. A run that fails is kept with its `error`, so that one broken system does not take the others' figures
-    with it. KeyboardInterrupt (or any error of `keep`) stops the runs under way, which are lost, and is raised.
+    No run starts after the deadline. Missing `capacities` are measured first. `keep` is called for each run
+    when it ends, `tick` about twice a second. A run that fails is kept with its `error`, so that a broken
+    system does not cost the figures of others. KeyboardInterrupt (or any error of `keep`) is raised again
+    after it has stopped the runs under way, whose results are lost.
     """
     ends = time.monotonic() + deadline_seconds
     context = multiprocessing.get_context("spawn")  # a fork would inherit the progress bar's thread
@@ -133,12 +141,12 @@ def _outcome(future: Future[Outcome | None]) -> Outcome:
 
 # --- in a worker process -----------------------------------------------------------------------------
 
-_stop: Event | None = None  # a pool hands its tasks nothing but their arguments
+_stop: Event | None = None  # global, because an Event cannot be passed as the argument of a task
 
 
 def _start_worker(stop: Event) -> None:
     global _stop
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _stop = stop
 
 

@@ -1,7 +1,8 @@
-"""One simulation of a campaign: what it is called, and the figures that it gives.
+"""Simulation of a single run of a campaign: its key, and its figures.
 
-A run is a pure function of its `Run`, of the capacity from which its arrival rate follows, and of the sources that this
-module loads (`medha_papers.sources` takes their digest). So its outcome can be kept in a file, and is computed once.
+An outcome is a pure function of the `Run`, of the measured capacity that gives its arrival rate, and of the
+sources that this module loads (`medha_papers.sources` computes their digest). It is therefore computed once
+and kept in a file.
 """
 
 from __future__ import annotations
@@ -35,30 +36,33 @@ DEPLOYMENTS: dict[str, Callable[[], Deployment]] = {
 
 
 def _seventy_b(topology: Topology) -> Deployment:
-    """Llama-3 70B on 64 H100 (B §6.3)."""
+    """Return a deployment of Llama-3 70B on 64 H100 (B §6.3)."""
     return Deployment(model=LLAMA3_70B, hardware=H100, topology=topology, max_model_len=2_200_000)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One simulation. `rate` is in requests a second; where `load` is given, it follows from the capacity."""
+    """The parameters of a simulation.
+
+    `rate` is in requests per second; with `load`, it follows from the capacity.
+    """
 
     system: str
     long_share: float
     seed: int
     window_seconds: float
     rate: float = 0.0
-    load: float | None = None  # of the deployment's own measured capacity
+    load: float | None = None  # share of the deployment's measured capacity
     capacity: float = 1.0
     deployment: str = "8B"
     loongserve_speed: float = 1.0
     prompt_tokens: int = 0
-    """Of a lone prompt (`medha_papers.lone_prompt`) instead of a mix: `static-N` cuts it into chunks of N tokens, `adaptive-N` has
-    the P95 of that as its target."""
+    """Tokens of a lone prompt (`medha_papers.lone_prompt`) in place of a mix, else 0. The system `static-N`
+    cuts it into chunks of N tokens; `adaptive-N` has the P95 of `static-N` as its target."""
 
     @property
     def key(self) -> str:
-        """Its name in a file of outcomes."""
+        """Name of the run in a file of outcomes."""
         at = f"rate {self.rate:g}" if self.load is None else f"load {self.load:g}"
         parts = [self.deployment, self.system, at, f"long {self.long_share:g}", f"seed {self.seed}"]
         if self.prompt_tokens:
@@ -71,7 +75,7 @@ class Run:
 
 
 def simulate(run: Run, progress: Progress | None = None) -> Outcome | None:
-    """Figures of one run: by kind of request, and of all; None where `progress` stopped it on the way."""
+    """Return the figures of a run, by kind of request and for all; None if `progress` stopped it."""
     started = time.process_time()
     if run.prompt_tokens:
         alone = _alone(run, progress)
@@ -96,7 +100,7 @@ def simulate(run: Run, progress: Progress | None = None) -> Outcome | None:
 
 
 def _alone(run: Run, progress: Progress | None) -> Outcome | None:
-    """Of a lone prompt: of chunks of one size, and where they are adaptive, of both."""
+    """Return the figures of a lone prompt with chunks of one size and, for `adaptive-N`, also with adaptive."""
     cut, _, size = run.system.partition("-")
     topology = TOPOLOGIES[run.deployment]
     found = {"static": static(topology, run.prompt_tokens, int(size), run.capacity, progress)}
@@ -107,7 +111,7 @@ def _alone(run: Run, progress: Progress | None) -> Outcome | None:
 
 
 def figures(log: RunLog) -> Outcome:
-    """What the report needs of a run, and no more."""
+    """Return the figures of a run that the report needs."""
     records = list(log.requests.values())
     kinds = {"all": records}
     for record in records:
@@ -130,7 +134,7 @@ def _of_kind(summary: dict[str, Any]) -> Outcome:
 
 
 def _work(log: RunLog, targets: Targets) -> dict[str, float | None]:
-    """Isolated prefill seconds, for each second of the window: that came, and that were done."""
+    """Return the offered and the completed isolated prefill seconds, per second of the window."""
     prompts = np.array([record.prompt_tokens for record in log.requests.values()], np.int64)
     contexts = np.frombuffer(log.chunks.context, np.int64)
     ends = contexts + np.frombuffer(log.chunks.tokens, np.int64)
@@ -162,7 +166,11 @@ def _targets(name: str) -> Targets:
 
 
 def capacity(long_share: float) -> dict[str, float]:
-    """Of the 8B deployment while a backlog waits: requests a second of the mix, and one's mean work (isolated seconds)."""
+    """Measure the 8B deployment while a backlog waits.
+
+    Return the rate, in requests per second of the mix, and the mean work of a request in isolated prefill
+    seconds.
+    """
     spec = WorkloadSpec(long_share=long_share, rate=1.0)
     return {
         "rate": measured_capacity(_deployment("8B"), spec),

@@ -1,15 +1,16 @@
-"""A paper's figure beside ours, and the fixed rule that gives the verdict.
+"""A paper's figure beside ours, and the fixed rule for the verdict.
 
-The rule is the same for every row, whether a formula or a simulation stands behind it:
+The rule is the same for every row, whether its figures come from a formula or a simulation:
 
-* *reproduced*: the paper's figure (or a part of the range that it states) lies inside our band, which is what
-  our figure becomes when each capacity of the inputs (FLOP/s, memory bandwidth, link bandwidth, memory size)
-  is 10 % lower or 10 % higher, for a formula one with another, for a simulation all alike;
-* *direction only*: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
-  every corner of the band;
-* *refuted*: the order does not hold either, or there is none that could: "equal", "like", a plain figure that its
-  sentence compares with nothing. Of one that it does compare, the order stands beside it as "direction: ...". It may
-  follow from a formula's form; then "direction only" says that the model has it, and nothing of any machine;
+* *reproduced*: the paper's figure (or a part of the range that it states) lies inside our band. The band spans
+  our figures when the capacities of the inputs (FLOP/s, memory bandwidth, link bandwidth, memory size) are 10 %
+  lower or 10 % higher: in all combinations for a formula, all together for a simulation;
+* *direction only*: it does not, but the order that the paper claims holds in all seeds and points, for a
+  formula at every corner of the band;
+* *refuted*: the order does not hold either, or there is no order to test: "equal", "like", a plain figure that
+  its sentence compares with nothing. If the sentence does compare it, a note states the order as
+  "direction: ...". The order may follow from the form of a formula; then "direction only" is a statement about
+  the model, not about any machine;
 * *not testable*: an input that the figure depends on is not published.
 
 A row has the verdict of its weakest figure that could be tested.
@@ -27,15 +28,15 @@ Verdict = Literal["reproduced", "direction only", "refuted", "not testable"]
 
 _WEAKEST_FIRST: tuple[Verdict, ...] = ("refuted", "direction only", "reproduced")
 BAND = 0.1
-"""How far capacities are moved either way."""
+"""Relative change of capacities, in both directions, that spans the band."""
 
 
-_ROUNDING = 1e-9  # an exact equality must not fail by the last digit of a float
+_ROUNDING = 1e-9  # tolerance, so that an exact equality does not fail by rounding
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Factors on what the hardware can do; 1 is the data sheet or the measured fit."""
+    """Factors on the hardware's capacities; 1 is the value of the data sheet or the measured fit."""
 
     compute: float = 1.0
     bandwidth: float = 1.0
@@ -44,7 +45,7 @@ class Capacity:
 
 
 Order = Callable[[float, Capacity], bool]
-"""Whether the order that a paper claims holds, of our figure at a capacity and that capacity."""
+"""Predicate of our figure at a capacity and of that capacity: True if the order that a paper claims holds."""
 
 NOMINAL = Capacity()
 CORNERS = tuple(Capacity(*factors) for factors in product((1 - BAND, 1 + BAND), repeat=4))
@@ -52,10 +53,11 @@ CORNERS = tuple(Capacity(*factors) for factors in product((1 - BAND, 1 + BAND), 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a paper, as the interval that its words allow, beside ours.
+    """A number of a paper, as the interval that its words allow, beside ours.
 
-    `paper` has equal ends for a number, different ones for a range, and an infinite end for "above" or "below".
-    `direction` says whether the order that the paper claims holds everywhere in our results; None: it has none.
+    `paper` has equal ends for a number, different ends for a range, and an infinite end for "above" or
+    "below". `direction` is whether the order that the paper claims holds everywhere in our results; None: it
+    claims none.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of the target table: what a paper claims, and every figure of ours that tests it."""
+    """A row of the target table: a claim of a paper, and all our figures that test it."""
 
     id: str
     source: str
@@ -93,7 +95,7 @@ class Row:
         return weakest([figure.verdict for figure in self.figures])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file; open ends of intervals become null."""
+        """Return plain values for a JSON file; open ends of intervals become null."""
         return {
             "id": self.id,
             "source": self.source,
@@ -118,7 +120,7 @@ class Row:
 
 
 def weakest(verdicts: Sequence[Verdict]) -> Verdict:
-    """The verdict of a row whose figures have `verdicts`: the weakest that could be tested."""
+    """Return the verdict of a row whose figures have `verdicts`: the weakest that could be tested."""
     for verdict in _WEAKEST_FIRST:
         if verdict in verdicts:
             return verdict
@@ -134,7 +136,7 @@ def modelled(
     order: Order | None = None,
     note: str = "",
 ) -> Figure:
-    """A figure whose value, band and direction follow from a formula of the capacities."""
+    """Return a figure whose value, band and direction follow from a formula of the capacities."""
     points = (NOMINAL, *CORNERS)
     values = [model(point) for point in points]
     ours = values[0]
@@ -150,12 +152,12 @@ def modelled(
 
 
 def untestable(name: str, unit: str, paper: float | tuple[float, float], missing: str) -> Figure:
-    """A figure that depends on an input nobody published; `missing` names it."""
+    """Return a figure that depends on an unpublished input; `missing` names the input."""
     return Figure(name, unit, exactly(paper), None, None, note=f"missing: {missing}")
 
 
 def exactly(paper: float | tuple[float, float]) -> tuple[float, float]:
-    """A number as the interval that holds it alone."""
+    """Return a number as the interval that contains only this number; a range stays as it is."""
     return paper if isinstance(paper, tuple) else (paper, paper)
 
 
@@ -168,7 +170,7 @@ def below(value: float) -> tuple[float, float]:
 
 
 def more_than(limit: float) -> Order:
-    """The order of a figure that the paper has above `limit`: a time longer than its peer's, say, for a ratio and 1."""
+    """Return the order "above `limit`": for example, a ratio above 1 if one time is longer than another."""
     return lambda ours, _: ours > limit
 
 

@@ -1,13 +1,14 @@
 """The papers' claims that follow from counting FLOPs and bytes: T10, T15, T16, T17, T21, T22, T23 (papers A and B).
 
-`context_parallel` has those of Meta's paper (T27 to T32). Every row is a pure function. Models and hardware are
-`medha.hardware`'s; a FLOP count is causal unless a row says otherwise, "1M" is 1e6 tokens and H100 is the SXM one.
+`context_parallel` has those of Meta's paper (T27 to T32). Every row is a pure function. Models and hardware
+come from `medha.hardware`. FLOP counts are causal unless a row states otherwise; "1M" is 1e6 tokens, and H100
+is the SXM model.
 
-Three constants are ours. They hold for all rows of this module:
+Three constants are our own. They hold for all rows of this module:
 
-* `ATTENTION_EFFICIENCY` and `GEMM_EFFICIENCY` of peak, used only where a row needs a time and not a ratio;
-* `DECODE_FLOOR_SECONDS`, what a decode step of Llama-3 8B on TP8 SPP4 takes besides attention, fitted to one cell
-  (A Fig. 11: KVP2 takes 40 % off at 10M) and then used for every other one.
+* `ATTENTION_EFFICIENCY` and `GEMM_EFFICIENCY`, shares of peak, used only where a row needs a time, not a ratio;
+* `DECODE_FLOOR_SECONDS`, the time of a decode step of Llama-3 8B on TP8 SPP4 besides attention, fitted to one
+  cell (A Fig. 11: KVP2 takes 40 % off at 10M) and then used for all others.
 """
 
 from __future__ import annotations
@@ -30,32 +31,35 @@ from medha_papers.claims import (
 
 ATTENTION_EFFICIENCY = 0.5
 GEMM_EFFICIENCY = 0.7
-BANDWIDTH_EFFICIENCY = 0.9  # of long contiguous reads of KV
-MEMORY_FRACTION = 0.9  # of a GPU's memory that weights and KV may take
+BANDWIDTH_EFFICIENCY = 0.9  # share of peak that long contiguous reads of KV reach
+MEMORY_FRACTION = 0.9  # share of a GPU's memory that weights and KV may take
 DECODE_FLOOR_SECONDS = 0.0135
 
-STEP_LAUNCH_SECONDS = 10e-6  # of one layer of one chunk: about six kernels, launched ahead or by a graph
+STEP_LAUNCH_SECONDS = 10e-6  # per layer of a chunk: about six kernels, launched ahead or by a graph
 HOP_LATENCY_SECONDS = 19e-6  # send/recv between two H100 nodes (Vidur's measurements)
-HOP_BYTES_PER_SECOND = 36e9  # the same, for each GPU
+HOP_BYTES_PER_SECOND = 36e9  # the same, per GPU
 
 
 # --- counts -------------------------------------------------------------------------------------------
 
 
 def causal_flops(model: ModelShape, tokens: float) -> float:
-    """FLOPs of a prefill in which each token sees itself and its predecessors."""
+    """Return the FLOPs of a prefill in which each token attends to itself and its predecessors."""
     return (
         2.0 * model.layers * model.layer_parameters * tokens + model.attention_flops_per_pair * tokens**2 / 2
     )
 
 
 def square_flops(model: ModelShape, tokens: float) -> float:
-    """The same with the full square of attention, as paper B §2.2 counts it."""
+    """Return the FLOPs of a prefill with the full square of attention, as paper B §2.2 counts it."""
     return 2.0 * model.layers * model.layer_parameters * tokens + model.attention_flops_per_pair * tokens**2
 
 
 def saturating_chunk_tokens(model: ModelShape, hardware: Hardware, capacity: Capacity) -> float:
-    """Chunk from which attention is bound by compute: intensity c h_q / h_kv meets the ridge (A eq. 3, B eq. 1)."""
+    """Return the chunk size from which attention is compute-bound.
+
+    There the intensity c h_q / h_kv reaches the ridge point of the hardware (A eq. 3, B eq. 1).
+    """
     ridge = hardware.peak_flops * capacity.compute / (hardware.memory_bytes_per_second * capacity.bandwidth)
     return ridge * model.kv_heads / model.query_heads * model.kv_dtype_bytes / 2
 
@@ -63,7 +67,7 @@ def saturating_chunk_tokens(model: ModelShape, hardware: Hardware, capacity: Cap
 def chunk_attention_ratio(
     model: ModelShape, hardware: Hardware, chunk_tokens: int, capacity: Capacity
 ) -> float:
-    """Attention time of a prefill in chunks of `chunk_tokens`, over that in chunks that saturate compute."""
+    """Return the attention time of a prefill, relative to that with chunks that saturate compute."""
     return max(1.0, saturating_chunk_tokens(model, hardware, capacity) / chunk_tokens)
 
 
@@ -80,10 +84,11 @@ def spp_prefill_seconds(
     tensor: int = 8,
     chunk_tokens: int = 4096,
 ) -> float:
-    """A lone prefill over `stages` stages: every chunk through one stage, and the slowest chunk through the others.
+    """Return the time of a lone prefill over `stages` stages.
 
-    A eq. 4 has T / p and hops alone. What fills and drains the pipeline comes on top: chunks that take equally long
-    in each of p stages, one behind the other, leave the last stage after sum + (p - 1) * slowest.
+    It is the time of every chunk in one stage, and of the slowest chunk in the others. A eq. 4 has only T / p
+    and hops; the time to fill and drain the pipeline is added here: chunks that follow one another, each
+    equally long in all of p stages, leave the last stage after sum + (p - 1) * slowest.
     """
     starts = np.arange(0, tokens, chunk_tokens, dtype=np.float64)
     counts = np.minimum(chunk_tokens, tokens - starts)
@@ -100,7 +105,7 @@ def spp_prefill_seconds(
 def spp_efficiency(
     model: ModelShape, hardware: Hardware, tokens: int, stages: int, capacity: Capacity
 ) -> float:
-    """Speed-up over one stage, over `stages`."""
+    """Return the scaling efficiency: the speed-up over one stage, divided by `stages`."""
     alone = spp_prefill_seconds(model, hardware, tokens, 1, capacity)
     return alone / (stages * spp_prefill_seconds(model, hardware, tokens, stages, capacity))
 
@@ -115,11 +120,11 @@ def ring_prefill_seconds(
     balanced: bool,
     tensor: int = 8,
 ) -> float:
-    """Ring attention over `hosts` hosts of TP8, K and V passed round while partial attentions are computed.
+    """Return the time of a prefill with ring attention over `hosts` hosts of TP8.
 
-    `balanced` is striped attention: every rank has the same share of the causal triangle. Unbalanced is the plain
-    ring over contiguous parts: in every round some rank computes a full square, so the triangle takes the time of
-    the square.
+    K and V are passed round while partial attentions are computed. `balanced` means striped attention: every
+    rank has the same share of the causal triangle. Otherwise each rank has a contiguous part: in every round
+    some rank computes a full square, so the triangle takes the time of the square.
     """
     flops = hardware.peak_flops * capacity.compute * tensor
     part = tokens / hosts
@@ -137,13 +142,13 @@ def ring_prefill_seconds(
 def kv_read_seconds(
     model: ModelShape, hardware: Hardware, context: float, capacity: Capacity, *, tensor: int = 8
 ) -> float:
-    """Reading the KV of one sequence through all stages, one behind the other."""
+    """Return the time to read the KV of one sequence in all stages, one after the other."""
     bandwidth = hardware.memory_bytes_per_second * capacity.bandwidth * BANDWIDTH_EFFICIENCY
     return context * model.kv_bytes_per_token / tensor / bandwidth
 
 
 def kvp_decode_seconds(context: float, lanes: int, capacity: Capacity) -> float:
-    """TPOT of Llama-3 8B, TP8 SPP4, on H100 at batch 1: attention / kvp + the rest (A eq. 5)."""
+    """Return the TPOT of Llama-3 8B, TP8 SPP4, on H100 at batch 1: attention / kvp + the rest (A eq. 5)."""
     return kv_read_seconds(LLAMA3_8B, H100, context, capacity) / lanes + DECODE_FLOOR_SECONDS
 
 
@@ -153,14 +158,14 @@ def kvp_decode_seconds(context: float, lanes: int, capacity: Capacity) -> float:
 def gpus_for_ttft(
     model: ModelShape, hardware: Hardware, tokens: float, ttft_seconds: float, capacity: Capacity
 ) -> float:
-    """GPUs that can compute a prefill in time at full peak, as A Fig. 2 counts them."""
+    """Return the number of GPUs that compute a prefill in time at peak rate, as A Fig. 2 counts them."""
     return causal_flops(model, tokens) / (ttft_seconds * hardware.peak_flops * capacity.compute)
 
 
 def longest_by_compute(
     model: ModelShape, hardware: Hardware, gpus: int, ttft_seconds: float, capacity: Capacity
 ) -> float:
-    """Tokens whose causal prefill `gpus` GPUs compute within the TTFT at full peak."""
+    """Return the tokens whose causal prefill `gpus` GPUs compute within the TTFT at peak rate."""
     budget = gpus * hardware.peak_flops * capacity.compute * ttft_seconds
     half_pair = model.attention_flops_per_pair / 2
     linear = 2.0 * model.layers * model.layer_parameters
@@ -168,7 +173,7 @@ def longest_by_compute(
 
 
 def longest_by_memory(model: ModelShape, hardware: Hardware, gpus: int, capacity: Capacity) -> float:
-    """Tokens of KV that `gpus` GPUs hold beside one copy of the weights."""
+    """Return the tokens of KV that `gpus` GPUs hold beside one copy of the weights."""
     usable = gpus * hardware.memory_bytes * capacity.memory * MEMORY_FRACTION
     return (usable - model.weights_bytes) / model.kv_bytes_per_token
 
@@ -177,7 +182,7 @@ def longest_by_memory(model: ModelShape, hardware: Hardware, gpus: int, capacity
 
 
 def t10() -> Row:
-    """Small chunks saturate attention: 40 tokens, and 32-token chunks cost 11 % (B §3.1, Fig. 3b; A Fig. 5b)."""
+    """T10: chunks of 40 tokens saturate attention; chunks of 32 cost 11 % (B §3.1, Fig. 3b; A Fig. 5b)."""
     return Row(
         "T10",
         "B §3.1, Fig. 3b; A §3.1, Fig. 5b",
@@ -202,7 +207,10 @@ def t10() -> Row:
 
 
 def t15() -> Row:
-    """SPP scales: 80 % and more from 1M to 10M; 8B above 70 % at the top, 70B 85 % at 8; ring 1.6x slower (B App. B.1)."""
+    """T15: SPP scales with 80 % efficiency and more from 1M to 10M tokens (B App. B.1).
+
+    At the top, 8B has above 70 %; with 8 stages, 70B has 85 %. Ring attention is 1.6x slower.
+    """
 
     def worst(model: ModelShape, stages: tuple[int, ...]) -> Callable[[Capacity], float]:
         lengths = (1_000_000, 2_000_000, 4_000_000, 10_000_000)
@@ -262,7 +270,7 @@ def t15() -> Row:
 
 
 def t16() -> Row:
-    """Stages cost decodes little: 16 % more at SPP8, 2M tokens (B App. B.1, Fig. 18; A Fig. 10)."""
+    """T16: stages cost decodes little: 16 % more at SPP8, 2M tokens (B App. B.1, Fig. 18; A Fig. 10)."""
 
     def increase(stages: int, capacity: Capacity) -> float:
         hop = HOP_LATENCY_SECONDS / capacity.link
@@ -294,7 +302,10 @@ def t16() -> Row:
 
 
 def t17() -> Row:
-    """KVP bounds TPOT: 40 % off with 2 lanes at 10M, 2.5x with 4, 1.7x at 4M (A Fig. 11, B Fig. 7a, 19)."""
+    """T17: KVP lowers TPOT (A Fig. 11, B Fig. 7a, 19).
+
+    It takes 40 % off with 2 lanes at 10M. With 4 lanes, decoding is 2.5x faster at 10M and 1.7x at 4M.
+    """
 
     def speed_up(context: float, lanes: int) -> Callable[[Capacity], float]:
         return lambda c: kvp_decode_seconds(context, 1, c) / kvp_decode_seconds(context, lanes, c)
@@ -335,7 +346,7 @@ def t17() -> Row:
 
 
 def t21() -> Row:
-    """MBU up to 92 % for 70B with TP and KVP (B Fig. 16, A Fig. 20)."""
+    """T21: MBU up to 92 % for 70B with TP and KVP (B Fig. 16, A Fig. 20)."""
 
     def utilisation(capacity: Capacity) -> float:
         bytes_read = MEMORY_FRACTION * H100.memory_bytes * capacity.memory
@@ -370,7 +381,10 @@ def t21() -> Row:
 
 
 def t22() -> Row:
-    """GPUs for 30 s TTFT and 20 ms TPOT: 10 for 1M, 40 for 2M; one DGX: compute 1M, memory 4M (A Fig. 2)."""
+    """T22: 10 GPUs for 1M and 40 for 2M tokens at 30 s TTFT and 20 ms TPOT (A Fig. 2).
+
+    On one DGX, compute suffices for 1M tokens and memory for 4M.
+    """
     return Row(
         "T22",
         "A §2.1, Fig. 2",
@@ -402,7 +416,7 @@ def t22() -> Row:
 
 
 def t23() -> Row:
-    """70B at 1M: 320 GB of KV; 2.4 EFLOP (A §2.1) or 2.8 EFLOP and 48 minutes on one H100 (B §2.2)."""
+    """T23: 70B at 1M: 320 GB of KV; 2.4 EFLOP (A §2.1) or 2.8 EFLOP and 48 minutes on one H100 (B §2.2)."""
     exaflops = 1e-18
 
     return Row(
@@ -444,9 +458,9 @@ def t23() -> Row:
 
 
 ROWS: tuple[Callable[[], Row], ...] = (t10, t15, t16, t17, t21, t22, t23, *context_parallel.ROWS)
-"""Every row in closed form, in the order of the table."""
+"""All rows in closed form, in the order of the table."""
 
 
 def rows() -> list[Row]:
-    """All of them, computed."""
+    """Compute all rows."""
     return [row() for row in ROWS]

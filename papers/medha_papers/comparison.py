@@ -1,4 +1,7 @@
-"""`guarded` against other policies and systems: attainment by load and mix, in pairs of equal seeds, and the goals set for it."""
+"""Comparison of `guarded` with other policies and systems: attainment by load and mix, with equal seeds.
+
+It also judges the project's goals for `guarded`.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from medha_papers.campaign_run import Outcome, Run
 from medha_sim.metrics import interval_95
 
 GOAL_WINDOW_SECONDS = 3600.0
-"""The goals are set for windows of one hour: a shorter one ends before a backlog of long requests shows."""
+"""Window that the goals are set for; a shorter one ends before a backlog of long requests shows."""
 
 Interval = tuple[float, float]
-"""Mean and half width of the 95 % interval, in percent or percentage points; the width of one value is infinite."""
+"""Mean and half width of the 95 % interval, in percent or percentage points; infinite width for one value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One policy or system at one point. Differences are `guarded` minus it, of the same seeds."""
+    """A policy or system at a point of the grid. Differences are `guarded` minus it, with the same seeds."""
 
     long_share: float
     load: float
@@ -30,7 +33,7 @@ class Comparison:
     long: Interval
     short_difference: Interval
     long_difference: Interval
-    short_by_seed: tuple[float, ...]  # what `short` is the mean of
+    short_by_seed: tuple[float, ...]  # values whose mean is `short`
     long_difference_by_seed: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -52,11 +55,11 @@ class Goal:
 
     text: str
     value: Interval
-    worst: float  # of one seed
+    worst: float  # lowest value of a seed
     seeds: int
-    below: int  # seeds that miss it
-    met: bool | None  # None: the windows are too short to tell
-    met_by_interval: bool | None  # whether its lower end does so too; None as above
+    below: int  # seeds that miss the goal
+    met: bool | None  # whether the mean meets it; None: the windows are too short to tell
+    met_by_interval: bool | None  # the same for the lower end of the interval
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -85,12 +88,12 @@ def _goal(text: str, value: Interval, by_seed: Sequence[float], least: float, *,
 
 
 def _finite(interval: Interval) -> list[float | None]:
-    """For JSON: null where there is no value, or no width."""
+    """Return the interval for JSON, with null for a missing value or width."""
     return [end if isfinite(end) else None for end in interval]
 
 
 def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
-    """Every point of which at least one seed was run for the policy and for `guarded`."""
+    """Return the comparisons for which at least one seed was run with both the policy and `guarded`."""
     rows = []
     for share in scale.shares:
         for load in scale.loads:
@@ -126,13 +129,16 @@ def comparisons(outcomes: dict[str, Outcome], scale: Scale) -> list[Comparison]:
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """One point of the grid, in isolated prefill work: shares of what the deployment works off while a backlog waits."""
+    """The load at a point of the grid, as isolated prefill work.
+
+    `offered` and `done` are percentages of the work that the deployment completes while a backlog waits.
+    """
 
     long_share: float
-    load: float  # asked for
-    rate: float  # requests a second
-    offered: Interval  # of the requests that came
-    done: Interval  # by `guarded`
+    load: float  # nominal load
+    rate: float  # requests per second
+    offered: Interval  # work of the requests that arrived
+    done: Interval  # work that `guarded` completed
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -147,7 +153,7 @@ class OfferedLoad:
 def offered_loads(
     outcomes: dict[str, Outcome], capacities: dict[str, dict[str, float]], scale: Scale
 ) -> list[OfferedLoad]:
-    """What each load was in the runs of `guarded`, where there are any."""
+    """Return the loads of the grid in the runs of `guarded`; points without such runs are left out."""
     found = []
     for share in scale.shares:
         capacity = capacities.get(f"{share:g}")
@@ -168,7 +174,11 @@ def offered_loads(
 
 
 def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:
-    """The goals at 5 % long: shorts at 98.5 % and longs 3 points over SRPT at 0.97; never below at 0.87 and 1.07."""
+    """Return the goals at 5 % long requests.
+
+    At load 0.97, the attainment of short requests is at least 98.5 % and that of long ones 3 points above
+    SRPT's. At loads 0.87 and 1.07, it is at least 98 % for short ones, and not below SRPT's for long ones.
+    """
     found = []
     judged = window_seconds >= GOAL_WINDOW_SECONDS
     for load in GOAL_LOADS:
@@ -189,7 +199,10 @@ def goals(rows: Sequence[Comparison], window_seconds: float) -> list[Goal]:
 def _attainment(
     outcomes: dict[str, Outcome], scale: Scale, policy: str, share: float, load: float, seed: int
 ) -> dict[str, float]:
-    """Percent inside the TTFT target by kind; empty if the run is missing or failed."""
+    """Return the percentage of requests that met the TTFT target, by kind.
+
+    The result is empty if the run is missing or failed.
+    """
     system = f"medha-{policy}" if policy in scale.policies else policy
     outcome = outcomes.get(Run(system, share, seed, scale.window_seconds, load=load).key, {})
     return {

@@ -1,14 +1,16 @@
-"""Meta's context parallelism (paper C, Llama-3.1 405B on up to 128 H100) in closed form: T27 to T32.
+"""Meta's context parallelism (paper C, Llama-3.1 405B on up to 128 H100) in closed form: rows T27 to T32.
 
-Ring attention over N hosts of TP8. Per layer a rank computes N partial attentions and exchanges N - 1 messages,
-each hidden behind a partial attention where it is shorter (C §3.5, Table 5); pass-Q returns the partial outputs
-by one All2All behind the loop (C appendix C). Linear layers and a fixed time come on top::
+The model is ring attention over N hosts of TP8. Per layer a rank computes N partial attentions and exchanges
+N - 1 messages. Each exchange overlaps with a partial attention, so only its excess over that counts (C §3.5,
+Table 5); pass-Q returns the partial outputs by one All2All after the loop (C appendix C). Linear layers and a
+fixed time are added::
 
     TTFT = fixed + GEMM(T) + layers * (N * attn + (N - 1) * max(0, send - attn)[+all2all])
 
-Four constants, for all rows together (`Fit`): attention rate and link bandwidth are read off C Table 5; GEMM rate
-and the fixed time were fitted to C Table 4. They are never tuned per row. Decode times (Tables 6 to 8) take two
-more, fitted to two cells of Table 8 and one of Table 6, which the rows say.
+Four constants hold for all rows (`Fit`): attention rate and link bandwidth are taken from C Table 5; GEMM
+rate and the fixed time were fitted to C Table 4. None is tuned per row. Times of decodes, and of TP over
+several hosts (Tables 6 to 8), need a few more constants, which are fitted to cells of Tables 6 to 8; the rows
+name them.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ TOTAL_TOKENS = 128_000  # P + T in C Table 4
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Constants of the model; per GPU."""
+    """Constants of the model; rates are per GPU."""
 
     attention_flops: float = 515e12  # C Table 5: ATTN 414 us and 1608 us
     link_bytes_per_second: float = 26e9  # C Table 5: SendRecv 627 us and 631 us
@@ -61,35 +63,41 @@ TABLE_4: tuple[tuple[int, float, float], ...] = (
     (115200, 11136.4, 11571.62),
     (128000, 11462.15, 12360.57),
 )
-"""New tokens T, TTFT of pass-KV, TTFT of pass-Q (ms); CP4, P + T = 128,000 (C Table 4)."""
+"""Rows of new tokens T, TTFT of pass-KV and TTFT of pass-Q (ms); CP4, P + T = 128,000 (C Table 4)."""
 
 
 def gemm_seconds(new_tokens: float, hosts: int, capacity: Capacity) -> float:
-    """Linear layers of the whole model: 2 W T FLOPs (C appendix A)."""
+    """Return the time of the linear layers of the whole model: 2 W T FLOPs (C appendix A)."""
     return 2 * PARAMETERS * new_tokens / (hosts * GPUS_PER_HOST * FIT.gemm_flops * capacity.compute)
 
 
 def attention_seconds(new_tokens: float, cached_tokens: float, hosts: int, capacity: Capacity) -> float:
-    """One of the N partial attentions of one layer: causal 4 D T (P + T/2) FLOPs over N ranks and N rounds."""
+    """Return the time of one of a layer's N partial attentions.
+
+    The layer's causal 4 D T (P + T/2) FLOPs are divided over N ranks and N rounds.
+    """
     flops = 4 * HIDDEN * new_tokens * (cached_tokens + new_tokens / 2)
     return flops / (hosts * hosts * GPUS_PER_HOST * FIT.attention_flops * capacity.compute)
 
 
 def send_kv_seconds(total_tokens: float, hosts: int, capacity: Capacity) -> float:
-    """One round of pass-KV: K and V of (P + T)/N tokens, one KV head a GPU (C Table 3)."""
+    """Return the time of a pass-KV exchange: K and V of (P + T)/N tokens, one KV head per GPU (C Table 3)."""
     bytes_sent = 2 * total_tokens / hosts * HEAD_DIM * ELEMENT_BYTES * KV_HEADS / GPUS_PER_HOST
     return bytes_sent / (FIT.link_bytes_per_second * capacity.link)
 
 
 def send_q_seconds(new_tokens: float, hosts: int, capacity: Capacity) -> float:
-    """One round of pass-Q: Q of T/N tokens, D/8 wide on each GPU (C Table 3)."""
+    """Return the time of a pass-Q exchange: Q of T/N tokens, D/8 wide on each GPU (C Table 3)."""
     bytes_sent = new_tokens / hosts * HIDDEN / GPUS_PER_HOST * ELEMENT_BYTES
     return bytes_sent / (FIT.link_bytes_per_second * capacity.link)
 
 
 def all2all_seconds(new_tokens: float, hosts: int, capacity: Capacity) -> float:
-    """Partial outputs and log-sum-exps return to their ranks: (N - 1)(D + 1) T e / (N BW) (C appendix C)."""
-    width = (HIDDEN + QUERY_HEADS) / GPUS_PER_HOST  # one log-sum-exp a head
+    """Return the time of pass-Q's All2All, which sends partial outputs and log-sum-exps back to their ranks.
+
+    It is (N - 1)(D + 1) T e / (N BW) (C appendix C).
+    """
+    width = (HIDDEN + QUERY_HEADS) / GPUS_PER_HOST  # one log-sum-exp per head
     bytes_sent = (hosts - 1) * new_tokens / hosts * width * ELEMENT_BYTES
     return bytes_sent / (FIT.link_bytes_per_second * capacity.link)
 
@@ -97,7 +105,7 @@ def all2all_seconds(new_tokens: float, hosts: int, capacity: Capacity) -> float:
 def ttft_seconds(
     new_tokens: float, cached_tokens: float, hosts: int, *, pass_q: bool, capacity: Capacity
 ) -> float:
-    """TTFT of a (partial) prefill with ring pass-KV or ring pass-Q over `hosts` hosts."""
+    """Return the TTFT of a (partial) prefill with ring pass-KV or ring pass-Q over `hosts` hosts."""
     attention = attention_seconds(new_tokens, cached_tokens, hosts, capacity)
     if pass_q:
         send = send_q_seconds(new_tokens, hosts, capacity)
@@ -110,12 +118,12 @@ def ttft_seconds(
 
 
 def total_flops(tokens: float) -> float:
-    """FLOPs of a full causal prefill: GEMM 2 W T and attention 2 T^2 D layers (C appendix A)."""
+    """Return the FLOPs of a full causal prefill: GEMM 2 W T and attention 2 T^2 D layers (C appendix A)."""
     return 2 * PARAMETERS * tokens + 2 * tokens**2 * HIDDEN * LAYERS
 
 
 def _scaled(unit: float, function: Callable[..., float], *arguments: float) -> Callable[[Capacity], float]:
-    """`function(*arguments, capacity)` in another unit, as a function of the capacity alone."""
+    """Return `function(*arguments, capacity)` in another unit, as a function of only the capacity."""
     return lambda capacity: unit * function(*arguments, capacity)
 
 
@@ -131,13 +139,16 @@ _FITTED = {
 
 
 def t27() -> Row:
-    """1M tokens in 77 s and 128K in 3.8 s on 16 hosts, 5.85 s on 8; 502 TF/s a GPU, 63 % of 800 TF (C abstract)."""
+    """T27: 1M tokens in 77 s and 128K in 3.8 s on 16 hosts, 5.85 s on 8 (C abstract).
+
+    At 1M tokens that is 502 TF/s per GPU, 63 % of 800 TF/s.
+    """
 
     def full(tokens: float, hosts: int, capacity: Capacity) -> float:
         return ttft_seconds(tokens, 0, hosts, pass_q=False, capacity=capacity)
 
     def scales(_: float, capacity: Capacity) -> bool:
-        """Twice the hosts are faster."""
+        """Return whether twice the hosts are faster."""
         return full(128e3, 16, capacity) < full(128e3, 8, capacity)
 
     def achieved(capacity: Capacity) -> float:
@@ -160,7 +171,7 @@ def t27() -> Row:
 
 
 def t28() -> Row:
-    """All 28 cells of C Table 4, and the winner of each of its 14 rows.
+    """T28: all 28 cells of C Table 4, and the winner of each of its 14 rows.
 
     The order that C claims for the cells is that TTFT rises with the miss rate (C §4.2.4).
     """
@@ -209,13 +220,13 @@ def _same_winner(new_tokens: int, capacity: Capacity) -> bool:
 
 
 def _partial_prefill_milliseconds(new_tokens: int, capacity: Capacity, *, pass_q: bool) -> float:
-    """TTFT of `new_tokens` behind a cached prefix on CP4."""
+    """Return the TTFT of `new_tokens` after a cached prefix on CP4."""
     cached = TOTAL_TOKENS - new_tokens
     return 1e3 * ttft_seconds(new_tokens, cached, 4, pass_q=pass_q, capacity=capacity)
 
 
 def t29() -> Row:
-    """Times of one ring round (C Table 5)."""
+    """T29: times of one ring round (C Table 5)."""
 
     def returns_more(new_tokens: float, ours: float, capacity: Capacity) -> bool:
         return ours > 1e6 * send_q_seconds(new_tokens, 4, capacity)
@@ -262,17 +273,17 @@ def t29() -> Row:
 
 
 ALLREDUCE_BYTES_PER_SECOND = 112e9
-"""Message size over time of an all-reduce across hosts, fitted to one cell: TP16's TTFT of 29,917 ms (Table 7)."""
+"""Message size over time of an all-reduce across hosts, fitted to TP16's TTFT of 29,917 ms (C Table 7)."""
 
 
 def t30() -> Row:
-    """TTFT and TTIT of TP and CP by hosts and context (C Tables 6 and 7)."""
+    """T30: TTFT and TTIT of TP and CP by hosts and context (C Tables 6 and 7)."""
 
     def cp(tokens: float, hosts: int, capacity: Capacity) -> float:
         return 1e3 * ttft_seconds(tokens, 0, hosts, pass_q=False, capacity=capacity)
 
     def falls(tokens: float, _: float, capacity: Capacity) -> bool:
-        """With each doubling of the hosts."""
+        """Return whether TTFT falls with each doubling of the hosts."""
         return cp(tokens, 1, capacity) > cp(tokens, 2, capacity) > cp(tokens, 4, capacity)
 
     def tp(tokens: float, hosts: int, capacity: Capacity) -> float:
@@ -343,21 +354,24 @@ def t30() -> Row:
 
 # --- decode -------------------------------------------------------------------------------------------
 
-# A line through the first and the last cell of C Table 8: 38.9 us at 128K and 14.7 us at 32K of context a rank.
+# Line through the first and last cell of C Table 8: 38.9 us at 128K and 14.7 us at 32K of context per rank.
 ATTENTION_BASE_MICROSECONDS = 6.63
 ATTENTION_MICROSECONDS_PER_TOKEN = (38.9 - ATTENTION_BASE_MICROSECONDS) / 128_000
-# Read off the CP2 column of C Table 8.
+# From the CP2 column of C Table 8.
 DECODE_SEND_MICROSECONDS = 32.3
 DECODE_ALL2ALL_MICROSECONDS = 81.1
 
 
 def attention_op_microseconds(context: float, capacity: Capacity) -> float:
-    """One decode attention of one query over `context` tokens of one KV head."""
+    """Return the time of one query's decode attention over `context` tokens of one KV head."""
     return ATTENTION_BASE_MICROSECONDS + ATTENTION_MICROSECONDS_PER_TOKEN * context / capacity.bandwidth
 
 
 def pass_q_microseconds(hosts: int, capacity: Capacity) -> float:
-    """Ring pass-Q decode of one layer at 128K: N attentions, N - 1 exchanges, one All2All (C §3.6, Table 8)."""
+    """Return the time of a layer's ring pass-Q decode at 128K.
+
+    It is N attentions, N - 1 exchanges and one All2All (C §3.6, Table 8).
+    """
     attention = hosts * attention_op_microseconds(128_000 / hosts, capacity)
     if hosts == 1:
         return attention
@@ -366,7 +380,7 @@ def pass_q_microseconds(hosts: int, capacity: Capacity) -> float:
 
 
 def t31() -> Row:
-    """Decode attention by hosts (C Table 8, 128K, batch 1)."""
+    """T31: decode attention by hosts (C Table 8, 128K, batch 1)."""
     figures = [
         modelled(
             f"attention op, {hosts} host{'s' * (hosts > 1)}",
@@ -402,17 +416,17 @@ def t31() -> Row:
 
 
 def new_tokens_threshold(hosts: int, flops: float, link_bytes_per_second: float) -> float:
-    """T from which pass-KV hides behind attention: N C N_KV e / (2 N_H BW) (C eq. 2)."""
+    """Return T from which attention hides the exchange of pass-KV: N C N_KV e / (2 N_H BW) (C eq. 2)."""
     return hosts * flops * KV_HEADS * ELEMENT_BYTES / (2 * QUERY_HEADS * link_bytes_per_second)
 
 
 def miss_rate_threshold() -> float:
-    """Miss rate from which KV is the smaller message: 2 N_KV / N_H (C eq. 1)."""
+    """Return the miss rate from which KV is the smaller message: 2 N_KV / N_H (C eq. 1)."""
     return 2 * KV_HEADS / QUERY_HEADS
 
 
 def prefers_pass_kv(new_tokens: float, total_tokens: float, hosts: int, capacity: Capacity) -> bool:
-    """C algorithm 5: algorithm 1 with the All2All of pass-Q taken into account (C eq. 5)."""
+    """Return the choice of C algorithm 5, which is algorithm 1 with the All2All of pass-Q added (C eq. 5)."""
     flops = FIT.attention_flops * capacity.compute
     link = FIT.link_bytes_per_second * capacity.link
     adjusted = miss_rate_threshold() - 4 * new_tokens * link / (hosts * flops * ELEMENT_BYTES)
@@ -420,12 +434,15 @@ def prefers_pass_kv(new_tokens: float, total_tokens: float, hosts: int, capacity
 
 
 def empirical_preference(new_tokens: float, total_tokens: float) -> float:
-    """h(T, P) = -1.059 ln T + 1.145 ln(T / (T + P)) + 12.112, said to be positive for pass-KV (C appendix D)."""
+    """Return h(T, P) = -1.059 ln T + 1.145 ln(T / (T + P)) + 12.112 (C appendix D).
+
+    The paper states that it is positive where pass-KV is better.
+    """
     return -1.059 * log(new_tokens) + 1.145 * log(new_tokens / total_tokens) + 12.112
 
 
 def t32() -> Row:
-    """The rules that choose between pass-KV and pass-Q, against the winners of C Table 4."""
+    """T32: the rules that choose between pass-KV and pass-Q, against the winners of C Table 4."""
 
     def right(rule_prefers_kv: list[bool]) -> float:
         measured = [kv < q for _, kv, q in TABLE_4]

@@ -1,7 +1,8 @@
-"""A long prompt beside streams that decode, one on each lane, and nobody else: the runs behind T11, T12, T18 and T19.
+"""Simulations of a long prompt beside one decoding stream per lane: the runs behind T11, T12, T18 and T19.
 
-Medha's own controller and packer cut the prompt, and the virtual clock runs them. In chunks of one size, neither a target
-nor a bound of steps ever binds; adaptive chunks have the streams' TPOT as their target.
+There are no other requests. Medha's own controller and packer cut the prompt, on the simulator's virtual
+clock. With chunks of one size, no target and no limit of a step ever binds; adaptive chunks have the streams'
+TPOT as target.
 """
 
 from __future__ import annotations
@@ -27,30 +28,30 @@ TOPOLOGIES = {
     "8B-TP8-SPP4": Topology(8, 4),
     "8B-TP8-SPP4-KVP4": Topology(8, 4, 4),
 }
-"""Llama-3 8B on H100, as papers A and B have it for a lone prompt."""
+"""Topologies of Llama-3 8B on H100 in the experiments of papers A and B with a lone prompt."""
 SMALLEST_CHUNK_TOKENS, LARGEST_CHUNK_TOKENS = 32, 8192
 LIMIT_SECONDS = 3600.0
-"""No prompt here takes longer."""
+"""Time limit of a simulation; no prompt here takes longer."""
 _NEVER_SECONDS = 60.0
-"""Longer than any step here."""
+"""Time longer than any step here."""
 _PROMPT = "prompt"
 _STREAM_TOKENS = 64
-_ARRIVES_AT_SECONDS = 1.0  # when the streams decode
+_ARRIVES_AT_SECONDS = 1.0  # the streams decode by then
 _LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What became of one prompt, and of the streams beside it."""
+    """Result for a prompt and the streams beside it."""
 
     prefill_seconds: float
-    """From its arrival to its first token."""
+    """Time from the prompt's arrival to its first token."""
     p95_gap_seconds: float
-    """Between two tokens of the stream that waited most, on the lane that computes the prompt, meanwhile."""
+    """P95 of the time between two tokens during the prefill, for the stream where it is longest."""
     lanes: tuple[int, int]
-    """That computed its first chunk, and its last one."""
+    """Number of lanes that computed the first chunk, and the last one."""
     busy_seconds: tuple[float, float]
-    """Of a stage, in the last whole chunk within one lane's share of KV, and in the last one of all."""
+    """Busy time of a stage in the last whole chunk within one lane's share of KV, and in the last of all."""
 
 
 def static(
@@ -60,9 +61,10 @@ def static(
     capacity: float = 1.0,
     progress: Progress | None = None,
 ) -> Alone | None:
-    """`tokens` in chunks of one size, on Llama-3 8B and H100; the ranks do `capacity` of what the controller believes.
+    """Simulate a prompt of `tokens` in chunks of one size, with Llama-3 8B on H100.
 
-    None where `progress` stopped it.
+    The ranks have `capacity` times the speed that the controller assumes. Return None if `progress` stopped
+    the run.
     """
     scheduling = SchedulingSpec(
         max_chunk_tokens=chunk_tokens, min_chunk_tokens=chunk_tokens, max_step_seconds=_NEVER_SECONDS
@@ -77,7 +79,7 @@ def adaptive(
     capacity: float = 1.0,
     progress: Progress | None = None,
 ) -> Alone | None:
-    """The same in the largest chunks with which the streams have their TPOT."""
+    """Simulate the same in the largest chunks with which the streams meet their TPOT."""
     scheduling = SchedulingSpec(
         max_chunk_tokens=LARGEST_CHUNK_TOKENS,
         min_chunk_tokens=SMALLEST_CHUNK_TOKENS,
@@ -162,7 +164,7 @@ def _alone(
 
 
 def _p95_gap_seconds(log: RunLog, stream: str, since: float, until: float) -> float:
-    """Between tokens of `stream`."""
+    """Return the P95 of the gaps between tokens of `stream` that lie between `since` and `until`."""
     gaps, first = np.frombuffer(log.gaps[stream]), log.requests[stream].first_token_at
     assert first is not None
     ends = first + gaps.cumsum()

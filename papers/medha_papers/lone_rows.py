@@ -1,6 +1,7 @@
-"""T11, T12, T18, T19: one long prompt beside streams that decode (papers A and B), from the outcomes of a campaign.
+"""Rows T11, T12, T18, T19 from the outcomes of a campaign: a long prompt beside decoding streams.
 
-Under KVP lanes join as the KV passes `TOKENS_PER_LANE` (DESIGN §5), and work in lock-step from then on.
+The claims are from papers A and B. With KVP, lanes join as the KV exceeds multiples of `TOKENS_PER_LANE`
+(DESIGN §5), and work in lock-step from then on.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from medha_papers.lone_prompt import Alone
 from medha_papers.simulated_rows import Measure, Point, Rows, never, over
 
 _NO_LONGER = 1.001
-"""Of a P95 that was another's target: steps are as long as predicted, and what passes between them is learnt, not known."""
+"""Tolerance, as a factor, for a P95 against the other run's P95 that was its target.
+
+Steps are as long as predicted, but the time between steps is learnt, not known.
+"""
 _CANCELS = "ranks that are slower all alike cancel in it, so that its band says little"
 
 
 def rows(simulated: Rows) -> list[Row]:
-    """The four rows."""
+    """Return the four rows."""
     return [t11(simulated), t12(simulated), t18(simulated), t19(simulated)]
 
 
 def t11(simulated: Rows) -> Row:
-    """Chunks of 32 cost 1.75x those of 4,096, end to end (A §3.2)."""
+    """T11: chunks of 32 cost 1.75x those of 4,096, end to end (A §3.2)."""
 
     def ratio(point: Point) -> float | None:
         small, large = (
@@ -46,7 +50,7 @@ def t11(simulated: Rows) -> Row:
 
 
 def t12(simulated: Rows) -> Row:
-    """Adaptive chunks dominate every static size (B Fig. 4; A Fig. 6)."""
+    """T12: adaptive chunks dominate every static size (B Fig. 4; A Fig. 6)."""
     sizes = simulated.scale.chunks
 
     def dominated(no_longer: float) -> Measure:
@@ -86,7 +90,10 @@ def _dominates(adaptive: Alone, static: Alone, no_longer: float) -> bool:
 
 
 def t18(simulated: Rows) -> Row:
-    """At 4M a chunk of 128 makes decodes take 100 ms; KVP betters both axes above 1M (A Fig. 13; B Fig. 20)."""
+    """T18: at 4M, chunks of 128 make decodes take 100 ms.
+
+    KVP improves both axes above 1M (A Fig. 13; B Fig. 20).
+    """
     points = simulated.scale.lane_points
     one_lane, four_lanes = "8B-TP4-SPP4", "8B-TP4-SPP4-KVP4"
 
@@ -134,7 +141,7 @@ def t18(simulated: Rows) -> Row:
 
 
 def t19(simulated: Rows) -> Row:
-    """KVP grows from 4 to 16 servers over 2M tokens and keeps the iteration time (B Fig. 6)."""
+    """T19: KVP grows from 4 to 16 servers over 2M tokens and keeps the iteration time (B Fig. 6)."""
 
     def servers(end: int) -> Measure:
         def count(point: Point) -> float | None:

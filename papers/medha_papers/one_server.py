@@ -1,7 +1,8 @@
-"""One server that takes one prefill at a time, in quanta: the model in which policies are compared and proved.
+"""A server that runs one prefill at a time, in quanta: the model in which policies are compared and proved.
 
-It has no batches, no pipeline and no overhead, so that what is seen is the policy's doing alone. A quantum that
-has begun is not interrupted: a request that arrives within it is seen at its end, as in a step of the engine.
+It has no batches, no pipeline and no overhead, so that results depend on the policy alone. A quantum that has
+begun is not interrupted: a request that arrives during it is considered at its end, as in a step of the
+engine.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
 from medha.scheduler.policy import Columns, Floats, Ints, keys, urgent_first
 
-_KEEP_THEIR_ORDER = ("fcfs", "edf", "srpt")  # who is first stays first until somebody comes or ends
+_KEEP_THEIR_ORDER = ("fcfs", "edf", "srpt")  # their order changes only when a job arrives or ends
 _DONE_SECONDS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Jobs:
-    """Requests in the order of arrival; seconds, arrivals and deadlines on one clock."""
+    """Requests in the order of arrival; arrivals and deadlines are seconds of one clock."""
 
     arrival: Floats
     deadline: Floats
@@ -31,15 +32,15 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What became of the jobs."""
+    """Result of serving the jobs."""
 
     finish: Floats
     given_up: Ints
-    """Jobs that `guarded` gave up at least once."""
+    """Jobs that `guarded` demoted at least once."""
     promise: Floats
-    """The first promise to each; infinite for jobs never given up."""
+    """Earliest revised deadline of each job; infinite for jobs that were never demoted."""
     quanta: list[tuple[float, int, float]] = field(default_factory=list)
-    """(start, job, seconds), as far as recorded."""
+    """Quanta as (start, job, seconds), if they are recorded."""
 
 
 class _Waiting:
@@ -94,7 +95,7 @@ def serve(
 ) -> Schedule:
     """Serve `jobs` under `policy` until all have ended.
 
-    `slowness` is the true time of each job over its predicted time (1 where the prediction is right).
+    `slowness` is the actual time of each job over its predicted time (1 where the prediction is right).
     """
     guarded = Guarded(GuardedSettings(given_up_share, grace_seconds=quantum_seconds))
     waiting = _Waiting(jobs)
@@ -134,7 +135,10 @@ def serve(
 
 
 def edf_meets_all(jobs: Jobs, chosen: Sequence[int]) -> bool:
-    """Whether preemptive EDF without quanta serves these jobs in time, which it does whenever anything can."""
+    """Return whether preemptive EDF without quanta serves the `chosen` jobs in time.
+
+    It does whenever any schedule can.
+    """
     now, following = 0.0, sorted(chosen, key=lambda job: jobs.arrival[job])
     queue: list[tuple[float, int]] = []
     left = dict(zip(chosen, jobs.work_seconds[list(chosen)].tolist(), strict=True))
@@ -156,7 +160,10 @@ def edf_meets_all(jobs: Jobs, chosen: Sequence[int]) -> bool:
 
 
 def most_on_time(jobs: Jobs) -> int:
-    """How many jobs a schedule that knows the future can serve in time, by trying every subset: for a few jobs."""
+    """Return the largest number of jobs that a schedule with knowledge of the future can serve in time.
+
+    It tries every subset, so it is only for a few jobs.
+    """
     everyone = range(len(jobs.arrival))
     for count in reversed(everyone):
         if any(edf_meets_all(jobs, chosen) for chosen in itertools.combinations(everyone, count + 1)):

@@ -1,7 +1,7 @@
-"""docs/reproduction.md from the file of a campaign: every claim, our figure, its band and the verdict.
+"""Generator of docs/reproduction.md from a campaign's file: each claim, our figure, its band, the verdict.
 
-`report` turns outcomes into plain data, once, when a campaign ends; `page` is a pure function of that data, so the
-committed page can be compared with the committed file.
+`report` turns outcomes into plain data once, when a campaign ends. `page` is a pure function of that data, so
+the committed page can be checked against the committed file.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def report(
     scale: Scale,
     planned: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything that the page shows, as plain data; `planned` are the keys of all runs of the scale."""
+    """Return all contents of the page as plain data; `planned` are the keys of all runs of the scale."""
     rows = [
         *closed_form.rows(),
         *lone_rows.rows(Rows(outcomes, scale)),
@@ -86,7 +86,7 @@ def report(
 
 
 def page(campaign: dict[str, Any]) -> str:
-    """The page of a campaign's file."""
+    """Return the page, in Markdown, for the contents of a campaign's file."""
     shown = campaign["report"]
     mode = campaign["mode"]
     errors = f", {len(shown['errors'])} failed" if shown["errors"] else ""
@@ -128,12 +128,12 @@ def page(campaign: dict[str, Any]) -> str:
 
 
 def _took(call: dict[str, Any]) -> str:
-    """How long one call of the command took, with all that is around the runs."""
+    """Return the text on how long one call of the command took, including the work around the runs."""
     return f"; {call['runs']} of them took {call['minutes']:g} minutes with {call['processes']} processes"
 
 
 def _adoption(adoption: dict[str, Any]) -> str:
-    """Where results come from that were not simulated by the code that the page names."""
+    """Return the text on the origin of results that the code named on the page did not simulate."""
     left_out = adoption.get("except", [])
     whose = f" of all deployments but {' and '.join(left_out)}, for which it was meant" if left_out else ""
     return (

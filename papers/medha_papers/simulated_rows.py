@@ -1,10 +1,11 @@
-"""T1 to T9 from the outcomes of a campaign, under the fixed rule of `medha_papers.claims`.
+"""Rows T1 to T9 from the outcomes of a campaign, under the fixed rule of `medha_papers.claims`.
 
-"Medha" is `medha-lars`: LARS with multi-prefill batching, as paper B has it; `single-*` is without. Quantiles are
-of requests that got a first token inside the window ("unfinished dropped", B §6.2), so a system that serves fewer looks
-better than it is; the counts of T2 and T8 say how many it served. Ratios are taken within a seed and then averaged;
-the band is the hull of those averages on ranks that are 10 % slower and faster. Where the papers only say "flat",
-"similar" or "blows up", the interval that we read into it is written with the figure.
+"Medha" is `medha-lars`: LARS with multi-prefill batching, as in paper B; `single-*` has no such batching.
+Quantiles include only requests that got a first token inside the window ("unfinished dropped", B §6.2), so a
+system that serves fewer requests looks better than it is; the counts of T2 and T8 show how many it served.
+Ratios are taken within a seed and then averaged. The band spans the averages at nominal speed and on ranks
+that are 10 % slower and faster. Where the papers only say "flat", "similar" or "blows up", the figure states
+the interval that we assume.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from medha_papers.campaign_run import Outcome, Run
 from medha_papers.claims import Figure, Row, above, below, exactly, untestable
 
 SIMILAR = (0.8, 1.25)
-"""Our reading of "similar", "comparable" and "resembling"."""
+"""Interval that we assume for "similar", "comparable" and "resembling"."""
 
 Measure = Callable[["Point"], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One seed at one capacity of a campaign: looks outcomes up."""
+    """A seed at a capacity of a campaign; looks up the outcomes."""
 
     outcomes: dict[str, Outcome]
     scale: Scale
@@ -42,7 +43,7 @@ class Point:
         return max(self.scale.rates)
 
     def mixed(self, system: str, rate: float, *path: str, share: float = 0.05, **run: Any) -> float | None:
-        """A figure of a run with `share` long requests; `path` leads into its outcome."""
+        """Return a figure of a run with `share` long requests; `path` is its place in the outcome."""
         window = self.scale.window_seconds if share else self.scale.short_window_seconds
         if "deployment" in run:
             window = self.scale.deep_window_seconds
@@ -53,7 +54,10 @@ class Point:
         return None if value is None else float(value)
 
     def alone(self, deployment: str, system: str, tokens: int, *path: str | int) -> Any:
-        """A figure of a run of a lone prompt, which has no seed; `path` leads into its outcome."""
+        """Return a figure of a run of a lone prompt, which has no seed.
+
+        `path` is its place in the outcome.
+        """
         value: Any = self.outcomes.get(lone_run(deployment, system, tokens, self.capacity).key)
         if value is None or "error" in value:
             return None
@@ -68,7 +72,10 @@ class Point:
         return self.mixed(system, rate, "all", "tpot_seconds", quantile, **run)
 
     def longest_rate(self, system: str, **run: Any) -> float | None:
-        """The highest rate of the scale at which the P90 of TTFT stays below 10 s; half the lowest if none does."""
+        """Return the highest rate of the scale up to which the P90 of TTFT is at most 10 s.
+
+        If it is above 10 s at the lowest rate, return half the lowest rate.
+        """
         best = self.low / 2
         for rate in self.scale.rates:
             p90 = self.ttft(system, rate, "p90", **run)
@@ -81,13 +88,13 @@ class Point:
 
 
 def over(numerator: float | None, denominator: float | None) -> float | None:
-    """Their ratio, if both are there."""
+    """Return the ratio of two values; None if one is missing or the denominator is 0."""
     return None if numerator is None or not denominator else numerator / denominator
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The rows of one campaign."""
+    """Computes the rows T1 to T9 of one campaign."""
 
     outcomes: dict[str, Outcome]
     scale: Scale
@@ -114,7 +121,10 @@ class Rows:
         order: Callable[[float], bool],
         note: str = "",
     ) -> Figure:
-        """Means over seeds, at nominal capacity and at the band's ends. `order`: the claimed order holds."""
+        """Return a figure from means over seeds, at nominal capacity and at the ends of the band.
+
+        `order` tells whether the claimed order holds for a value of one seed.
+        """
         means: dict[float, float] = {}
         every: list[float] = []
         for capacity in (1.0, *self.scale.band):
@@ -465,7 +475,10 @@ def never(value: float) -> bool:  # noqa: ARG001 - "equal" has no order that cou
 
 
 def strength(outcomes: dict[str, Outcome], scale: Scale) -> list[tuple[str, str]]:
-    """(claim, how many times faster LoongServe would have to be to undo it), from runs of a faster LoongServe."""
+    """Return pairs of a claim and the factor by which LoongServe would have to be faster to undo it.
+
+    The factors come from runs of a faster LoongServe.
+    """
     point = Point(outcomes, scale, 0, 1.0)
     high = point.high
 
@@ -551,7 +564,10 @@ def strength(outcomes: dict[str, Outcome], scale: Scale) -> list[tuple[str, str]
 
 
 def calibration(outcomes: dict[str, Outcome], scale: Scale) -> list[tuple[float, float | None, float | None]]:
-    """(rate, P90 TTFT of LoongServe, of Medha) with short requests only, first seed: the curve LoongServe was fitted to."""
+    """Return (rate, P90 TTFT of LoongServe, P90 TTFT of Medha) with short requests only, of the first seed.
+
+    This is the curve to which LoongServe was calibrated.
+    """
     point = Point(outcomes, scale, 0, 1.0)
     loongserve, medha = (
         [point.ttft(system, rate, "p90", share=0.0) for rate in scale.rates]

@@ -1,7 +1,7 @@
-"""A digest of the code that a simulation runs, so that results are kept exactly as long as they hold.
+"""A digest of the code that a simulation runs, so that results are kept exactly as long as they are valid.
 
-The modules are those that a fresh process has loaded behind one short simulation; their code counts, not their
-comments, docstrings and layout.
+It covers the modules that a fresh process has loaded after short simulations. Only their code counts, not
+comments, docstrings or layout.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ for name, module in sorted(sys.modules.items()):
 
 
 def loaded_files() -> list[Path]:
-    """Files of the modules of Medha that a simulation loads, in the order of the modules' names."""
+    """Return the files of Medha's modules that a simulation loads, in the order of the modules' names."""
     asked = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, check=True)
     return [Path(line) for line in asked.stdout.split()]
 
 
 def digest(files: Sequence[Path]) -> str:
-    """Of what `files` do: equal for files that differ in comments, docstrings and layout alone."""
+    """Return a digest of the code of `files`; it ignores comments, docstrings and layout."""
     found = hashlib.sha256()
     for file in files:
         tree = ast.parse(file.read_bytes())
@@ -48,7 +48,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def _is_text(line: ast.stmt) -> bool:
-    """A docstring, of a module, a class, a function or a constant."""
+    """Return whether a statement is the docstring of a module, a class, a function or a constant."""
     return (
         isinstance(line, ast.Expr)
         and isinstance(line.value, ast.Constant)

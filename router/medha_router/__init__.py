@@ -1,1 +1,1 @@
-"""The router: the OpenAI HTTP door, tokenising, SSE and the link to replicas."""
+"""The router: the OpenAI HTTP API, tokenising, SSE and the link to replicas."""

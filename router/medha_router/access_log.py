@@ -1,8 +1,8 @@
-"""The id of each request, and one line in the log when it is over.
+"""The id of each request, and the access log: one line when a request is over.
 
-The id is the client's own `x-request-id` if it can stand in a log and in the names of sequences, else a new one. It
-goes back in the response, and is a part of the response's `id` and of the names under which controllers know the
-request's sequences, in their logs, records and traces.
+The id is the client's own `x-request-id` if it is fit for logs and for the names of sequences, else a new
+one. It is sent back in the response. It is also a part of the response's `id` and of the names under which
+controllers know the request's sequences, in their logs, records and traces.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = logging.getLogger("medha.router")
 
-_SANE = re.compile(r"[A-Za-z0-9._:+=/@-]{1,128}")  # a `~` counts attempts in the names of sequences
+_SANE = re.compile(r"[A-Za-z0-9._:+=/@-]{1,128}")  # no `~`: it counts attempts in the names of sequences
 _ROUTINE = ("/health", "/ready", "/metrics")
-"""Asked every few seconds; logged at `debug`."""
+"""Paths that are requested every few seconds; logged at `debug`."""
 _MOST_PATH_CHARACTERS = 200
 _MOST_MODEL_CHARACTERS = 200
 
 
 @dataclass
 class Entry:
-    """What is logged of one request; its handlers fill it in."""
+    """The log entry of one request; its handlers fill it in."""
 
     request_id: str
     is_clients: bool
-    """Whether the client named it; another request may have the same name then."""
+    """True if the client chose the id; another request may then have the same id."""
     model: str | None = None
     outcome: str | None = None
     """`stop`, `length`, `cancelled`, or the code of the error."""
@@ -41,13 +41,13 @@ class Entry:
 
     @classmethod
     def of(cls, scope: Scope) -> Entry:
-        """The entry of the request that an application is called with."""
+        """Return the entry of the request with this ASGI scope."""
         entry: Entry = scope["state"]["entry"]
         return entry
 
     @property
     def unique_id(self) -> str:
-        """The id, with a random end if another request may have the same."""
+        """The id, with a random suffix if another request may have the same."""
         return f"{self.request_id}-{uuid.uuid4().hex[:16]}" if self.is_clients else self.request_id
 
     def fields(self) -> str:
@@ -78,7 +78,7 @@ class AccessLog:
         is_clients = _SANE.fullmatch(given) is not None
         entry = Entry(given if is_clients else uuid.uuid4().hex, is_clients)
         scope.setdefault("state", {})["entry"] = entry
-        status = 500  # of a bug, before which no response was begun
+        status = 500  # the status of a bug before a response was begun
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -106,5 +106,5 @@ class AccessLog:
 
 
 def _plain(text: str) -> str:
-    """The text in characters that cannot be taken for another field or line."""
+    """Return the text with characters that could pass for another field or line replaced by `?`."""
     return re.sub(r"[^!-~]", "?", text)

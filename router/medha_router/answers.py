@@ -9,11 +9,11 @@ from medha_router.generation import Piece, ShownToken
 from medha_router.prepare import Plan
 
 _LEAST_LOGPROB = -9999.0
-"""Stands for the logarithm of 0, which JSON cannot say; OpenAI's and vLLM's value."""
+"""Stand-in for the logarithm of 0, which JSON cannot express; OpenAI's and vLLM's value."""
 
 
 class Answers:
-    """Shapes the answer to one request."""
+    """Builds the response objects of one request."""
 
     def __init__(self, request_id: str, created: int, plan: Plan, bundle: Bundle) -> None:
         self._chat = plan.endpoint == "chat"
@@ -25,7 +25,7 @@ class Answers:
         self._chunk_head = {**head, "object": kind[1]}
 
     def whole(self, pieces: list[Piece], usage: dict[str, Any]) -> dict[str, Any]:
-        """The object of a request that is not streamed; `pieces` has one whole piece per choice."""
+        """Return the object of a request that is not streamed; `pieces` has one whole piece per choice."""
         choices = []
         for piece in pieces:
             choice: dict[str, Any] = {"index": piece.index, "finish_reason": piece.finish_reason}
@@ -38,14 +38,14 @@ class Answers:
         return {**self._whole_head, "choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a chat choice names the role; text completions have none."""
+        """Return the first chunk of a chat choice, which names the role; None for text completions."""
         if not self._chat:
             return None
         delta = {"role": "assistant", "content": ""}
         return self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """Chunks for new output. A chat's finish reason comes alone, behind its text."""
+        """Return the chunks for new output. A chat's finish reason comes alone, after its text."""
         logprobs = self._logprobs(piece.tokens)
         head: dict[str, Any] = {"index": piece.index}
         if not self._chat:
@@ -61,7 +61,7 @@ class Answers:
         return chunks
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for `include_usage`."""
+        """Return the last chunk of a stream whose client asked for `include_usage`."""
         return {**self._chunk_head, "choices": [], "usage": usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Answers:
         return {**self._entry(shown.token, shown.logprob.logprob), "top_logprobs": top}
 
     def _completion_top(self, shown: ShownToken) -> dict[str, float]:
-        """The alternatives and, as at OpenAI, the sampled token even if it is none of them."""
+        """Return the alternatives and, as in OpenAI's API, the sampled token even if it is not one of them."""
         wanted = self._plan.sampling.logprobs or 0
         top = {self._text(token): max(value, _LEAST_LOGPROB) for token, value in shown.logprob.top[:wanted]}
         top.setdefault(self._text(shown.token), max(shown.logprob.logprob, _LEAST_LOGPROB))

@@ -13,7 +13,7 @@ _TYPES = {429: "rate_limit_error", 503: "service_unavailable"}
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """What a client gets instead of tokens; `param` names the field, `code` is for programs."""
+    """The error that a client gets instead of tokens; `param` names the field, `code` is for programs."""
 
     status: int
     message: str
@@ -21,12 +21,12 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_seconds: int | None = None
     model: str | None = None
-    """What the request named, whether or not there is such a model; None if that was not read."""
+    """Model that the request named, whether or not it exists; None if it was not read."""
     service_tier: str | None = None
 
     @property
     def is_ours(self) -> bool:
-        """Whether the server has failed the client: the request might have been served."""
+        """True if the server failed the client: the request might have been served."""
         return self.status == 429 or self.status >= 500
 
     def body(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class ApiError(Exception):
         return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
 
     def fields(self) -> dict[str, Any]:
-        """For another process: `ApiError(**fields)` is this error again."""
+        """Return the fields for another process: `ApiError(**fields)` is this error again."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible door."""
+"""The OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from medha_router.sites import SitePolicy, Sites
 from medha_router.tokenizing import Tokenizing
 
 _EARLY_ERROR_SECONDS = 0.5
-"""A stream's status goes out after this time at the latest, so that refusals until then get their own status."""
+"""Longest time until a stream's status is sent; an error before then still gets its own status."""
 
 
 class Door:
-    """The endpoints, over the parts that they use."""
+    """The HTTP endpoints, on top of the router's components."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Door:
             return error_response(error)
         except ClientGone:
             entry.outcome = "cancelled"
-            return Response(status_code=499)  # for nobody; nginx's number
+            return Response(status_code=499)  # nobody receives it; nginx's code for a closed connection
         finally:
             if not handed_over:
                 self.open_requests -= 1
@@ -160,7 +160,7 @@ class Door:
         return await while_connected(request.receive, work)
 
     def _count_refusal(self, endpoint: Endpoint, error: Exception) -> None:
-        """Count a request that ended before it became sequences: a bug as what its client gets, an internal error."""
+        """Count a request that failed before it became sequences; a bug counts as the client's internal error."""
         told = error if isinstance(error, ApiError) else ApiError(500, "", code="internal_error")
         model = told.model or ""
         known = self._link.core.known(model)
@@ -172,7 +172,10 @@ class Door:
             self._observer.never_tokenised(model, named if named in classes else classes[0])
 
     def _service_class(self, plan: Plan) -> ServiceClassTerms:
-        """The class that `service_tier` names; `auto`, `default` and none are the first, unless so named."""
+        """Return the class that `service_tier` names.
+
+        `auto`, `default` and none mean the first class, unless a class has that name.
+        """
         cards = self._link.core.cards(plan.model)
         classes = next((card.service_classes for card in cards if card.service_classes), (FALLBACK_TERMS,))
         wanted = plan.service_tier or "auto"
@@ -213,7 +216,7 @@ class Door:
             first.cancel()
         yield DONE
 
-    # The rest -------------------------------------------------------------------------------------
+    # Other endpoints ------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
         return await self._answer(request, "tokenize")
@@ -274,8 +277,8 @@ class Door:
 
 
 def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
-    """The ASGI application; every response carries `X-Request-Id`, every error is OpenAI's object."""
-    # No redirects: they would lead to whatever the Host header names.
+    """Return the ASGI application. Every response carries `X-Request-Id`; every error is an OpenAI error object."""
+    # No redirects: their target would be taken from the Host header.
     app = FastAPI(title="Medha", openapi_url=None, redirect_slashes=False)
     for path, post in (
         ("/v1/chat/completions", door.chat_completions),
@@ -329,7 +332,7 @@ def build_app(door: Door, sites: SitePolicy) -> ASGIApp:
 
 
 def _close(generation: Generation, entry: Entry) -> None:
-    """End a generation, and write down what came of it."""
+    """End a generation, and record its outcome in the access log entry."""
     generation.close()
     entry.model = generation.plan.model
     entry.outcome = generation.outcome
@@ -343,7 +346,7 @@ def _usage(generation: Generation) -> dict[str, Any]:
 
 
 async def _collect(pieces: AsyncIterator[Piece]) -> list[Piece]:
-    """One whole piece per choice, in order of index."""
+    """Return one whole piece per choice, in order of index."""
     choices: dict[int, Piece] = {}
     texts: dict[int, list[str]] = {}
     async for piece in pieces:
@@ -363,10 +366,10 @@ async def _resumed(first: asyncio.Task[Piece], pieces: AsyncIterator[Piece]) -> 
 
 
 async def _soon(pieces: AsyncIterator[Piece]) -> asyncio.Task[Piece]:
-    """The first piece as a task, after a moment in which a refusal would have come.
+    """Return the task of the first piece, after a moment in which an early error would have come.
 
     Raises:
-        ApiError: it came.
+        ApiError: an early error came.
     """
     first = asyncio.ensure_future(anext(pieces))
     try:
@@ -380,7 +383,11 @@ async def _soon(pieces: AsyncIterator[Piece]) -> asyncio.Task[Piece]:
 
 
 def _milliseconds(request: Request, header: str) -> float | None:
-    """A target of the client's own, in seconds."""
+    """Return the client's own target from a header, in seconds; None if the header is absent.
+
+    Raises:
+        ApiError: the header is not a positive number.
+    """
     given = request.headers.get(header)
     if given is None:
         return None

@@ -1,8 +1,8 @@
-"""Bodies of requests: read within bounds of size, time and memory.
+"""Request bodies, read within bounds of size, time and memory.
 
-Every byte of a body counts from its arrival until the body is tokenised (`Bodies`), so that neither slow clients nor
-many at once can fill the memory. A part of the room is kept for small bodies: whoever sends large ones keeps out large
-ones only.
+Every byte of a body counts from its arrival until the body is tokenised (`Bodies`), so that neither slow
+clients nor many clients at once can fill the memory. A part of the room is reserved for small bodies, so that
+large bodies can only keep out other large bodies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from starlette.requests import ClientDisconnect
 from medha_router.api_error import ApiError
 
 LEAST_BYTES_PER_SECOND = 32 * 2**10
-"""A body that comes more slowly, beyond the first seconds, is given up."""
+"""Slowest rate of a body, after its first seconds; a slower body is refused."""
 _SMALL_SHARE = 8
-"""One of so many parts of the room is kept for small bodies."""
+"""Inverse of the share of the room that is reserved for small bodies."""
 
 
 class ClientGone(Exception):
@@ -26,7 +26,7 @@ class ClientGone(Exception):
 
 
 def room_for_large(room_bytes: int) -> int:
-    """What of the room for all bodies large ones may take."""
+    """Return the part of the room for all bodies that large ones may take."""
     return room_bytes - room_bytes // _SMALL_SHARE
 
 
@@ -36,9 +36,9 @@ class BodyLimits:
 
     largest_bytes: int
     small_bytes: int
-    """Up to here a body counts as small."""
+    """Largest body that counts as small."""
     patience_seconds: float
-    """Beyond what its bytes take at `LEAST_BYTES_PER_SECOND`, and between two pieces of it."""
+    """Seconds that a body may take beyond its bytes at `LEAST_BYTES_PER_SECOND`; also the longest pause in it."""
 
 
 class Bodies:
@@ -54,9 +54,10 @@ class Bodies:
         return Body(self)
 
     def grow(self, body: Body, more: int) -> None:
-        """
+        """Reserve room for `more` bytes of a body.
+
         Raises:
-            ApiError: 429, there is no room for `more` bytes of this body now.
+            ApiError: 429, there is no room now.
         """
         is_small = body.held_bytes + more <= self.limits.small_bytes
         room = self._room_bytes if is_small else room_for_large(self._room_bytes)
@@ -68,7 +69,7 @@ class Bodies:
 
 
 class Body:
-    """One body: what has come of it, and the room that it takes until `release`."""
+    """A request body: the bytes received so far, and the room that it takes until `release`."""
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
@@ -79,8 +80,8 @@ class Body:
         """Read the whole body into `content`.
 
         Raises:
-            ApiError: 413 it is too large, whether or not it says so; 408 it comes too slowly; 415 it is not sent as plain
-                JSON; 429 there is no room.
+            ApiError: 413 it is too large, declared so or not; 408 it arrives too slowly; 415 it is not sent as plain JSON;
+                429 there is no room.
             ClientGone: the client went away.
         """
         _require_plain_json(request)
@@ -97,7 +98,7 @@ class Body:
                         raise self._too_large()
                     self._bodies.grow(self, len(piece))
                     self.content += piece
-                    # What comes fast buys time, but none to be silent in.
+                    # Fast bytes extend the deadline, but never allow a longer pause.
                     enough = due + len(self.content) / LEAST_BYTES_PER_SECOND
                     patience.reschedule(min(enough, loop.time() + limits.patience_seconds))
         except TimeoutError as error:
@@ -109,7 +110,7 @@ class Body:
             raise ClientGone from error
 
     def release(self) -> None:
-        """Forget the body; more than once does no harm."""
+        """Free the body's room; safe to call more than once."""
         self._bodies.held_bytes -= self.held_bytes
         self.held_bytes = 0
         self.content = bytearray()
@@ -120,10 +121,11 @@ class Body:
 
 
 def _require_plain_json(request: Request) -> None:
-    """
+    """Refuse requests that do not declare uncompressed JSON.
+
     Raises:
-        ApiError: the headers name another type, none at all, or a compression. A web page of another site can send
-            such types without asking first.
+        ApiError: the headers name another type, no type, or a compression. Web pages of other sites can send such types
+            without a CORS preflight.
     """
     kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":

@@ -22,7 +22,7 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_toke
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What holds for a request that does not say: `generation_config.json`, as vLLM applies it, else OpenAI's."""
+    """Defaults for the parameters that a request omits: `generation_config.json`, as vLLM applies it, else OpenAI's."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -33,10 +33,11 @@ class SamplingDefaults:
 
 
 class Bundle:
-    """Text to token ids and back, for one model. Immutable, so threads may share it."""
+    """Converts text to token ids and back, for one model. Immutable, so threads may share it."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """
+        """Load the tokenizer, chat template and defaults.
+
         Raises:
             CheckpointInvalid: `tokenizer.json` is missing, or a file cannot be read.
         """
@@ -62,16 +63,16 @@ class Bundle:
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> TokenIds:
-        """Token ids of `text`, int32 [n]."""
-        # Of the library's calls, this is the one that lets other threads run meanwhile (`encode` does not).
+        """Return the token ids of `text`, int32 [n]."""
+        # This call of the library lets other threads run meanwhile; `encode` does not.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return np.asarray(encoding.ids, dtype=np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` as a whole text: special tokens included, without the space that some tokenizers put in front.
+        """Return `ids` as a whole text, with special tokens and without the leading space that some tokenizers add.
 
         Raises:
-            RequestInvalid: an id is not of this vocabulary.
+            RequestInvalid: an id is not in this vocabulary.
         """
         for number in ids:
             if number not in self.token_bytes:
@@ -79,7 +80,7 @@ class Bundle:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def render(self, messages: list[dict[str, Any]], **options: Any) -> str:
-        """The prompt text of a conversation.
+        """Return the prompt text of a conversation.
 
         Raises:
             RequestInvalid: the model has no chat template, or it does not accept these messages.
@@ -104,7 +105,7 @@ def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> str | None:
-    """`chat_template.jinja` if there is one, else the (default) template of tokenizer_config.json."""
+    """Return `chat_template.jinja` if it exists, else the (default) template of tokenizer_config.json."""
     if "chat_template.jinja" in files:
         return files["chat_template.jinja"].decode("utf-8")
     template = config.get("chat_template")
@@ -115,7 +116,7 @@ def _template_source(files: Mapping[str, bytes], config: Mapping[str, Any]) -> s
 
 
 def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens by name; a file writes each as text or as an object with `content`."""
+    """Return the special tokens by name; files give each as text or as an object with `content`."""
     named = {name: config[name] for name in _SPECIAL_TOKENS if name in config} | dict(special_map)
     texts = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()

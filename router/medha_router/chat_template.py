@@ -21,9 +21,9 @@ from medha.errors import CheckpointInvalid, RequestInvalid
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; when serving it is its content.
+    """The tag `{% generation %}`, which marks the assistant's text for training; in serving it renders its content.
 
-    Its body has a scope of its own, as `transformers` gives it one: what is set inside ends there.
+    Its body has its own scope, as in `transformers`: variables set inside end there.
     """
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it per instance
@@ -58,10 +58,11 @@ def _strftime_now(pattern: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name."""
+    """A compiled template and the special tokens that it may name."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """
+        """Compile the template.
+
         Raises:
             CheckpointInvalid: the template has a syntax error.
         """
@@ -86,9 +87,9 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt text of a conversation.
+        """Return the prompt text of a conversation.
 
-        The role `developer` becomes `system` for templates that do not know it, as OpenAI treats the two alike.
+        For templates that do not know it, the role `developer` becomes `system`; OpenAI treats the two alike.
 
         Raises:
             RequestInvalid: the template does not accept these messages.
@@ -109,7 +110,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        # A template is a program that comes with the model: whatever it raises is about these messages.
+        # A template is a program that comes with the model: any error that it raises concerns these messages.
         except Exception as error:
             text = f"the model's chat template does not accept these messages: {error}"
             raise RequestInvalid(text, param="messages", code="invalid_messages") from error

@@ -1,12 +1,12 @@
-"""HTTP connections: how many may be open, how long each may keep the router waiting, and what a request's head may hold.
+"""HTTP connections: bounds on their number, on the time that each may wait, and on the head of a request.
 
-This is uvicorn's protocol with the bounds that it lacks. Bodies have theirs in `medha_router.bodies`: uvicorn stops
-reading a connection whose body nobody takes.
+This is uvicorn's protocol with the bounds that it lacks. Bodies have theirs in `medha_router.bodies`: uvicorn
+stops reading a connection whose body nobody reads.
 
-A connection waits for at most `head_seconds` until the head (request line and headers) of a request has come, and
-uvicorn's keep-alive timeout ends one that is idle between two requests. Requests are not pipelined: what comes while an
-answer is under way is dropped, and the connection closes behind that answer, after which a client has to ask again
-(RFC 9112, section 9.3.2). So no client can queue work or memory behind a long generation.
+A connection has `head_seconds` to send the head (request line and headers) of a request, and uvicorn's
+keep-alive timeout closes one that is idle between two requests. Requests are not pipelined: data that arrives
+during an answer is dropped, and the connection closes after that answer; the client has to send the request
+again (RFC 9112, section 9.3.2). So no client can queue work or memory behind a long generation.
 """
 
 from __future__ import annotations
@@ -29,22 +29,26 @@ log = logging.getLogger("medha.router")
 MAX_HEAD_BYTES = 32 * 2**10
 MAX_HEADERS = 100
 _DISCARD_SECONDS = 5.0
-"""How long the rest of a body is read and dropped after its answer, so that the client gets to read that."""
+"""Seconds for which the rest of a body is read and dropped after its answer, so that the client can read the answer."""
 
 
 def connection_limit(wanted: int, file_limit: int) -> int:
-    """How many HTTP connections fit under a limit on open files, beside replicas' links, pipes and listeners."""
+    """Return how many HTTP connections fit under the limit on open files, besides links, pipes and listeners."""
     return min(wanted, file_limit - min(512, file_limit // 2))
 
 
 class Connections:
-    """The open connections of one router, bounded together and by address.
+    """The open connections of one router, limited in total and per address.
 
-    One address may hold three quarters of them at most, so that whoever opens all that it can locks out nobody else.
+    One address may hold at most three quarters of them, so that a single client cannot lock out all others.
     """
 
     def __init__(self, limit: int, head_seconds: float, count_refused: Callable[[str], None]) -> None:
-        """`count_refused` is told the reason, for each connection that was ended for its fault or for want of room."""
+        """Bound the connections.
+
+        `count_refused` is called with the reason for each connection that is closed for its own fault or for
+        lack of room.
+        """
         self.limit = limit
         self.head_seconds = head_seconds
         self.count_refused = count_refused
@@ -57,13 +61,13 @@ class Connections:
         return self._by_address.total()
 
     def enter(self, address: str) -> bool:
-        """Count a new connection; False: there is no room for it."""
+        """Count a new connection; return False if there is no room for it."""
         if self.open < self.limit and self._by_address[address] < self._limit_by_address:
             self._by_address[address] += 1
             return True
         self.count_refused("too_many")
         self._turned_away += 1
-        if self._turned_away & (self._turned_away - 1) == 0:  # every power of two: nobody can fill the log
+        if self._turned_away & (self._turned_away - 1) == 0:  # powers of two: nobody can fill the log
             log.warning(
                 "no room for a connection of %s: %d of %d are open, %d of them its own (%d turned away so far)",
                 address,
@@ -81,20 +85,20 @@ class Connections:
 
 
 class _Stop(Exception):
-    """Ends the parsing of what has come; the connection is refused already."""
+    """Ends parsing; the connection is refused already."""
 
 
 class Connection(HttpToolsProtocol):
-    """One connection."""
+    """A single HTTP connection."""
 
     def __init__(self, connections: Connections, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._all = connections
-        self._address: str | None = None  # under which it is counted
-        self._deaf = False  # what comes is dropped
+        self._address: str | None = None  # address under which it is counted
+        self._deaf = False  # incoming data is dropped
         self._in_body = False
         self._headers = 0
-        self._unused_bytes = 0  # that came since the parser made something of them
+        self._unused_bytes = 0  # bytes since the parser last used some
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -102,7 +106,7 @@ class Connection(HttpToolsProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
 
-    # Of asyncio -----------------------------------------------------------------------------------
+    # Called by asyncio ----------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,11 +134,11 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # an upgrade is only offered: the request is answered as it is
+            pass  # a client only offers an upgrade: the request is answered as it is
         except httptools.HttpParserError as error:
             if not isinstance(
                 error.__context__, _Stop
-            ):  # else of a callback: all that uvicorn parses is the target
+            ):  # else raised by a callback: all that uvicorn parses is the target
                 what = str(error)[:200] if error.__context__ is None else "its target is no path or URL"
                 text = f"this is no HTTP/1 request: {what}"
                 self._refuse("malformed", ApiError(400, text, code="invalid_http"))
@@ -144,7 +148,7 @@ class Connection(HttpToolsProtocol):
         elif self._timer is None and not self._in_body and not self._answering:
             self._expect_head()
 
-    # Of httptools ---------------------------------------------------------------------------------
+    # Called by httptools --------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._answering:
@@ -176,7 +180,7 @@ class Connection(HttpToolsProtocol):
         self._stop_timer()
         super().on_message_complete()
 
-    # Of uvicorn -----------------------------------------------------------------------------------
+    # Called by uvicorn ----------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -209,13 +213,13 @@ class Connection(HttpToolsProtocol):
         self._refuse("malformed", ApiError(431, f"the head of the request {what}", code="head_too_large"))
 
     def _refuse(self, reason: str, error: ApiError | None) -> None:
-        """Read no more of this connection and close it, behind the answer that is under way if there is one."""
+        """Stop reading this connection and close it, after the current answer if there is one."""
         self._all.count_refused(reason)
         if self._answering and not self._in_body:
             self._deaf = True
             self.cycle.keep_alive = False
             return
-        # An answer that has begun says all: a second one would be taken for a part of it.
+        # An answer that has begun must stand alone: a second one would be taken for a part of it.
         if error is not None and not (self._in_body and self.cycle.response_started):
             self._write(error)
         self._close()
@@ -241,7 +245,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _until_closed(cycle: RequestResponseCycle, app: Any) -> Any:
-    """`app` for a client of HTTP/1.0, which knows no chunks: a stream lasts until the connection closes."""
+    """Return `app` adapted to HTTP/1.0 clients, which do not know chunks: the end of a stream closes the connection."""
 
     async def run(scope: Any, receive: Any, send: Any) -> None:
         is_stream = False

@@ -14,11 +14,11 @@ log = logging.getLogger("medha.router")
 
 _POLL_SECONDS = 2.0
 _Signature = tuple[int, int, int]
-"""Inode, time of the last change and size: a ConfigMap's volume gives a changed file another inode."""
+"""Inode, modification time and size; a ConfigMap's volume gives a changed file a new inode."""
 
 
 class DeclaredFiles:
-    """The files of one folder. One that is spoilt counts as it was when it could last be read."""
+    """The files of one folder. An unreadable file counts with its last readable content."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,7 +26,10 @@ class DeclaredFiles:
         self._models: dict[str, tuple[DeclaredModel, ...]] = {}
 
     def changed(self) -> tuple[DeclaredModel, ...] | None:
-        """All models that the files name, if a file has come, changed or gone since the last call; else None."""
+        """Return all models that the files name, if a file was added, changed or removed since the last call.
+
+        Otherwise return None.
+        """
         found = {
             path.name: signature for path in self._paths() if (signature := _signature(path)) is not None
         }
@@ -43,7 +46,7 @@ class DeclaredFiles:
     def _paths(self) -> list[Path]:
         try:
             return [path for path in self._folder.iterdir() if path.suffix == ".json"]
-        except OSError:  # it is not there, or not yet
+        except OSError:  # it does not exist (yet)
             return []
 
     def _read(self, name: str) -> None:
@@ -58,7 +61,7 @@ class DeclaredFiles:
         log.info("models of manifests in %s: %s", path, names)
 
     async def watch(self, tell: Callable[[tuple[DeclaredModel, ...]], None]) -> None:
-        """Tell of each change, for ever."""
+        """Report each change, for ever."""
         while True:
             await asyncio.sleep(_POLL_SECONDS)
             models = self.changed()
@@ -69,6 +72,6 @@ class DeclaredFiles:
 def _signature(path: Path) -> _Signature | None:
     try:
         status = path.stat()
-    except OSError:  # it has just gone
+    except OSError:  # it was just removed
         return None
     return status.st_ino, status.st_mtime_ns, status.st_size

@@ -1,7 +1,7 @@
-"""Token ids to text, one token at a time and exactly: no broken characters, no text past a stop string.
+"""Exact conversion of token ids to text, one token at a time: no broken characters, no text past a stop string.
 
-Tokens are mapped to bytes, and an incremental UTF-8 decoder holds back a character until its last byte. That is
-O(1) per token, where decoding a growing window of ids is not, and it needs no guess whether a U+FFFD is text.
+Tokens are mapped to bytes, and an incremental UTF-8 decoder holds back a character until its last byte. That
+is O(1) per token, unlike decoding a growing window of ids, and it need not guess whether a U+FFFD is text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: bytes that print keep their character, the others follow from U+0100 on."""
+    """Return GPT-2's byte alphabet: printable bytes keep their character, the others are mapped to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -32,17 +32,17 @@ _BYTE_LEVEL_ALPHABET = _byte_level_alphabet()
 
 
 def token_bytes(tokenizer: Tokenizer) -> dict[int, bytes]:
-    """The UTF-8 bytes that each token stands for inside a text.
+    """Return the UTF-8 bytes that each token stands for inside a text.
 
     Raises:
-        CheckpointInvalid: the tokenizer decodes in a way that is not known.
+        CheckpointInvalid: the tokenizer has an unknown decoder.
     """
     try:
         spelling = spelling_of(json.loads(tokenizer.to_str())["decoder"])
     except CheckpointInvalid as error:
         raise CheckpointInvalid(f"tokenizer.json: {error}") from error
     bytes_of = _byte_level_bytes if spelling.byte_level else _spaced_bytes
-    # By id: the library decodes an added token to what its normalizer makes of it, which the vocabulary does not say.
+    # By id: the library decodes an added token to its normalized form, which the vocabulary does not contain.
     table = {}
     for token, number in tokenizer.get_vocab(with_added_tokens=True).items():
         table[number] = bytes_of(tokenizer.id_to_token(number) or token, spelling)
@@ -63,25 +63,25 @@ def _spaced_bytes(token: str, spelling: Spelling) -> bytes:
 
 
 class TextStream:
-    """Text of one sequence as its tokens come."""
+    """The text of one sequence as its tokens arrive."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token: bytes) -> str:
-        """The characters that `token` completes; may be empty."""
+        """Return the characters that `token` completes; may be empty."""
         return self._decoder.decode(token)
 
     def end(self) -> str:
-        """U+FFFD if the sequence ended inside a character."""
+        """Return U+FFFD if the sequence ended inside a character, else nothing."""
         return self._decoder.decode(b"", True)
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, and holds back text that could begin one.
+    """Finds the stop string that is completed first, and holds back text that could begin one.
 
-    Of several that end at the same character, the one listed first counts. What comes out does not depend on how
-    the text was cut into pieces.
+    If several end at the same character, the one listed first counts. The result does not depend on how the
+    text was cut into pieces.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
@@ -91,9 +91,10 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, *, may_end: bool = True) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string ended the sequence.
+        """Return the text that may be shown now, and whether a stop string ended the sequence.
 
-        Without `may_end`, a stop string that ends inside `text` is ordinary text; it may begin there and end later.
+        Without `may_end`, a stop string that ends inside `text` is ordinary text; one that begins there may
+        still end later.
         """
         if not self._stops:
             return text, False
@@ -102,7 +103,7 @@ class StopStrings:
         if may_end:
             found = []
             for order, stop in enumerate(self._stops):
-                # What ends inside the held text was complete before it could count.
+                # A match inside the held text was complete before it could count.
                 start = text.find(stop, max(0, seen - len(stop) + 1))
                 if start >= 0:
                     found.append((start + len(stop), order, start))
@@ -115,12 +116,12 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def end(self) -> str:
-        """The text that was held back, when no more comes."""
+        """Return the text that was held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of `text` that is a proper beginning of a stop string."""
+        """Return the length of the longest suffix of `text` that is a proper prefix of a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             tail = text[-length:]
             if any(stop.startswith(tail) for stop in self._stops):

@@ -1,4 +1,4 @@
-"""One client request while it runs: sequences out, pieces of text back, times measured."""
+"""A client request while it runs: sequences out, pieces of text back, times measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ShownToken:
 
 @dataclass
 class Piece:
-    """New output of choice `index`; the one with a finish reason is its last."""
+    """New output of choice `index`; the piece with a finish reason is its last."""
 
     index: int
     text: str = ""
@@ -38,7 +38,7 @@ class Piece:
 
 
 class ChoiceOutput:
-    """Text of one choice from its tokens, up to a stop string."""
+    """Turns the tokens of one choice into text, up to a stop string."""
 
     def __init__(self, index: int, plan: Plan, bundle: Bundle) -> None:
         self.index = index
@@ -50,10 +50,10 @@ class ChoiceOutput:
         self._stops = StopStrings(plan.stop, include=plan.include_stop)
         self._decoded_characters = 0
         self._shown_characters = 0
-        self._pending: list[ShownToken] = []  # of text that is still held back
+        self._pending: list[ShownToken] = []  # tokens whose text is still held back
 
     def feed(self, delivered: Deliver) -> Piece | None:
-        """What can be shown now; None if everything is held back."""
+        """Return what can be shown now; None if everything is held back."""
         piece = Piece(self.index)
         for position, token in enumerate(delivered.tokens):
             self.output_tokens += 1
@@ -81,9 +81,9 @@ class ChoiceOutput:
         return piece
 
     def _show(self, piece: Piece, text: str) -> bool:
-        """Add what may be shown of `text`; whether a stop string ended the choice."""
+        """Add the part of `text` that may be shown; return whether a stop string ended the choice."""
         self._decoded_characters += len(text)
-        # As in vLLM: a stop string counts if it ends after `min_tokens`, wherever it begins.
+        # As in vLLM, a stop string counts if it ends after `min_tokens`, wherever it begins.
         may_end = self.output_tokens > self._plan.sampling.min_tokens
         shown, stopped = self._stops.feed(text, may_end=may_end)
         piece.text += shown
@@ -102,10 +102,11 @@ class ChoiceOutput:
 
 
 def prompt_seed(seed: int, prompt_index: int) -> int:
-    """Derive the seed of a request's prompt number `prompt_index` from the request's own.
+    """Return the seed of a request's prompt number `prompt_index`, derived from the request's own seed.
 
-    Draws are keyed by seed, sample and position, so prompts that shared a seed would share their random numbers.
-    The first prompt keeps the request's seed: it draws the same alone and in a list. Below 2**63, as `seed` is.
+    Sampling is keyed by seed, sample and position, so prompts with the same seed would share their random
+    numbers. The first prompt keeps the request's seed: it gets the same samples alone and in a list. The
+    result is below 2**63, as `seed` is.
     """
     if prompt_index == 0:
         return seed
@@ -128,7 +129,10 @@ class Generation:
         observer: Observer,
         arrived_at: float,
     ) -> None:
-        """`arrived_at` is of the loop's clock; targets are the client's own, None if it named none."""
+        """Submit the sequences.
+
+        `arrived_at` is of the loop's clock; targets are the client's own, None where it gave none.
+        """
         plan = prepared.plan
         assert plan is not None
         self.plan = plan
@@ -181,7 +185,7 @@ class Generation:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """From arrival to the first token; None before that."""
+        """Seconds from arrival to the first token; None before that."""
         return None if self._first_token_at is None else self._first_token_at - self._arrived_at
 
     @property
@@ -190,11 +194,12 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens whose KV was there already; a prompt of several samples counts once."""
+        """Prompt tokens whose KV was cached; a prompt of several samples counts once."""
         return sum(self._cached_tokens.values())
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """
+        """Yield new output until all choices are finished.
+
         Raises:
             ApiError: the request failed; nothing follows.
         """
@@ -223,14 +228,14 @@ class Generation:
                 open_choices -= 1
                 reason = piece.finish_reason
                 if outcome.finish_reason is None:
-                    self._link.abandon(outcome.id)  # a stop string: the replica does not know
+                    self._link.abandon(outcome.id)  # a stop string ended it: the replica does not know
                 self._observer.sequence_finished(self.plan.model, reason)
             yield piece
         self._outcome = reason
         self._observe_request()
 
     def _observe_cached(self, prompt_index: int, cached_tokens: int) -> None:
-        """The first of a prompt's samples to get a token says how much of the prompt was cached."""
+        """Count how much of a prompt was cached, as reported with the first token of its first sample to get one."""
         if prompt_index not in self._cached_tokens:
             self._cached_tokens[prompt_index] = cached_tokens
             self._observer.prompt_cached(self.plan.model, self._prompt_lengths[prompt_index], cached_tokens)
@@ -259,11 +264,11 @@ class Generation:
             )
 
     def close(self) -> None:
-        """Free everything; cancels what still runs."""
+        """Free everything and cancel what still runs."""
         self._link.release(self._arrive)
         if self._outcome is None:
             self._outcome = "cancelled"
-        if self._is_our_failure:  # what was promised next, and did not come
+        if self._is_our_failure:  # the next target was missed
             broken = (
                 self._observer.ttft_attained if self._first_token_at is None else self._observer.tpot_attained
             )

@@ -1,7 +1,7 @@
-"""Showing the supervisor that this router gets on, as sd_notify(3) says.
+"""Heartbeats that show the supervisor that this router is alive, as in sd_notify(3).
 
-A thread beats every second for as long as the event loop has turned lately. A loop that is busy with something large
-for some seconds keeps its connections; a process that was stopped falls silent at once, is killed and started again.
+A thread sends one every second while the event loop has run recently. A loop that is busy for some seconds
+keeps its connections; a process that was stopped falls silent at once, and is killed and restarted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import suppress
 from threading import Thread
 
 BEAT_SECONDS = 1.0
-STUCK_SECONDS = 30.0  # of an event loop that does not turn
+STUCK_SECONDS = 30.0  # for an event loop that does not run
 _SEND_WAIT = struct.pack("ll", 1, 0)  # seconds and microseconds
 
 
 class Heartbeat:
-    """`run` is a task of the event loop that it watches."""
+    """Sends heartbeats; `run` is a task of the event loop that is watched."""
 
     def __init__(self) -> None:
         self._turned_at = time.monotonic()
@@ -34,7 +34,7 @@ class Heartbeat:
 
     def _beat(self) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            # It waits for room in the supervisor's queue: a flood of others' datagrams leaves none at once.
+            # Wait for room in the supervisor's queue, which datagrams of others may fill for a moment.
             sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_WAIT)
             while self._address:
                 if time.monotonic() - self._turned_at < STUCK_SECONDS:

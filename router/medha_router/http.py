@@ -1,4 +1,4 @@
-"""What HTTP needs and FastAPI does not bring: disconnects, event streams."""
+"""HTTP helpers that FastAPI lacks: client disconnects and event streams."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled if the client goes away.
+    """Return the result of `work`, which is cancelled if the client goes away.
 
     Raises:
-        ClientGone: it went away.
+        ClientGone: the client went away.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_disconnected(receive))
@@ -43,7 +43,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 def event(value: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + to_json(value) + b"\n\n"
 
 
@@ -51,9 +51,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Server-sent events; a comment keeps proxies patient while a long prompt is computed.
+    """A response of server-sent events; comments keep proxies from timing out while a long prompt is computed.
 
-    The generator is always closed, also when the client goes away.
+    The generator is always closed, even if the client goes away.
     """
 
     media_type = "text/event-stream"

@@ -1,10 +1,11 @@
 """The link to replicas: two ZeroMQ ROUTER sockets around a RouterCore.
 
-Replica controllers connect a DEALER to each of the two: *control* for all messages, *tokens* for token ids, so
-that a 40 MB prompt never stands in front of a `Cancel`. A controller connects both under one identity, its name and a
-number of this connection, and sends its `Announce` on **both**; a replica that has been heard on one only is not used.
-Who comes with another number has lost what was on its way, and is sent everything anew. Nothing here blocks: sends go to ZeroMQ's queues, which are unbounded
-because what they hold is bounded by the open requests.
+Replica controllers connect a DEALER to each of the two: *control* for all messages, *tokens* for token ids,
+so that a 40 MB prompt never delays a `Cancel`. A controller connects both under one identity, its name and a
+number of this connection, and sends its `Announce` on **both**; a replica that was heard on only one is not
+used. A controller that returns with another number has lost the messages in flight, so its sequences are sent
+again. Nothing here blocks: sends go to ZeroMQ's queues. These are unbounded, because the open requests bound
+what they hold.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ log = logging.getLogger("medha.router")
 _TICK_SECONDS = 0.25
 
 Outcome = Deliver | Fail
-"""What comes back for a sequence."""
+"""The results that arrive for a sequence."""
 
 
 class ReplicaLink:
-    """Carries out what RouterCore decides."""
+    """Executes the commands of RouterCore."""
 
     def __init__(self, settings: RouterSettings, tokenizing: Tokenizing, observer: Observer) -> None:
         self.core = RouterCore(
@@ -93,13 +94,13 @@ class ReplicaLink:
         folder = settings.models_directory
         self._declared_files = None if folder is None else DeclaredFiles(Path(folder))
         self._peers = Peers()
-        self._early: dict[str, Announce] = {}  # cards of replicas whose token socket is still unheard
-        self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are on their way
+        self._early: dict[str, Announce] = {}  # cards of replicas not yet heard on the token socket
+        self._parts: dict[tuple[bytes, str], dict[str, bytes]] = {}  # bundles that are being received
         self._prompts: dict[str, TokenIds] = {}
         self._outcomes: dict[str, asyncio.Queue[Outcome]] = {}  # by sequence
         self._tasks: set[asyncio.Task[None]] = set()
         self.broken = asyncio.Event()
-        """A bug ended one of the loops: the process must not go on half alive."""
+        """Set when a bug ended one of the loops: the process must not continue with only part of them."""
 
     @property
     def control_endpoint(self) -> str:
@@ -131,7 +132,7 @@ class ReplicaLink:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # A moment for the last Cancels to leave; peers that are gone must not hold the router up.
+        # Let the last Cancels leave; peers that have gone must not delay the router's exit.
         for link in self._links.values():
             link.close(linger_milliseconds=200)
         self._doorkeeper.close()
@@ -151,10 +152,10 @@ class ReplicaLink:
         return Catalog(models, tuple(name for name in self.core.known_models() if name not in models))
 
     def submit(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> asyncio.Queue[Outcome]:
-        """Start sequences; what comes back of all of them arrives in the queue. End with `release`."""
+        """Start sequences; their results arrive in the returned queue. End with `release`."""
         outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self._prompts.update(prompts)
-        if len(self.core.cards(arrive.model)) > 1:  # else there is nothing to choose
+        if len(self.core.cards(arrive.model)) > 1:  # else there is no choice
             arrive = self._marked(arrive, prompts)
         for new in arrive.sequences:
             self._outcomes[new.id] = outcomes
@@ -162,19 +163,19 @@ class ReplicaLink:
         return outcomes
 
     def _marked(self, arrive: Arrive, prompts: dict[str, TokenIds]) -> Arrive:
-        """The same sequences with the marks of their prompts, by which the core finds a replica that has them cached."""
+        """Return the same sequences with the marks of their prompts, by which the core finds a cached prefix."""
         salt = arrive.cache_salt
         prefixes = {name: marks(self._hasher.hashes(ids, salt)) for name, ids in prompts.items()}
         sequences = tuple(replace(new, prefix=prefixes[new.prompt]) for new in arrive.sequences)
         return replace(arrive, sequences=sequences)
 
     def abandon(self, sequence_id: str) -> None:
-        """Nobody wants more of this sequence; nothing more comes of it."""
+        """Cancel a sequence whose rest is not needed; no more results of it arrive."""
         self._outcomes.pop(sequence_id, None)
         self._handle(Abandon(sequence_id))
 
     def release(self, arrive: Arrive) -> None:
-        """The client request is over, however it ended."""
+        """Free what a client request holds, however it ended."""
         for new in arrive.sequences:
             if new.id in self._outcomes:
                 self.abandon(new.id)
@@ -182,7 +183,7 @@ class ReplicaLink:
             self._prompts.pop(prompt, None)
 
     def end_all(self, detail: str) -> None:
-        """Every open sequence ends with an error, and is cancelled where it runs."""
+        """End every open sequence with an error, and cancel it on its replica."""
         for sequence_id, outcomes in list(self._outcomes.items()):
             self.abandon(sequence_id)
             outcomes.put_nowait(Fail(sequence_id, "unavailable", detail, 1))
@@ -251,7 +252,7 @@ class ReplicaLink:
             self._handle(Tick())
 
     async def _receive_tokens(self) -> None:
-        """Only `Announce` comes here: it tells whose peer this is."""
+        """Receive `Announce`s, the only messages on this link: they tell which replica a connection belongs to."""
         while True:
             frames = await self._tokens.recv_multipart()
             try:
@@ -279,7 +280,8 @@ class ReplicaLink:
         return identity, *decode(rest)
 
     def _take(self, identity: bytes, message: Message, payload: memoryview | None) -> None:
-        """
+        """Handle one control message.
+
         Raises:
             WireInvalid: the message is out of place.
         """
@@ -311,7 +313,7 @@ class ReplicaLink:
     def _bundle_part(self, identity: bytes, part: BundlePart, payload: memoryview) -> None:
         if part.digest != self._peers.card(identity).digest:
             raise WireInvalid(f"bundle {part.digest:.12} is not the one that was announced")
-        if part.name not in BUNDLE_FILES:  # a name becomes a file's: no other is taken
+        if part.name not in BUNDLE_FILES:  # a name becomes a file name: accept no other
             raise WireInvalid(f"{part.name:.80} is no file of a bundle")
         parts = self._parts.setdefault((identity, part.digest), {})
         parts[part.name] = bytes(payload)
@@ -334,7 +336,7 @@ class ReplicaLink:
         except CheckpointInvalid as error:
             log.error("bundle %s cannot be used: %s", digest[:12], error)  # noqa: TRY400 - the text says it all
             return
-        except Exception:  # its files come from elsewhere, and must not end the router
+        except Exception:  # its files come from a replica, and must not end the router
             log.exception("bundle %s cannot be used", digest[:12])
             return
         log.info("loaded bundle %s (%d files)", digest[:12], len(files))

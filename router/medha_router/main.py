@@ -34,14 +34,14 @@ from medha_router.tokenizing import Tokenizing
 log = logging.getLogger("medha.router")
 
 _PARENT = "MEDHA_PARENT_PID"
-"""Set by a supervisor, which puts the time on each line itself."""
+"""Environment variable set by a supervisor, which adds the time to each log line itself."""
 _PARENT_POLL_SECONDS = 0.5
 _BACKLOG = 2048
-"""Connections that the kernel keeps until they are accepted; as uvicorn asks for."""
+"""Connections that the kernel queues until they are accepted; uvicorn's own default."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with signals left to us: a stop drains first, and `/ready` must answer 503 meanwhile."""
+    """uvicorn without its signal handlers: a stop drains first, and `/ready` must answer 503 meanwhile."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -53,7 +53,7 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((host, port))
-    listener.listen(_BACKLOG)  # who connects before uvicorn accepts is kept, and not refused
+    listener.listen(_BACKLOG)  # connections before uvicorn accepts are queued, not refused
     return listener
 
 
@@ -69,7 +69,7 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         target = Path(settings.ready_file)
         unfinished = target.with_name(target.name + ".part")
         unfinished.write_text(json.dumps(bound), encoding="utf-8")
-        unfinished.rename(target)  # whoever sees the file sees all of it
+        unfinished.rename(target)  # atomic: readers see a complete file
 
 
 async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> int:
@@ -159,15 +159,16 @@ async def _parent_gone(parent_pid: int | None) -> None:
 )
 def main(settings_file: Path) -> None:
     """Serve HTTP for replicas; the settings are a JSON file of `RouterSettings`."""
-    parent_pid = os.getppid()  # first of all: it may be gone soon
-    # Ctrl-C reaches the whole process group of a terminal; who started the router decides when it stops.
+    parent_pid = os.getppid()  # first of all, as the parent may soon be gone
+    # Ctrl-C reaches the whole process group of a terminal; the process that started the router decides when
+    # it stops.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         settings = RouterSettings.model_validate_json(settings_file.read_bytes())
     except ValidationError as error:
         raise click.ClickException(f"{settings_file}: {error}") from error
     file_limit = raise_file_limit()
-    logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop; so do we
+    logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop, as we do
     time = "" if _PARENT in os.environ else "%(asctime)s "
     logging.basicConfig(level=settings.log_level.upper(), format=f"{time}%(levelname)s %(name)s: %(message)s")
     try:

@@ -1,4 +1,4 @@
-"""The router's collectors, made from the catalogue in a registry that is passed in."""
+"""The router's metrics collectors, made from the catalogue in a registry that is passed in."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from medha.routing.router_core import KnownModel
 from medha.wire.messages import Announce
 
 _ENGINE = "router"
-"""The `engine` label of what the router measures itself."""
+"""The `engine` label of metrics that the router measures itself."""
 _STATES = ("ready", "draining", "starting")
 
 
 def make_collectors(
     metrics: Iterable[Metric], registry: CollectorRegistry
 ) -> dict[str, Counter | Gauge | Histogram]:
-    """One collector per metric, by name."""
+    """Return one collector per metric, by name."""
     made: dict[str, Counter | Gauge | Histogram] = {}
     for metric in metrics:
         match metric.kind:
@@ -41,17 +41,17 @@ def make_collectors(
 
 
 LINKS = ("control", "tokens")
-"""Links to replicas, as metrics name them."""
+"""Names of the links to replicas in metrics."""
 
 
 class Observer:
-    """Everything that the router counts, in the words of its code."""
+    """All metrics of the router, with one method for each event."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._metrics: dict[str, Collector] = {**make_collectors((*ROUTER_METRICS, *VLLM_ALIASES), registry)}
         for link in LINKS:
-            self.connections_refused(link, 0)  # from 0 on, so that the first refusal is an increase, too
+            self.connections_refused(link, 0)  # start at 0, so that the first refusal is an increase too
 
     def _count(self, name: str, amount: float, *labels: str) -> None:
         counter = self._metrics[name]
@@ -88,7 +88,7 @@ class Observer:
         self._count("vllm:prompt_tokens", prompt_tokens, model, _ENGINE)
 
     def prompt_cached(self, model: str, prompt_tokens: int, cached_tokens: int) -> None:
-        """A prompt got its first output token."""
+        """Count the cached tokens of a prompt that got its first output token."""
         self._count("medha_cached_prompt_tokens", cached_tokens, model)
         self._count("vllm:prefix_cache_queries", prompt_tokens, model, _ENGINE)
         self._count("vllm:prefix_cache_hits", cached_tokens, model, _ENGINE)
@@ -138,7 +138,7 @@ class Observer:
         self._count("medha_requests", 1, model, endpoint, outcome)
 
     def never_tokenised(self, model: str, service_class: str, requests: int = 1) -> None:
-        """The server has refused requests before it knew how long their prompts are: first tokens that never came."""
+        """Count requests that were refused before their prompt length was known; they miss their TTFT targets."""
         labels = (model, service_class, NOT_TOKENISED, "false")
         self._count("medha_request_ttft_attainment", requests, *labels)
 
@@ -154,7 +154,7 @@ class Observer:
         connections_open: int,
         bodies_bytes: int,
     ) -> None:
-        """Set the gauges, just before they are read; those of replicas that have gone disappear."""
+        """Set the gauges just before they are read; those of replicas that have gone disappear."""
         self._set("medha_router_requests_open", requests_open)
         self._set("medha_router_sequences_open", sequences_open)
         self._set("medha_router_sequences_waiting", sequences_waiting)
@@ -188,7 +188,7 @@ class Observer:
             self._set("vllm:num_requests_waiting", count, model, _ENGINE)
 
     def _begin_refusals(self, model: str, known: KnownModel) -> None:
-        """Export what counts refusals from 0 on: of a series that begins with its first refusal, that one is not seen."""
+        """Export the counters of refusals from 0 on: Prometheus does not see the first increase of a new series."""
         for endpoint in ("chat", "completions"):
             self._count("medha_requests", 0, model, endpoint, "unavailable")
         for service_class in known.service_classes:

@@ -1,4 +1,4 @@
-"""Which connection is whose, and what no replica can mean: decisions about messages before they reach RouterCore."""
+"""Checks of messages before they reach RouterCore: who sent them, and whether their values are plausible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from medha.errors import WireInvalid
 from medha.wire.messages import Announce, Emit
 
 POSITIVE = ulp(0.0)
-"""The least number that is more than 0."""
-REMEMBERED_TOKENS = 8  # connections of one replica
+"""The smallest number greater than 0."""
+REMEMBERED_TOKENS = 8  # connections of one replica that are remembered
 REMEMBERED = 1000
-"""Identities that were replaced; messages of a closed connection may still come for a moment."""
+"""Number of replaced identities that are remembered; messages of a closed connection may still arrive for a moment."""
 
 
 class Peers:
@@ -26,13 +26,13 @@ class Peers:
         self._replaced: deque[bytes] = deque(maxlen=REMEMBERED)
 
     def heard_on_control(self, card: Announce, identity: bytes, *, is_alive: bool = False) -> bytes | None:
-        """A replica announces itself; returns the identity of its former connection if this is a new one.
+        """Record a replica's announcement; return the identity of its former connection if this is a new one.
 
-        `is_alive`: the present connection was heard lately. It then gives way to a later epoch alone: a controller
-        that was cut off or stopped and comes back must not take its successor's place.
+        `is_alive`: the present connection was heard recently. It is then not replaced by an earlier epoch: a
+        controller that was cut off or stopped and comes back must not take its successor's place.
 
         Raises:
-            WireInvalid: the connection is another replica's, was replaced, or is of a former epoch.
+            WireInvalid: the connection is another replica's, was replaced, or is of an earlier epoch.
         """
         self._require_own(card.replica, identity)
         former = self._control.get(card.replica)
@@ -51,7 +51,8 @@ class Peers:
         return former
 
     def heard_on_tokens(self, replica: str, identity: bytes) -> None:
-        """
+        """Record an announcement on the token link.
+
         Raises:
             WireInvalid: the connection is another replica's, or was replaced.
         """
@@ -61,21 +62,21 @@ class Peers:
             heard.append(identity)
 
     def is_whole(self, replica: str) -> bool:
-        """Whether both links of the present connection have been heard."""
+        """Return whether both links of the present connection have been heard."""
         return self._control.get(replica) in self._tokens.get(replica, ())
 
     def card(self, identity: bytes) -> Announce:
-        """What the peer of a control connection announced last.
+        """Return the last announcement of the peer of a control connection.
 
         Raises:
-            WireInvalid: it never did, or has connected anew since.
+            WireInvalid: it never announced itself, or has a newer connection.
         """
         if identity not in self._cards:
             raise WireInvalid(f"{identity[:80]!r} has not announced itself", reason="peer")
         return self._cards[identity]
 
     def identity(self, replica: str) -> bytes:
-        """For what is sent to a replica, on either link."""
+        """Return the identity under which a replica is addressed, on either link."""
         return self._control[replica]
 
     def _require_own(self, replica: str, identity: bytes) -> None:
@@ -86,9 +87,10 @@ class Peers:
 
 
 def require_plausible(card: Announce) -> None:
-    """
+    """Check the numbers of an announcement.
+
     Raises:
-        WireInvalid: numbers that no replica can have.
+        WireInvalid: a number that no replica can have.
     """
     least: dict[str, float] = {
         "kv_tokens_total": 0,
@@ -123,9 +125,10 @@ def require_plausible(card: Announce) -> None:
 
 
 def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:
-    """
+    """Check the tokens of an `Emit`.
+
     Raises:
-        WireInvalid: a token that the model does not have, or other than one log-probability for each.
+        WireInvalid: a token that the model does not have, or log-probabilities that are not one for each token.
     """
     named = (*emit.tokens, *(token for one in emit.logprobs for token, _ in one.top))
     if any(not 0 <= token < vocab_size for token in named):

@@ -1,4 +1,4 @@
-"""From the bytes of a request to token ids and a plan. Pure but for its bundles, so it runs in any process."""
+"""Turns the bytes of a request into token ids and a plan. Pure except for its bundles, so it runs in any process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from medha_router.schema import (
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
 
 _COMPLETION_DEFAULT_TOKENS = 16
-"""`max_tokens` of /v1/completions when none is named, as at OpenAI and vLLM."""
+"""Default `max_tokens` of /v1/completions, as in OpenAI's API and vLLM."""
 
 
 @dataclass(frozen=True)
 class ModelTerms:
-    """What must be known of a served model to check a request."""
+    """The facts about a served model that are needed to check a request."""
 
     digest: str
     max_model_len: int
@@ -43,7 +43,7 @@ class ModelTerms:
 
     @property
     def longest(self) -> int:
-        """Prompt and output tokens that fit."""
+        """Largest number of prompt and output tokens that fit."""
         return min(self.max_model_len, self.longest_request_tokens)
 
 
@@ -55,9 +55,10 @@ class Catalog:
     unavailable: tuple[str, ...] = ()
 
     def terms(self, model: str) -> ModelTerms:
-        """
+        """Return the terms of `model`.
+
         Raises:
-            ApiError: 404 for a model that is not known, 503 for one that nothing serves now.
+            ApiError: 404 if the model is unknown, 503 if nothing serves it now.
         """
         if model in self.models:
             return self.models[model]
@@ -103,10 +104,11 @@ def prepare(
     bundle_of: Callable[[str], Bundle],
     max_samples: int,
 ) -> Prepared:
-    """
+    """Return the plan and prompts of a request, or its answer for /tokenize and /detokenize.
+
     Raises:
-        RequestInvalid: the body is no JSON object.
-        ApiError: the request is at fault, or its model is unknown or not served now; it says what was asked for.
+        RequestInvalid: the body is not a JSON object.
+        ApiError: the request is invalid, or its model is unknown or not served now; names the requested model and tier.
     """
     fields = _parse(body)
     try:
@@ -183,7 +185,7 @@ def _prepare_completion(
 
 
 def _prompt_list(prompt: object) -> list[str | list[Any]]:
-    """OpenAI's four shapes (text, texts, ids, lists of ids) as a list of texts or of ids."""
+    """Return OpenAI's four types of prompt (text, texts, ids, lists of ids) as a list of texts or of ids."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and prompt:
@@ -200,7 +202,7 @@ def _prompt_list(prompt: object) -> list[str | list[Any]]:
 
 
 def _token_ids(ids: object, vocab_size: int, param: str) -> TokenIds:
-    # All ints first: numpy would turn true into 1, and mixed lists into floats or texts.
+    # Check that all are ints first: numpy would turn true into 1, and mixed lists into floats or texts.
     if isinstance(ids, list) and set(map(type, ids)) <= {int}:
         if not ids or (min(ids) >= 0 and max(ids) < vocab_size):
             return np.asarray(ids, dtype=np.int32)
@@ -216,7 +218,7 @@ def _encode(
     bundle: Bundle, text: str, terms: ModelTerms, param: str, *, add_special_tokens: bool
 ) -> TokenIds:
     at_least = -(-len(text) // bundle.longest_token_bytes)
-    if at_least > terms.max_model_len:  # spares tokenising what cannot fit
+    if at_least > terms.max_model_len:  # do not tokenise what cannot fit
         raise _too_long(terms, f"at least {at_least}", None, param)
     ids = bundle.encode(text, add_special_tokens=add_special_tokens)
     largest = int(ids.max(initial=0))

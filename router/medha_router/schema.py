@@ -1,8 +1,8 @@
-"""The fields of OpenAI's requests that are served, their bounds, and a clear answer to those that are not.
+"""The OpenAI request fields that are served, their bounds, and clear errors for those that are not.
 
-Fields that nobody knows are ignored, as vLLM and SGLang do. Fields that OpenAI, vLLM or SGLang know are never ignored:
-one that asks for something that is not served gets a 400 that names it, its value and what to do. A client that asks for
-tools must not get plain text.
+Unknown fields are ignored, as in vLLM and SGLang. Fields known to OpenAI, vLLM or SGLang are never ignored: a
+field that asks for something that is not served gets a 400 that names it, its value and what to do. A client
+that asks for tools must not get plain text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _INT32_MAX = 2**31 - 1
 
 
 def _stop_list(value: object) -> object:
-    """One text is a list of one; the empty text asks for nothing, as at OpenAI."""
+    """Turn a single text into a list; the empty text asks for nothing, as in OpenAI's API."""
     if isinstance(value, str):
         return [value] if value else []
     return value
 
 
 class _Request(BaseModel):
-    # strict: "5" is no number and true no integer, as at OpenAI; NaN and infinity are never meant.
+    # strict: "5" is not a number and true not an integer, as in OpenAI's API; NaN and infinity are never meant.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
@@ -43,7 +43,7 @@ class StreamOptions(_Request):
 
 
 class GenerationRequest(_Request):
-    """What chat and text completions have in common."""
+    """The fields that chat and text completions have in common."""
 
     model: Annotated[str, Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=_INT32_MAX)] | None = None
@@ -64,7 +64,7 @@ class GenerationRequest(_Request):
     ) = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    # Smaller ones would make logits infinite.
+    # Smaller values would make logits infinite.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: (
         Annotated[
@@ -87,7 +87,7 @@ class GenerationRequest(_Request):
 
     @abstractmethod
     def asked_logprobs(self) -> int | None:
-        """How many alternatives each token's log-probability comes with; None: no log-probabilities."""
+        """Return the number of alternatives per token in the log-probabilities; None: no log-probabilities."""
 
     def asked_max_tokens(self) -> int | None:
         return self.max_tokens
@@ -105,7 +105,7 @@ class ChatMessage(_Request):
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Text parts are joined by newlines, as vLLM does for templates that expect text."""
+        """Return the message as chat templates expect it: text parts are joined by newlines, as in vLLM."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -132,7 +132,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Any  # checked by hand in `prepare`: pydantic would try four shapes on millions of ids
+    prompt: Any  # checked by hand in `prepare`: pydantic would try four types on millions of ids
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
 
@@ -155,7 +155,7 @@ class DetokenizeRequest(_Request):
 
 
 _HINTS = frozenset({"metadata", "safety_identifier", "prompt_cache_key", "session_id"})
-"""Known fields that ask for nothing of the answer, whatever they hold: labels, and what other servers guess a cache by."""
+"""Known fields that never affect the answer, whatever their value: labels, and other servers' cache hints."""
 
 _OFF = (None, False)
 _ON = (None, True)
@@ -166,7 +166,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         # OpenAI's
         "audio": _ONLY_NULL,
-        "best_of": _ONLY_NULL,  # and what `n` is
+        "best_of": _ONLY_NULL,  # or the value of `n`
         "echo": _OFF,
         "function_call": (None, "none"),
         "functions": _EMPTY_LIST,
@@ -174,7 +174,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "messages": _ONLY_NULL,
         "modalities": (None, ["text"]),
         "moderation": _ONLY_NULL,
-        "parallel_tool_calls": (None, True, False),  # of tools, which are not served
+        "parallel_tool_calls": (None, True, False),  # about tools, which are not served
         "prediction": _ONLY_NULL,
         "prompt": _ONLY_NULL,
         "prompt_cache_options": _ONLY_NULL,
@@ -188,7 +188,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "top_logprobs": (None, 0),
         "verbosity": (None, "medium"),
         "web_search_options": _ONLY_NULL,
-        # vLLM's, of this year and the last
+        # vLLM's, of this year's and last year's versions
         "add_generation_prompt": _ON,
         "add_special_tokens": _OFF,
         "allowed_token_ids": _ONLY_NULL,
@@ -288,12 +288,13 @@ _FIXES: Mapping[str, str] = MappingProxyType(
 
 
 def is_known(kind: type[_Request], field: str) -> bool:
-    """Whether a field of a request is served, refused, or accepted for asking nothing; others are ignored."""
+    """Return whether a field is served, refused, or accepted because it asks for nothing; others are ignored."""
     return field in kind.model_fields or field in _HARMLESS or field in _HINTS
 
 
 def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
-    """
+    """Refuse a body with fields that are not served.
+
     Raises:
         RequestInvalid: names the first field that asks for something that is not served.
     """
@@ -324,12 +325,12 @@ def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
 
 
 def _is_among(value: object, values: tuple[Any, ...]) -> bool:
-    # Compared with their types: False and 0 are equal in Python and not in JSON.
+    # Compare types too: False and 0 are equal in Python but not in JSON.
     return any(type(value) is type(one) and value == one for one in values)
 
 
 def shown(value: object) -> str:
-    """A value of a request as its client wrote it, in JSON, cut short."""
+    """Return a value of a request in JSON, as its client wrote it, truncated."""
     text = to_json(value).decode()
     return text if len(text) <= 80 else f"{text[:80]}..."
 
@@ -371,11 +372,12 @@ _EXPECTED: Mapping[str, str] = MappingProxyType(
         "string_type": "a text",
     }
 )
-"""What pydantic's kinds of problems mean to a client who knows JSON and no Python."""
+"""Descriptions of pydantic's error types for clients who know JSON but not Python."""
 
 
 def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
-    """
+    """Return `body` as a validated request of this kind.
+
     Raises:
         RequestInvalid: names the first wrong field, its value and what was expected.
     """
@@ -383,7 +385,8 @@ def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
         return kind.model_validate(body)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False)
-        # Of the branches of a union the one that got furthest was meant; those that got equally far are alternatives.
+        # The union branch that got furthest is the one that was meant; branches that got equally far are
+        # alternatives.
         paths = [_where(problem["loc"]) for problem in problems]
         furthest = max((path for path in paths if path[: len(paths[0])] == paths[0]), key=len)
         meant = [problem for problem, path in zip(problems, paths, strict=True) if path == furthest]
@@ -397,7 +400,7 @@ def validate(kind: type[RequestKind], body: Mapping[str, Any]) -> RequestKind:
 
 
 def _where(location: tuple[int | str, ...]) -> tuple[str, ...]:
-    """A field's path as a client knows it: names and indices, without the union branches and key marks of pydantic."""
+    """Return a field's path as a client knows it: names and indices, without pydantic's branches and key marks."""
     path = [str(part) for part in location if isinstance(part, int) or part.replace("_", "").isalnum()]
     return tuple(part for part in path if part not in ("str", "TextPart"))
 

@@ -11,7 +11,8 @@ from medha_router.bodies import BodyLimits, room_for_large
 
 
 class RouterSettings(BaseModel):
-    """What `python -m medha_router` reads as JSON. Endpoints and ports may be left to the system (`*`, 0)."""
+    """Settings that `python -m medha_router` reads as JSON. Endpoints and ports may be left to the system
+    (`*`, 0)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -22,51 +23,58 @@ class RouterSettings(BaseModel):
     tokens_endpoint: str = "tcp://127.0.0.1:*"
     """ZeroMQ ROUTER that replica controllers connect their token DEALER to."""
     key_file: Path
-    """The router's secret key; replicas know the public half (docs/security.md)."""
+    """File with the router's secret key; replicas know the public half (docs/security.md)."""
     enrolment_file: Path
-    """Tokens, one a line: a replica that holds one of them is admitted."""
+    """File with enrolment tokens, one per line; a replica that holds one of them is admitted."""
     ready_file: str | None = None
-    """Written as JSON {"url", "control", "tokens"} once everything is bound; the same line is logged."""
+    """File that is written as JSON {"url", "control", "tokens"} once everything is bound; the same line is
+    logged."""
     scratch_directory: str | None = None
-    """Where replicas' tokenizers are kept for the tokenising processes; default: the system's temporary folder.
-    Who removes it afterwards also removes what a killed router leaves."""
+    """Directory that keeps replicas' tokenizers for the tokenising processes; default: the system's
+    temporary folder. Removing it after the router's end also removes what a killed router leaves."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in `Host` headers by which the router may be called, beside localhost and loopback addresses. Without any, all
-    names do, unless it listens on a loopback address."""
+    """Names in `Host` headers by which the router may be called, in addition to localhost and loopback
+    addresses. If empty, all names are allowed, unless the router listens on a loopback address."""
     allowed_origins: tuple[str, ...] = ()
     """Origins (`https://chat.example`, or `*` for all) whose web pages may call the router."""
     models_directory: str | None = None
-    """Folder whose files (`*.json`, as `medha.declared` writes them) name the models that manifests ask for; read again when
-    they change. The operator fills it through a ConfigMap, `medha up` with its manifest's model."""
+    """Folder whose files (`*.json`, as `medha.declared` writes them) name the models that manifests
+    declare; read again when they change. The operator fills it through a ConfigMap, `medha up` with its
+    manifest's model."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     max_bodies_bytes: int | None = Field(default=None, ge=1)
-    """Bytes of all bodies that are being received and tokenised; more get status 429. Default: 8 times the largest body."""
+    """Largest total size in bytes of all bodies that are being received and tokenised; more get status
+    429. Default: 8 times the largest body."""
     max_connections: int = Field(default=8192, ge=1)
-    """Open HTTP connections; fewer where the limit on open files asks for it. More get status 503."""
+    """Largest number of open HTTP connections; lower if the limit on open files requires it. More get
+    status 503."""
     head_seconds: float = Field(default=20.0, gt=0)
-    """How long a connection may take to send a request's head."""
+    """Seconds that a connection may take to send a request's head."""
     body_seconds: float = Field(default=30.0, gt=0)
-    """How long a body may take, beyond its bytes at 32 KiB/s."""
+    """Seconds that a body may take, beyond its bytes at 32 KiB/s."""
     idle_seconds: float = Field(default=75.0, gt=0)
-    """How long a connection is kept open between two requests; longer than load balancers keep theirs."""
+    """Seconds for which a connection is kept open between two requests; longer than load balancers keep
+    theirs."""
     max_waiting: int = Field(default=4096, ge=1)
-    """Sequences that wait for a replica; more get status 429 with Retry-After."""
+    """Largest number of sequences that wait for a replica; more get status 429 with Retry-After."""
     max_samples: int = Field(default=128, ge=1)
-    """Sequences of one request: `n` times its prompts."""
+    """Largest number of sequences of one request: `n` times its prompts."""
     large_body_bytes: int = Field(default=256 * 2**10, ge=1)
-    """Larger bodies are parsed, rendered and tokenised in a process of their own."""
+    """Size in bytes above which a body is parsed, rendered and tokenised in a separate process."""
     tokenize_threads: int = Field(default=2, ge=1, le=64)
     tokenize_processes: int = Field(default=max(1, min(4, (os.cpu_count() or 1) // 2)), ge=1, le=64)
-    """Large bodies worked on at a time; started when the first one comes. A 20 MB prompt takes about 2 GB."""
+    """Number of large bodies that are processed at the same time; a process starts when it is first
+    needed. A 20 MB prompt takes about 2 GB."""
     tokenize_seconds: float = Field(default=30.0, gt=0, le=3600)
-    """A tokenising process that takes longer hangs, and is replaced; for each MB of a body ten seconds more."""
+    """Seconds after which a tokenising process counts as hung and is replaced; ten more for each MB of a
+    body."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long open requests may go on after SIGTERM."""
+    """Seconds that open requests get to finish after SIGTERM."""
     silence_seconds: float = Field(default=10.0, gt=0)
     unserved_seconds: float = Field(default=60.0, gt=0)
     log_level: str = Field(default="info", pattern="^(critical|error|warning|info|debug)$")
     exit_with_parent: bool = True
-    """End when the process that started this one has gone, however it went."""
+    """Exit when the process that started this one has gone, however it ended."""
 
     @property
     def bodies_room_bytes(self) -> int:

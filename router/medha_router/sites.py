@@ -1,8 +1,8 @@
-"""Requests that web pages make: a page of another site must not spend this server's compute, nor read its answers.
+"""Checks of requests by web pages: another site's page must not spend this server's compute, nor read its answers.
 
-Browsers say in `Origin` which site a page is of; clients that are no browsers send none. A page whose own name points
-at this machine (DNS rebinding) is told by `Host`: what listens on a loopback address is called by names of this
-machine alone.
+Browsers name the site of a page in `Origin`; clients that are not browsers send none. A page whose own name
+resolves to this machine (DNS rebinding) is recognised by `Host`: a server on a loopback address is only
+called by names of this machine.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from medha_router.http import error_response
 
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _OPEN_PATHS = ("/health", "/ready")
-"""Probes call pods by their addresses; these say nothing that a page could want."""
+"""Paths without a check of the name: probes call pods by their addresses, and the answers are of no use to a page."""
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or the name `localhost`, is this machine's own; other names are not looked up."""
+    """Return whether an address, or the name `localhost`, is this machine's own; other names are not resolved."""
     if address == "localhost":
         return True
     try:
@@ -35,22 +35,22 @@ def is_loopback(address: str) -> bool:
 
 @dataclass(frozen=True)
 class SitePolicy:
-    """By which names the router may be called, and by pages of which sites."""
+    """The names by which the router may be called, and the sites whose pages may call it."""
 
     names: frozenset[str] | None
-    """Lower case, beside those of this machine; None: any name."""
+    """Allowed names in lower case, besides those of this machine; None: any name."""
     origins: frozenset[str]
-    """`scheme://host[:port]` in lower case; `*`: any."""
+    """Allowed origins, `scheme://host[:port]` in lower case; `*`: any."""
 
     @classmethod
     def of(cls, bound_address: str, hosts: Iterable[str], origins: Iterable[str]) -> SitePolicy:
-        """The policy of a router that listens on `bound_address`: names are checked on loopback, or if `hosts` are given."""
+        """Return the policy of a router on `bound_address`: names are checked on loopback, or if `hosts` are given."""
         names = frozenset(name.lower() for name in hosts)
         checks_names = bool(names) or is_loopback(bound_address)
         return cls(names if checks_names else None, frozenset(origin.lower() for origin in origins))
 
     def refusal(self, path: str, hosts: list[str], origins: list[str]) -> ApiError | None:
-        """Why a request is not served: of its path, and its `Host` and `Origin` headers."""
+        """Return the error of a request with this path and these `Host` and `Origin` headers; None if it is allowed."""
         for host in hosts:
             if path not in _OPEN_PATHS and not self._is_own(_name(host)):
                 text = (
@@ -80,7 +80,7 @@ class SitePolicy:
 
 
 def _name(host: str) -> str:
-    """The name or address in a Host header, without its port; empty if it is malformed."""
+    """Return the name or address in a Host header, without its port; empty if it is malformed."""
     try:
         return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:

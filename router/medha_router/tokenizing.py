@@ -1,11 +1,12 @@
-"""Where requests are parsed, rendered and tokenised: never on the event loop.
+"""Parsing, rendering and tokenising of requests, never on the event loop.
 
-Small bodies go to a thread. Large ones go to a process of their own: parsing 20 MB of JSON, rendering it and
-listing its millions of ids would hold the interpreter for hundreds of milliseconds, and `/health` with it. A
-process also ends with its memory, and a request that breaks it breaks no other. One that is lost while it has a request, or answers
-too late, is ended, and the request goes to another one, once.
+Small bodies go to a thread. Large ones go to a separate process: parsing 20 MB of JSON, rendering it and
+listing its millions of ids would hold the interpreter, and with it `/health`, for hundreds of milliseconds.
+The memory of a process is freed when it ends, and a request that crashes it affects no other request. A
+process that is lost during a request, or takes too long, is killed, and the request is retried once on
+another process.
 
-The two sides of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
+The two ends of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, then raw bytes); no pickle.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from medha_router.settings import RouterSettings
 _log = logging.getLogger("medha.router")
 
 _FRAME = struct.Struct("<QQ")
-_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
-_MOST_SECONDS_PER_BYTE = 1e-5  # of a body, beyond `tokenize_seconds`
+_MOST_SECONDS_PER_BYTE = 1e-5  # for each byte of a body, beyond `tokenize_seconds`
 
 
 class Tokenizing:
@@ -59,8 +60,8 @@ class Tokenizing:
         self._folder = tempfile.TemporaryDirectory(prefix="medha-bundles-", dir=settings.scratch_directory)
         self._threads = ThreadPoolExecutor(settings.tokenize_threads, "tokenize")
         self._large_threads = ThreadPoolExecutor(settings.tokenize_processes, "tokenize-large")
-        self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # the idle ones
-        self._started: set[_Process] = set()  # all of them
+        self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()  # idle ones
+        self._started: set[_Process] = set()  # all of them, idle or not
         self._closed = False
 
     async def add_bundle(self, files: Mapping[str, bytes]) -> str:
@@ -85,12 +86,13 @@ class Tokenizing:
         return self._bundles[digest]
 
     def prepare(self, endpoint: Endpoint, body: Body, catalog: Catalog) -> Coroutine[Any, Any, Prepared]:
-        """Begin to work on a request; what is returned waits for the outcome.
+        """Start preparing a request, and return a coroutine that waits for the result.
 
-        The body is released when no thread needs it any more, which may be after a waiter that was cancelled.
+        The body is released when no thread needs it any more. If the coroutine is cancelled, that may be
+        later.
 
         Raises:
-            ApiError: in what is returned; what the client gets instead.
+            ApiError: from the coroutine; the error for the client.
         """
         large = len(body.content) > self._settings.large_body_bytes
         loop = asyncio.get_running_loop()
@@ -126,7 +128,7 @@ class Tokenizing:
             _log.warning("a tokenising process was lost, so its request goes to another one: %s", error)
         try:
             return self._attempt(header, body.content)
-        except (OSError, EOFError) as error:  # most likely for want of memory
+        except (OSError, EOFError) as error:  # most likely out of memory
             message = (
                 "tokenising this request failed twice; it may be too large for the router's memory or take too long: send "
                 "a shorter one, or ask again later"
@@ -134,10 +136,11 @@ class Tokenizing:
             raise ApiError(500, message, code="internal_error") from error
 
     def _attempt(self, header: dict[str, Any], body: bytearray) -> Prepared:
-        """
+        """Prepare a request in an idle process.
+
         Raises:
-            ApiError: what the client gets instead.
-            OSError, EOFError: the process was lost, or took too long, and was ended.
+            ApiError: the error for the client.
+            OSError, EOFError: the process was lost, or took too long, and was killed.
         """
         if self._closed:
             raise EOFError("the router ends")
@@ -171,7 +174,7 @@ class Tokenizing:
     def close(self) -> None:
         self._closed = True
         for process in list(self._started):
-            process.kill()  # so that no thread waits for one that is still at work
+            process.kill()  # so that no thread waits for a busy one
         self._threads.shutdown(cancel_futures=True)
         self._large_threads.shutdown(cancel_futures=True)
         for process in self._started:
@@ -180,12 +183,12 @@ class Tokenizing:
 
 
 class _Process:
-    """The near end of one tokenising process."""
+    """The router's end of one tokenising process."""
 
     def __init__(self, bundles_folder: str, most_seconds: float) -> None:
         self._most_seconds = most_seconds
         command = [sys.executable, "-m", "medha_router.tokenizing", bundles_folder]
-        # A session of its own: Ctrl-C at a terminal must not reach it before the router's drain is over.
+        # A separate session: Ctrl-C at a terminal must not reach it before the router's drain is over.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
@@ -227,7 +230,7 @@ def _write(pipe: IO[bytes], header: dict[str, Any], payload: bytes | bytearray) 
     head = to_json(header)
     for part in (_FRAME.pack(len(head), len(payload)), head, payload):
         view = memoryview(part)
-        while view:  # an unbuffered pipe may take less than it is given
+        while view:  # a write to an unbuffered pipe may be partial
             view = view[pipe.write(view) :]
 
 
@@ -249,7 +252,7 @@ def _read_exactly(pipe: IO[bytes], length: int) -> bytearray:
 
 
 def _serve(bundles_folder: Path) -> None:
-    """The far end: answer until the router closes the pipe, and never outlive it."""
+    """Run the tokenising process: answer until the router closes the pipe, and never outlive it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     bundles: dict[str, Bundle] = {}
 

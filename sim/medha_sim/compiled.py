@@ -1,8 +1,9 @@
-"""The controller and the simulator as machine code: the same sources, compiled by mypyc, for long campaigns.
+"""Compile the controller and the simulator to machine code with mypyc, for long campaigns.
 
-A simulation spends its time in the interpreter, on the controller's own code. mypyc translates typed Python as it
-stands, so nothing is written twice, and floats are the same to the last digit: a compiled run makes the same decisions.
-The copy lies in a folder of its own, named by the digest of what was compiled; the repository's files are not touched.
+A simulation spends its time in the interpreter, on the controller's own code. mypyc compiles the typed Python
+sources unchanged, and floats are the same to the last digit, so a compiled run makes the same decisions. The
+compiled copy is in a folder of its own, named by the digest of the sources; the repository's files are not
+touched.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ MODULES = (
     *(f"medha_sim/{name}.py" for name in ("driver", "executor", "records")),
     *(f"medha_sim/baselines/{name}.py" for name in ("book", "costs", "distserve", "hrrn", "loongserve", "sarathi", "single_prefill")),
 )  # fmt: skip
-"""What each event runs through. Messages and profiles are left out: mypyc cannot make the one's drafts of equal layout,
-nor the other's settings for pydantic."""
+"""Modules to compile: those that every event passes through.
+
+Messages and profiles are left out, because mypyc supports neither the drafts of messages, whose layout must
+equal that of the message class, nor the profiles' settings for pydantic.
+"""
 _PACKAGES = ("core/medha", "sim/medha_sim")
 
 
 def compiled(root: Path, folder: Path) -> Path:
-    """A folder to be put before others on the path of Python, made from the sources below `root` if it is not there.
+    """Return a folder to put first on Python's path, compiling the sources below `root` into it if missing.
 
-    Takes one to two minutes, once for each state of the sources.
+    Compiling takes one to two minutes, once for each state of the sources.
 
     Raises:
         PartFailed: mypyc or a C compiler is missing, or refuses the sources.
@@ -53,7 +57,7 @@ def compiled(root: Path, folder: Path) -> Path:
             f"{' '.join(command[1:3])} failed in {making}:\n{(done.stdout + done.stderr)[-2000:]}"
         )
     shutil.rmtree(making / "build")
-    making.rename(target)  # last, so that a folder of this name is whole
+    making.rename(target)  # last, so that a folder of this name is always complete
     return target
 
 

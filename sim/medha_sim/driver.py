@@ -1,8 +1,9 @@
-"""The virtual clock: a heap of (time, sequence number, receiver, event) around real controllers and a real router.
+"""Discrete-event simulation of real controllers and a real router.
 
-There is no other clock and no randomness here: the same arrivals and the same parts give the same log. A replica's
-controller is anything with `handle(event, now) -> commands` and `load()`: Medha's `ReplicaController`, or a
-baseline that emits the same `Step`s. Without a router, one replica gets each request the moment it arrives.
+The virtual clock is a heap of (time, sequence number, receiver, event). There is no other clock and no
+randomness here: the same arrivals and components give the same log. A replica's controller is anything with
+`handle(event, now) -> commands` and `load()`: Medha's `ReplicaController`, or a baseline that emits the same
+`Step`s. Without a router, the single replica gets each request as soon as it arrives.
 """
 
 from __future__ import annotations
@@ -45,44 +46,44 @@ from medha.wire.messages import (
 from medha_sim.executor import Executor, original_id
 from medha_sim.records import Ending, RequestRecord, RunLog
 
-LOAD_SECONDS = (
-    0.05  # a replica announces a changed load at most this often, as the real controller process does
-)
-HEARTBEAT_SECONDS = 1.0  # and any load this often
+LOAD_SECONDS = 0.05
+"""Least time between announcements of a changed load, as in the real controller process."""
+HEARTBEAT_SECONDS = 1.0
+"""Interval at which a replica announces its load even if unchanged, and at which the router gets a `Tick`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One request of a workload."""
+    """A request of a workload."""
 
     id: str
     at_seconds: float
     prompt_tokens: int
-    output_tokens: int  # it draws its stop token as the last of these
+    output_tokens: int  # the last of these is its stop token
     ttft_target_seconds: float
     tpot_target_seconds: float
     kind: str = "short"
     service_class: str = "default"
-    max_tokens: int | None = None  # what the client names; None: it names none
-    prompt: str = ""  # requests that name one prompt share its KV; "": a prompt of its own
-    block_hashes: str = ""  # of the prompt, by the replica's block size, where a recorded log has them
+    max_tokens: int | None = None  # as set by the client; None if it sets none
+    prompt: str = ""  # requests with the same prompt name share its KV; "" is a prompt of its own
+    block_hashes: str = ""  # of the prompt, in the replica's block size, if a recorded log has them
     conversation: str = ""  # turns of one conversation continue each other's prompts
 
 
 @dataclass(frozen=True, slots=True)
 class FollowUp:
-    """The next turn of a conversation: it arrives `think_seconds` after the answer to the last one has ended."""
+    """The next turn of a conversation; it arrives `think_seconds` after the previous answer ends."""
 
     think_seconds: float
-    arrival: Arrival  # its `at_seconds` is not read
+    arrival: Arrival  # its `at_seconds` is ignored
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Arrivals in the order of time, and what follows on them."""
+    """Arrivals in order of time, and their follow-up turns."""
 
     arrivals: Sequence[Arrival]
-    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)  # id of a request -> the turn behind it
+    follow_ups: Mapping[str, FollowUp] = field(default_factory=dict)  # id of a request -> the next turn
 
     def every(self) -> Iterator[Arrival]:
         yield from self.arrivals
@@ -90,12 +91,12 @@ class Workload:
             yield follow_up.arrival
 
     def ends_at(self) -> dict[str, int]:
-        """Length, prompt and output together, at which each request draws its stop token."""
+        """Return, by request id, the length (prompt and output) at which it samples its stop token."""
         return {arrival.id: arrival.prompt_tokens + arrival.output_tokens for arrival in self.every()}
 
 
 class Controller(Protocol):
-    """What decides for one replica."""
+    """The scheduler of one replica."""
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]: ...
 
@@ -104,33 +105,33 @@ class Controller(Protocol):
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """A controller and the ranks that it drives. `card` is its announcement; the load in it is filled in."""
+    """A controller and the ranks that it drives. `card` is its announcement; the driver fills in the load."""
 
     controller: Controller
     executor: Executor
     card: Announce
-    block_size_tokens: int = 0  # of its prefix cache; 0: it has none
+    block_size_tokens: int = 0  # of its prefix cache; 0 if it has none
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """One way, in seconds."""
+    """Latencies in each direction, in seconds."""
 
-    client_seconds: float = 0.0  # a client's request to the router, and an answer back
-    replica_seconds: float = 0.0  # a message between router and replica
+    client_seconds: float = 0.0  # between client and router
+    replica_seconds: float = 0.0  # between router and replica
 
 
 Answer = Emit | Refused | Failed | Announce
-"""What a replica sends to its router."""
+"""A message from a replica to its router."""
 
 What = TypeVar("What")
 
 Progress = Callable[[float], bool]
-"""Called with the virtual time at every sample of the state; True asks to stop."""
+"""Callback that gets the virtual time at every sample of the state, and returns True to stop the run."""
 
 
 class Simulation:
-    """One run. Make it, call `run` once, read the log."""
+    """A single run: create it, call `run` once, then read the log."""
 
     def __init__(
         self,
@@ -141,10 +142,10 @@ class Simulation:
         latencies: Latencies | None = None,
         sample_seconds: float = 1.0,
     ) -> None:
-        """`router` may be missing for a single replica: every request then goes to it at once.
+        """`router` may be None for a single replica, which then gets every request directly.
 
         Raises:
-            ConfigInvalid: several replicas, or none, and no router.
+            ConfigInvalid: there is no router, and not exactly one replica.
         """
         if router is None and len(replicas) != 1:
             raise ConfigInvalid(f"{len(replicas)} replicas need a router; give one, or simulate one replica")
@@ -166,7 +167,10 @@ class Simulation:
         self._kv_tokens = sum(replica.card.kv_tokens_total for replica in replicas)
 
     def run(self, until_seconds: float, progress: Progress | None = None) -> RunLog:
-        """Simulate until nothing moves or the clock passes `until_seconds`; what is open then is censored."""
+        """Simulate until no event is left or the clock passes `until_seconds`.
+
+        Requests that are still open then are censored.
+        """
         self._progress = progress
         if self._router is not None:
             self._router.start([replica.card for replica in self._replicas.values()])
@@ -186,10 +190,10 @@ class Simulation:
         self.log.interrupted = self._stopped
         return self.log
 
-    # --- what the parts of a simulation use -----------------------------------------------------------
+    # --- for the replicas and the router of a simulation ----------------------------------------------
 
     def at(self, time: float, deliver: Callable[[What, float], None], what: What) -> None:
-        """Call `deliver(what, time)` then; calls of one time keep the order in which they were asked for."""
+        """Schedule `deliver(what, time)`; calls for the same time run in the order of scheduling."""
         self._sequence += 1
         heappush(self._heap, (time, self._sequence, deliver, what))
 
@@ -203,7 +207,7 @@ class Simulation:
         self.at(now + self._latencies.replica_seconds, replica.take, event)
 
     def from_replica(self, name: str, answers: Sequence[Answer], now: float) -> None:
-        """What a replica sends at one time, in order."""
+        """Pass on the messages that a replica sends at one time, in order."""
         if self._router is not None:
             received = [Received(name, answer) for answer in answers]
             self.at(now + self._latencies.replica_seconds, self._router.take_all, received)
@@ -220,7 +224,7 @@ class Simulation:
                     pass
 
     def delivered(self, id_: str, tokens: int, ended: bool, now: float) -> None:
-        """Output tokens leave for the client."""
+        """Log output tokens on their way to the client."""
         at = now + self._latencies.client_seconds
         if tokens:
             self.log.emitted(id_, tokens, at)
@@ -233,10 +237,10 @@ class Simulation:
 
     @property
     def idle(self) -> bool:
-        """Nothing is still to come or to end."""
+        """True once no request is still to arrive or to end."""
         return self._expected == 0
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------
 
     def _next_arrival(self) -> None:
         arrival = next(self._arrivals, None)
@@ -302,7 +306,7 @@ class Simulation:
             self.at(now + follow_up.think_seconds, self._arrive, follow_up.arrival)
 
     def _sample(self, _: None, now: float) -> None:
-        """Write the state down, and ask whether to go on."""
+        """Log the state and call `progress`, which may stop the run."""
         loads = [replica.load() for replica in self._replicas.values()]
         series = self.log.series
         series.at.append(now)
@@ -318,7 +322,7 @@ class Simulation:
 
 
 class _Replica:
-    """One replica in a simulation."""
+    """A replica in a simulation."""
 
     def __init__(self, replica: SimulatedReplica, simulation: Simulation) -> None:
         self._controller = replica.controller
@@ -383,7 +387,7 @@ class _Router:
         self._simulation = simulation
 
     def start(self, cards: Sequence[Announce]) -> None:
-        """Know all replicas before the first request comes."""
+        """Register all replicas before the first request arrives."""
         self.model, self.digest = cards[0].model, cards[0].digest
         for card in cards:
             self.take(BundleKnown(card.digest), 0.0)
@@ -413,11 +417,15 @@ class _Router:
                     simulation.to_replica(command.replica, message, now)
                 case Fail():
                     simulation.failed(command, now)
-                case _:  # prompts and bundles need no time here; a rejection is for the log
+                case _:  # prompts and bundles take no time here; rejections are only logged
                     pass
 
 
 def block_hashes(conversation: str, tokens: int, block_size_tokens: int) -> str:
-    """What `medha.kv.prefix_cache` would make of a prompt: every turn of a conversation is a prefix of one stream of ids."""
+    """Return stand-ins for the block hashes of `medha.kv.prefix_cache`.
+
+    Every turn of a conversation is a prefix of one stream of tokens, so its hashes are a prefix of the next
+    turn's.
+    """
     name = blake2b(conversation.encode(), digest_size=HASH_CHARACTERS // 4).hexdigest()
     return "".join(f"{name}{block:0{HASH_CHARACTERS // 2}x}" for block in range(tokens // block_size_tokens))

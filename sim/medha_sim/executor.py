@@ -1,12 +1,13 @@
-"""The ranks of one replica under a virtual clock: when each stage of a step is free, and what it samples.
+"""The ranks of a replica under a virtual clock: the times when stages become free, and the tokens sampled.
 
-A step enters stage 0 of the lanes that it names, passes stage after stage, and leaves at the last. Each stage of
-each lane works on one step at a time, in the order of their launch (`StageFree` of stage 0 lets the controller
-launch the next one: stream pipelining, paper B §3.2). Lanes that share a step are in lock-step: stage s begins
-on all of them when it is free on all of them, and takes as long as the slowest.
+A step enters stage 0 of the lanes that it names, passes one stage after the other, and leaves at the last.
+Each stage of each lane works on one step at a time, in launch order (`StageFree` of stage 0 lets the
+controller launch the next one: stream pipelining, paper B §3.2). Lanes that share a step run in lock-step:
+stage s begins on all of them when it is free on all of them, and takes as long as the slowest.
 
-How long a stage is busy is the `StepCost`'s to say; `PredictorCost` asks a ground-truth predictor, which need not
-be the controller's own. `Perturbed` adds bias and noise, so that the controller's prediction error can be studied.
+A `StepCost` determines how long a stage is busy. `PredictorCost` uses a ground-truth predictor, separate from
+the controller's own. `Perturbed` adds bias and noise, so that the controller's prediction error can be
+studied.
 """
 
 from __future__ import annotations
@@ -27,33 +28,36 @@ from medha.wire.quick import new_done, new_sample, new_stage_free
 
 @dataclass(slots=True)
 class StepTiming:
-    """How long a step keeps each stage busy, and how long it is under way behind each (seconds)."""
+    """Time that a step keeps each stage busy, and time in transit after each stage (seconds)."""
 
     stage_seconds: tuple[float, ...]
-    transit_seconds: float = 0.0  # the hop to the next stage; behind the last one, sampling
+    transit_seconds: float = 0.0  # hop to the next stage; after the last one, sampling
 
 
 class StepCost(Protocol):
-    """The ground truth of one replica: what a step costs on its ranks."""
+    """The ground truth of a replica: the cost of a step on its ranks."""
 
     def __call__(self, step: Step, now: float, /) -> StepTiming:
-        """Called once for each step, in the order of launch, so that it may keep track of admits and releases.
+        """Return the timing of a step.
+
+        Called once for each step, in launch order, so that it may track admits and releases.
 
         `now` is the simulated time of the launch, seconds.
         """
 
 
 class PredictorCost:
-    """What a predictor says, taken for the truth. Every stage is as slow as the slowest.
+    """A predictor's times as the ground truth. Every stage is as slow as the slowest.
 
-    Shard maps are followed as ranks follow them, so that a coupled step is charged for the KV that each lane holds.
+    Shard maps are tracked as ranks track them, so that a coupled step is charged for the KV that each lane
+    holds.
     """
 
     def __init__(self, truth: Predictor) -> None:
-        """`truth` must be nobody else's: a controller's predictor corrects itself, the truth does not."""
+        """`truth` must not be shared: a controller's predictor corrects itself, the truth does not."""
         self._truth = truth
         self._stages = truth.topology.stream
-        self._hops: dict[int, float] = {}  # by tokens
+        self._hops: dict[int, float] = {}  # tokens -> seconds
         self._shards: dict[str, ShardMap] = {}  # of sequences on several lanes
 
     def __call__(self, step: Step, _now: float) -> StepTiming:
@@ -97,7 +101,7 @@ class PredictorCost:
         )
 
     def _place(self, step: Step) -> None:
-        """Learn from a step where sequences lie."""
+        """Update the shard maps of sequences from a step's releases, grows and admits."""
         for id_ in step.releases:
             self._shards.pop(id_, None)
         for grow in step.grows:
@@ -118,10 +122,10 @@ class PredictorCost:
 
 
 class Perturbed:
-    """Another cost, times `bias`, times log-normal noise of mean one (one draw a step; all stages share it)."""
+    """Another cost, times `bias` and log-normal noise of mean one (one draw a step, shared by all stages)."""
 
     def __init__(self, cost: StepCost, *, bias: float, noise: float, generator: np.random.Generator) -> None:
-        """`noise` is the standard deviation of the factor; `generator` is this object's alone."""
+        """`noise` is the standard deviation of the factor; `generator` must not be shared."""
         self._cost = cost
         self._bias = bias
         self._sigma = sqrt(log(1 + noise * noise))
@@ -139,9 +143,9 @@ class Perturbed:
 
 @dataclass(slots=True)
 class Launched:
-    """What one step leads to."""
+    """The events and the timing of a launched step."""
 
-    events: tuple[tuple[float, ControllerEvent], ...]  # (when it reaches the controller, event)
+    events: tuple[tuple[float, ControllerEvent], ...]  # (time when it reaches the controller, event)
     timing: StepTiming
 
 
@@ -157,8 +161,8 @@ class Executor:
         ends_at: Mapping[str, int],
         message_seconds: float = 0.0,
     ) -> None:
-        """`ends_at` is the length, prompt and output together, at which a sequence draws its stop token;
-        `message_seconds` is what a message between controller and ranks takes, each way."""
+        """`ends_at` is the length (prompt and output) at which each sequence samples its stop token;
+        `message_seconds` is the latency of a message between controller and ranks, in each direction."""
         self._cost = cost
         self._stages = stages
         self._message_seconds = message_seconds
@@ -166,7 +170,7 @@ class Executor:
         self._free_at = [[0.0] * lanes for _ in range(stages)]  # [stage][lane]
 
     def launch(self, step: Step, now: float) -> Launched:
-        """Put a step that the controller launches at `now` behind those already in the pipeline."""
+        """Queue a step that the controller launches at `now` behind those already in the pipeline."""
         timing = self._cost(step, now)
         lanes = step.lanes
         at = now + self._message_seconds
@@ -189,7 +193,7 @@ class Executor:
         return Launched(((left_first + message, free), (at + message, done)), timing)
 
     def _samples(self, step: Step) -> tuple[Sample, ...]:
-        """One token for each sampling entry; its "id" is its position, so that a test sees gaps and repeats."""
+        """Return a token for each sampling entry; its id is its position, so tests see gaps and repeats."""
         ends_at = self._ends_at
         samples = []
         for entry in step.entries:
@@ -204,5 +208,5 @@ class Executor:
 
 
 def original_id(wire_id: str) -> str:
-    """The workload's id of a sequence: the router appends `~n` to that of the n-th attempt after the first."""
+    """Return a sequence's id in the workload; the router appends `~n` for the n-th retry."""
     return wire_id.partition("~")[0]

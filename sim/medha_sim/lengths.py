@@ -1,7 +1,7 @@
-"""How long prompts and outputs are: fitted distributions, as figures.
+"""Fitted distributions of the lengths of prompts and outputs.
 
-The figures are written by `benchmarks/fit_lengths.py` from the public trace that it names; the trace itself is not
-part of the project.
+Their parameters are computed by `benchmarks/fit_lengths.py` from the public trace that it names; the trace
+itself is not part of the project.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _NORMAL = NormalDist()
 
 
 class Lengths(Protocol):
-    """Prompts and outputs of one kind of request."""
+    """Lengths of the prompts and outputs of a kind of request."""
 
     def draw(self, count: int, generator: np.random.Generator) -> tuple[Counts, Counts]:
-        """Prompt and output tokens of `count` requests, int64 [count] each and at least 1."""
+        """Draw prompt and output tokens of `count` requests, int64 [count] each and at least 1."""
 
 
 class Quantity(Protocol):
-    """A distribution of a number of tokens, by its quantile function."""
+    """A distribution of a number of tokens, defined by its quantile function."""
 
     def at(self, probabilities: npt.NDArray[np.float64]) -> Counts:
-        """The quantiles, int64, of the same shape."""
+        """Return the quantiles, int64, in the shape of `probabilities`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Knots:
-    """A quantile function through points, linear in between."""
+    """A quantile function that interpolates linearly between points."""
 
     probabilities: Sequence[float]
     tokens: Sequence[int]
@@ -47,7 +47,7 @@ class Knots:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal, cut to `low .. high` tokens (what lies outside is drawn again)."""
+    """A log-normal distribution truncated to `low .. high` tokens."""
 
     mu: float
     sigma: float
@@ -64,7 +64,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Always the same."""
+    """A constant number of tokens."""
 
     tokens: int
 
@@ -74,7 +74,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Independent:
-    """Prompt and output drawn independently; pairs of more than `most_tokens` together get a shorter output."""
+    """Independent prompt and output; pairs of more than `most_tokens` in total get a shorter output."""
 
     prompt: Quantity
     output: Quantity
@@ -90,7 +90,7 @@ class Independent:
 
 @dataclass(frozen=True, slots=True)
 class Stretched:
-    """Another kind's requests with prompts `factor` times as long (paper B §6.3 scales its trace to 2M)."""
+    """Requests of another kind with prompts `factor` times as long (paper B §6.3 scales its trace to 2M)."""
 
     lengths: Lengths
     factor: float

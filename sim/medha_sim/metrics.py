@@ -1,9 +1,10 @@
-"""From the log of a run to figures, as plain data that JSON can hold.
+"""Compute the figures of a run from its log, as plain data that JSON can hold.
 
-How an open request counts: a TTFT target is *decided* once the first token has come, or once the deadline has passed
-without it (missed). Requests that are still inside their deadline when the clock stops are *undecided*: they are left
-out of the attainment, and counted beside it. A run that leaves many of them needs a longer window. Latency quantiles
-are of those that have a first token; `censored` says how many have not ended.
+A TTFT target is *decided* once the first token has come, the deadline has passed without it (missed), or the
+request was refused or failed (missed). Requests that are still inside their deadline when the clock stops are
+*undecided*: they are left out of the attainment and counted separately. A run with many of them needs a
+longer window. TTFT quantiles are over requests that have a first token; `censored` counts the requests that
+have not ended.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ import numpy.typing as npt
 from medha_sim.records import RequestRecord, RunLog
 
 LENGTH_BUCKETS = (1_000, 8_000, 32_000, 128_000, 512_000)
-"""Upper ends, prompt tokens; the last bucket has none."""
+"""Upper bounds of the length buckets, in prompt tokens; the last bucket has none."""
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
-CURVE_POINTS = 101  # of each distribution that is plotted
+CURVE_POINTS = 101  # points of each plotted distribution
 SERIES_POINTS = 600
 
 Summary = dict[str, Any]
 
-# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table the normal's.
+# Two-sided 95 % points of Student's t, by degrees of freedom; beyond the table, 1.96 is used.
 _STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13)
 
 
 def summarise(log: RunLog) -> Summary:
-    """Everything that a report shows of one run."""
+    """Return everything that a report shows of a run."""
     records = list(log.requests.values())
     window = log.window_seconds
     return {
@@ -49,7 +50,7 @@ def summarise(log: RunLog) -> Summary:
 
 
 def group(records: Sequence[RequestRecord], window_seconds: float) -> Summary:
-    """Figures of some requests of one run of `window_seconds`."""
+    """Return figures of some requests of a run of `window_seconds`."""
     with_token = [record for record in records if record.first_token_at is not None]
     ttft = [record.first_token_at - record.arrived_at for record in with_token if record.first_token_at]
     relative = [
@@ -85,7 +86,7 @@ def group(records: Sequence[RequestRecord], window_seconds: float) -> Summary:
 
 
 def unserved(records: Iterable[RequestRecord]) -> list[Summary]:
-    """Why requests were refused or failed: for each ending and reason how many, and what was said of the first."""
+    """Return the count and the first request's detail for each reason why requests were refused or failed."""
     found: dict[tuple[str, str], Summary] = {}
     for record in records:
         if record.ending not in ("refused", "failed"):
@@ -97,7 +98,7 @@ def unserved(records: Iterable[RequestRecord]) -> list[Summary]:
 
 
 def ttft_met(record: RequestRecord, window_seconds: float) -> bool | None:
-    """Whether the first token came inside the deadline; None while that is open."""
+    """Return whether the first token came inside the deadline; None while undecided."""
     ttft = record.ttft_seconds
     if ttft is not None:
         return ttft <= record.ttft_target_seconds
@@ -108,22 +109,22 @@ def ttft_met(record: RequestRecord, window_seconds: float) -> bool | None:
 
 
 def tpot_met(record: RequestRecord) -> bool:
-    """Whether the mean time per output token is inside its target; a single token has none to miss."""
+    """Return whether the mean time per output token is inside its target; below two tokens, it is."""
     tpot = record.tpot_seconds
     return tpot is None or tpot <= record.tpot_target_seconds
 
 
 def is_good(record: RequestRecord) -> bool:
-    """It finished inside both targets: what goodput counts."""
+    """Return whether the request finished inside both targets; goodput counts these."""
     ttft = record.ttft_seconds
     in_time = ttft is not None and ttft <= record.ttft_target_seconds
     return record.ending == "finished" and in_time and tpot_met(record)
 
 
 def convoy(records: Sequence[RequestRecord], long_tokens: int = 100_000) -> Summary:
-    """TTFT of short requests that arrive while a long prompt is in prefill or waits, against all the others'.
+    """Compare the TTFT of short requests that arrive while a long prompt is unanswered with the others'.
 
-    A convoy shows as a ratio of the two: shorts stand behind a long one (paper B §2.6).
+    The ratio of the two shows a convoy: short requests queued behind a long one (paper B §2.6).
     """
     intervals = sorted(
         (record.arrived_at, inf if record.first_token_at is None else record.first_token_at)
@@ -154,7 +155,7 @@ def convoy(records: Sequence[RequestRecord], long_tokens: int = 100_000) -> Summ
 
 
 def steps(log: RunLog) -> Summary:
-    """Chunk sizes by context, how well steps were predicted, and how busy the slowest stage was."""
+    """Return chunk sizes by context, the accuracy of step predictions, and how busy the slowest stage was."""
     columns = log.steps
     busy = np.frombuffer(columns.busy_seconds, np.float64) if columns.at else np.zeros(0)
     predicted = np.frombuffer(columns.predicted_seconds, np.float64) if columns.at else np.zeros(0)
@@ -179,7 +180,7 @@ def steps(log: RunLog) -> Summary:
 
 
 def series(log: RunLog) -> Summary:
-    """The state over time, thinned to `SERIES_POINTS`: means of what lies between two points."""
+    """Return the state over time, thinned to at most `SERIES_POINTS` means over consecutive samples."""
     at = np.frombuffer(log.series.at, np.float64) if log.series.at else np.zeros(0)
     edges = np.unique(np.linspace(0, len(at), SERIES_POINTS + 1).astype(int))[:-1]
     thinned = {"at": at[edges].tolist() if len(at) else []}
@@ -194,7 +195,7 @@ def series(log: RunLog) -> Summary:
 
 
 def distribution(values: Sequence[float]) -> Summary:
-    """Count, mean, quantiles, and a curve of `CURVE_POINTS` quantiles for plots; no figures if there are no values."""
+    """Return count, mean, max, quantiles and, for plots, `CURVE_POINTS` quantiles; or a count of 0 alone."""
     if not values:
         return {"count": 0}
     array = np.asarray(values, np.float64)
@@ -207,7 +208,7 @@ def distribution(values: Sequence[float]) -> Summary:
 
 
 def length_bucket(prompt_tokens: int) -> str:
-    """Name of the bucket that a prompt's length falls into."""
+    """Return the name of the bucket of a prompt's length."""
     for low, high in zip((0, *LENGTH_BUCKETS), LENGTH_BUCKETS, strict=False):
         if prompt_tokens < high:
             return f"{_thousands(low)}-{_thousands(high)}"
@@ -215,7 +216,7 @@ def length_bucket(prompt_tokens: int) -> str:
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half width of the 95 % interval of the mean (Student's t); the width is infinite for one value."""
+    """Return mean and half width of its 95 % interval (Student's t); the width is infinite for one value."""
     array: npt.NDArray[np.float64] = np.asarray(values, np.float64)
     mean = float(array.mean())
     if len(array) < 2:
@@ -225,7 +226,7 @@ def interval_95(values: Sequence[float]) -> tuple[float, float]:
 
 
 def share(outcomes: Iterable[bool]) -> float | None:
-    """Share of True; None if there are none."""
+    """Return the share of True; None if there are no outcomes."""
     counted = list(outcomes)
     return sum(counted) / len(counted) if counted else None
 

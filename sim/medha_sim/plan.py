@@ -1,9 +1,9 @@
-"""Which TP x SPP x KVP grid serves a model at a context length within TTFT and TPOT targets, and what it costs.
+"""Find the TP x SPP x KVP grid that serves a model and context length within TTFT and TPOT targets.
 
-Every grid up to a number of GPUs is rated with the same predictor that schedules: TTFT of a lone prompt in
-adaptive chunks that never pass the TPOT target (so that decodes beside it keep theirs), TPOT of a decode batch at
-full context, KV and weight memory. The grid with the fewest GPUs that meets everything is the plan; among equals,
-the cheaper one per token.
+Every grid up to a number of GPUs is rated with the same predictor that schedules: the TTFT of a lone prompt
+in adaptive chunks whose steps stay within the TPOT target (so that decodes in the same steps meet theirs),
+the TPOT of a decode batch at full context, and the memory of KV and weights. The plan is the grid with the
+fewest GPUs that meets everything; among equals, the one that is cheaper per token.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _CHUNKS = tuple(
 )
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_GRID_POINTS = 33  # contexts at which a prefill's rate is taken
+_GRID_POINTS = 33  # contexts at which the speed of a prefill is evaluated
 _LONGEST_BATCH = 1 << 16
-MOST_GPUS = 1 << 16  # of the largest grid that is looked at
-_TIMES_MORE = 8  # GPUs, among which a mend is looked for
+MOST_GPUS = 1 << 16  # size of the largest grid that is considered
+_TIMES_MORE = 8  # if no grid fits, grids of up to this many times the GPUs are searched for a suggestion
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is to be served."""
+    """The requests to serve, their targets, and the hardware budget."""
 
-    context_tokens: int  # prompt
+    context_tokens: int  # length of the prompt
     output_tokens: int = 512
     ttft_seconds: float = 30.0
     tpot_seconds: float = 0.05
-    concurrent: int = 1  # requests of this length at a time
+    concurrent: int = 1  # requests of this length at the same time
     gpu_hour_price: float = 2.5
     memory_fraction: float = 0.9  # of a GPU's memory, for weights, activations and KV
     max_gpus: int = 128
@@ -69,22 +69,20 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Rating:
-    """How one grid serves a wish. Bytes are of one GPU, seconds of one request among `batch`."""
+    """The rating of a grid for a wish. Bytes are per GPU unless noted otherwise."""
 
     topology: Topology
-    ttft_seconds: float
-    tpot_seconds: float  # of a batch of `batch`
-    batch: int  # largest number of such requests that memory and the TPOT target allow; 0: not even one
+    ttft_seconds: float  # of a lone prompt
+    tpot_seconds: float  # in a batch of `batch` or `concurrent` requests, whichever is larger
+    batch: int  # most such requests that memory and the TPOT target allow; 0 if not even one
     weights_bytes: float
     kv_bytes: float  # of `concurrent` requests
     kv_room_bytes: float
-    kv_tokens: int  # that the whole replica holds
-    offload_bytes: (
-        float  # of all GPUs together: what does not fit, KV first, and would have to live in host memory
-    )
+    kv_tokens: int  # capacity of the whole replica
+    offload_bytes: float  # on all GPUs together, what does not fit and would have to move to host memory
     cost_per_million_input: float
     cost_per_million_output: float
-    misses: tuple[str, ...]  # why it does not serve the wish
+    misses: tuple[str, ...]  # what the grid fails on: memory, TTFT, TPOT
 
     @property
     def gpus(self) -> int:
@@ -97,23 +95,26 @@ class Rating:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """GPUs that each resource alone asks for (paper A Fig. 2): a bound below which no grid can serve."""
+    """Lower bounds on the number of GPUs, one for each resource alone (paper A Fig. 2)."""
 
     context_tokens: int
-    compute: int  # causal FLOPs of the prompt at full peak within the TTFT
-    memory: int  # weights once, and KV
-    bandwidth: int  # reading weights and KV once within the TPOT
-    planned: int | None  # fewest GPUs of a grid that meets the wish; None: none does
+    compute: int  # to execute the prompt's causal FLOPs at peak within the TTFT
+    memory: int  # to hold the weights once, and KV
+    bandwidth: int  # to read weights and KV once within the TPOT
+    planned: int | None  # size of the smallest grid that serves the wish; None if none does
 
     @property
     def binding(self) -> str:
-        """The resource that asks for most."""
+        """Name of the resource that needs the most GPUs."""
         amounts = {"compute": self.compute, "memory": self.memory, "bandwidth": self.bandwidth}
         return max(amounts, key=lambda name: amounts[name])
 
 
 def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topology]:
-    """Tensor within a node, stages and lanes in powers of two, at most `max_gpus` GPUs."""
+    """Yield all grids of at most `max_gpus` GPUs.
+
+    Tensor parallelism stays within a node; stages and lanes are powers of two.
+    """
     tensors = [
         size
         for size in (1, 2, 4, 8, 16)
@@ -128,10 +129,10 @@ def grids(model: ModelShape, hardware: Hardware, max_gpus: int) -> Iterator[Topo
 
 
 def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) -> Rating:
-    """How `topology` serves `wish`."""
+    """Rate how `topology` serves `wish`."""
     pace = _Pace(model, hardware, Topology(topology.tensor, topology.stream, topology.kv))
     ranks_of_lane = topology.tensor * topology.stream
-    copies = max(1, topology.tensor // model.kv_heads)  # KV heads are repeated beyond their number
+    copies = max(1, topology.tensor // model.kv_heads)  # KV heads are replicated if there are more ranks
     token_bytes = model.kv_bytes_per_token * copies / (ranks_of_lane * topology.kv)
     weights = model.weights_bytes / ranks_of_lane
     beside_weights = (
@@ -176,7 +177,10 @@ def rate(model: ModelShape, hardware: Hardware, topology: Topology, wish: Wish) 
 
 
 def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
-    """Every grid, the best first: those that serve the wish by GPUs and cost, then the others, the closest first."""
+    """Rate every grid and sort them, best first.
+
+    Grids that serve the wish come first, by GPUs and cost; then the others, those that come closest first.
+    """
 
     def place(rating: Rating) -> tuple[int, float, float]:
         if rating.fits:
@@ -193,7 +197,7 @@ def plan(model: ModelShape, hardware: Hardware, wish: Wish) -> list[Rating]:
 def bounds(
     model: ModelShape, hardware: Hardware, wish: Wish, contexts: Sequence[int], *, search: bool = True
 ) -> list[Bounds]:
-    """GPUs that each resource, and the smallest grid, ask for over `contexts` (paper A Fig. 2)."""
+    """Return the GPUs that each resource and the smallest grid need, over `contexts` (paper A Fig. 2)."""
     usable = wish.memory_fraction * hardware.memory_bytes
     rows = []
     for context in contexts:
@@ -218,17 +222,18 @@ def bounds(
 
 
 def _fewest(model: ModelShape, hardware: Hardware, wish: Wish) -> int | None:
-    """GPUs of the smallest grid that serves the wish."""
+    """Return the GPUs of the smallest grid that serves the wish, or None."""
     grids_by_size = _by_size(model, hardware, wish.max_gpus)
     ratings = (rate(model, hardware, grid, wish) for grid in grids_by_size)
     return next((rating.gpus for rating in ratings if rating.fits), None)
 
 
 def read_shape(config: Path) -> ModelShape:
-    """The shape that a Hugging Face `config.json` (or the folder that holds it) describes.
+    """Read the model's shape from a Hugging Face `config.json`, or from the folder that holds it.
 
     Raises:
-        ConfigInvalid: it cannot be read, a field is missing, or it is of a model that no replica serves.
+        ConfigInvalid: the file cannot be read, a field is missing or invalid, or no replica serves such a
+            model.
     """
     path = config / "config.json" if config.is_dir() else config
     try:
@@ -273,7 +278,7 @@ def read_shape(config: Path) -> ModelShape:
 
 
 def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
-    """What changes memory and work, and no replica serves: figures for it would be those of another model."""
+    """Reject features that no replica serves and that change memory or work: the figures would be wrong."""
     kind = values.get("model_type")
     if kind is not None and kind not in _MODEL_TYPES:
         raise ConfigInvalid(f"{path}: model_type is {kind!r}; choose a model of {', '.join(_MODEL_TYPES)}")
@@ -288,16 +293,17 @@ def _refuse_unserved(path: Path, values: dict[str, Any]) -> None:
 
 
 class _Pace:
-    """Prefill and decode times of one grid."""
+    """Prefill and decode times of a grid."""
 
     def __init__(self, model: ModelShape, hardware: Hardware, topology: Topology) -> None:
         self._predictor = Predictor(profile_for(model, hardware, topology), topology)
         self._topology = topology
 
     def prefill_seconds(self, tokens: int, target_seconds: float) -> float:
-        """A lone prompt in the largest chunks that keep a step, over all stages, within the target.
+        """Return the TTFT of a lone prompt in the largest chunks whose steps meet the target over all stages.
 
-        Rates are taken at points that lie closer where the context is short, and summed by trapezoids.
+        Seconds per token are evaluated at points that are denser where the context is short, and integrated
+        by the trapezoidal rule.
         """
         points = tokens * np.linspace(0.0, 1.0, _GRID_POINTS) ** 2
         seconds_per_token = np.array(
@@ -309,10 +315,10 @@ class _Pace:
         return stage + drain + max(0.0, hops)
 
     def decode_seconds(self, context: int, batch: int) -> float:
-        """TPOT of `batch` requests at `context`: one token each in flight, in as many groups as stages.
+        """Return the TPOT of `batch` requests at `context`, in a group for each stage (or request, if fewer).
 
-        A group's next token follows when it has passed all stages, but not before every group has passed the
-        slowest one, the last, which has the output head.
+        A group starts its next token once the last one has passed all stages, and not before every group has
+        passed the slowest stage: the last, which has the output head.
         """
         stages, lanes = self._topology.stream, self._topology.kv
         groups = min(batch, stages)
@@ -327,11 +333,11 @@ class _Pace:
         return max(through, groups * slowest)
 
     def largest_batch(self, context: int, target_seconds: float, most: int) -> int:
-        """Requests up to `most` that decode together within the target."""
+        """Return the largest number of requests, up to `most`, that decode together within the target."""
         most = min(most, _LONGEST_BATCH)
         if most < 1 or self.decode_seconds(context, 1) > target_seconds:
             return 0
-        low, high = 1, most + 1  # fits at low, not (or not allowed) at high
+        low, high = 1, most + 1  # invariant: low fits; high does not fit or is not allowed
         while high - low > 1:
             middle = (low + high) // 2
             if self.decode_seconds(context, middle) <= target_seconds:
@@ -345,13 +351,13 @@ class _Pace:
         return self._step(context, chunk) / chunk
 
     def _chunk(self, context: int, target_seconds: float, most: int) -> int:
-        """The largest chunk up to `most` whose step stays within the target, end to end over the stages; at least 32 if may be."""
+        """Return the largest chunk up to `most` whose step meets the target over all stages, or 32 tokens."""
         budget = target_seconds / self._topology.stream
         fitting = bisect_right(_CHUNKS, budget, key=lambda chunk: self._step(context, chunk))
         return min(_CHUNKS[max(fitting - 1, 0)], most)
 
     def _step(self, context: int, chunk: int) -> float:
-        """One stage's time of a chunk; from `TOKENS_PER_LANE` on, the lanes that hold the KV work together."""
+        """Return a stage's time for a chunk; from `TOKENS_PER_LANE` on, lanes that hold KV share the work."""
         lanes = min(self._topology.kv, context // TOKENS_PER_LANE + 1)
         shard = min(context, max(TOKENS_PER_LANE, -(-context // lanes)))
         own = self._predictor.tally()
@@ -360,7 +366,10 @@ class _Pace:
 
 
 def _activation_bytes(model: ModelShape, topology: Topology) -> float:
-    """Of the largest chunk: hidden rows that tensor parallelism does not split, and the wide rows that it does."""
+    """Return the activation bytes of the largest chunk.
+
+    They are of hidden rows, which tensor parallelism does not split, and of wide rows, which it does.
+    """
     split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + 2 * model.intermediate
     return _LARGEST_CHUNK * (5 * model.hidden + split / topology.tensor) * model.dtype_bytes
 
@@ -377,7 +386,7 @@ def _by_size(model: ModelShape, hardware: Hardware, max_gpus: int) -> tuple[Topo
 
 
 def shortfall(model: ModelShape, hardware: Hardware, wish: Wish, closest: Rating) -> str:
-    """What `closest`, the first grid of a plan, lacks where no grid serves the wish, and mends that each suffice."""
+    """Describe what the closest grid of a plan lacks if none fits, and changes of which each suffices."""
     asked = (
         f"no grid of up to {wish.max_gpus} {hardware.name} serves {wish.context_tokens:,} tokens of {model.name} "
         f"within a TTFT of {wish.ttft_seconds:g} s and a TPOT of {1e3 * wish.tpot_seconds:g} ms"

@@ -18,7 +18,7 @@ _COLOURS = {"compute": "#d62728", "memory": "#1f77b4", "bandwidth": "#2ca02c", "
 
 
 def page(title: str, wish: Wish, ratings: Sequence[Rating], rows: Sequence[Bounds]) -> str:
-    """A self-contained page: no network is needed to read it."""
+    """Return a self-contained page; reading it needs no network."""
     figure = make_subplots(
         rows=1, cols=2, subplot_titles=("GPUs that each resource asks for", "Every grid, and the targets")
     )

@@ -1,4 +1,4 @@
-"""The plots of a report, as plotly figures: what is compared, in the systems' colours."""
+"""The plots of a report, as plotly figures. Each system keeps its colour."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOG: dict[str, Any] = {
     "tickvals": _LOG_TICKS,
     "ticktext": [f"{tick:,.7g}" if tick < 1e6 else f"{tick / 1e6:g}M" for tick in _LOG_TICKS],
 }
-"""An axis of powers of ten whose ticks are all written out: plotly shows bare digits between the powers."""
+"""Logarithmic axis with all tick labels written out; plotly shows bare digits between powers of ten."""
 
 
 def attainment(runs: Runs, grouping: str, title: str) -> Figure:
-    """Bars: share of decided requests in time; whiskers: the capacity band."""
+    """Plot the share of decided requests in time as bars, and the capacity band as whiskers."""
     groups = _group_names(runs, grouping)
     figure = _figure(f"TTFT in time, {title}")
     for system, colour in _systems(runs):
@@ -54,7 +54,7 @@ def attainment(runs: Runs, grouping: str, title: str) -> Figure:
 
 
 def curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = None) -> Figure:
-    """Cumulative distributions."""
+    """Plot cumulative distributions, averaged over runs."""
     figure = _figure(title)
     shares = [index / (CURVE_POINTS - 1) for index in range(CURVE_POINTS)]
     for system, colour in _systems(runs):
@@ -76,7 +76,7 @@ def curves(runs: Runs, path: tuple[str, ...], title: str, mark: float | None = N
 
 
 def latency(runs: Runs, grouping: str, figure_name: str, title: str) -> Figure:
-    """Bars: medians of a time; whiskers: up to its 99th percentile; means over seeds."""
+    """Plot medians of a time as bars, with whiskers up to its 99th percentile; both are means over seeds."""
     groups = _group_names(runs, grouping)
     figure = _figure(f"{title}: median (bar) and p99 (whisker), seconds")
     times: list[float] = []
@@ -95,7 +95,7 @@ def latency(runs: Runs, grouping: str, figure_name: str, title: str) -> Figure:
 
 
 def convoy(runs: Runs) -> Figure:
-    """Shorts that arrive while a long prompt is unanswered, beside the others."""
+    """Plot the TTFT of short requests that arrive while a long prompt is unanswered, and of the others."""
     figure = _figure("TTFT of short requests, seconds: median (bar) and p90 (whisker)")
     times: list[float] = []
     for place, name in (("otherwise", "no long prompt"), ("while_long_prefills", "behind a long prompt")):
@@ -115,7 +115,7 @@ def convoy(runs: Runs) -> Figure:
 
 
 def over_time(runs: Runs, column: str, title: str) -> Figure:
-    """A column of the series of each system's one run."""
+    """Plot a column of the series over time; `runs` has one run for each system."""
     figure = _figure(f"{title}, over time (seconds)")
     for (system, colour), (_, summary) in zip(_systems(runs), runs, strict=False):
         found = summary["series"]
@@ -126,7 +126,7 @@ def over_time(runs: Runs, column: str, title: str) -> Figure:
 
 
 def chunks(runs: Runs) -> Figure:
-    """Sizes of prefill chunks, by what stands before them."""
+    """Plot sizes of prefill chunks by the context before them."""
     figure = _figure("prefill chunks by context (tokens): median (bar) and p90 (whisker)")
     for system, colour in _systems(runs):
         buckets: dict[str, list[Summary]] = {}
@@ -143,7 +143,7 @@ def chunks(runs: Runs) -> Figure:
 
 
 def over_load(runs: Runs) -> list[Figure]:
-    """Attainment of each kind, and goodput, over the offered load."""
+    """Plot the attainment of each kind, and goodput, over the offered load."""
     kinds = list(dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]))
     figures = []
     for kind in kinds:
@@ -167,11 +167,11 @@ def _line_per_system(runs: Runs, path: tuple[str, ...], title: str) -> Figure:
     return figure
 
 
-# --- small things ---
+# --- helpers ---
 
 
 def at(summary: Summary, *path: str) -> Any:
-    """What lies at a path of keys, or None."""
+    """Return the value at a path of keys, or None."""
     found: Any = summary
     for name in path:
         if not isinstance(found, dict) or name not in found:
@@ -194,7 +194,7 @@ def _figure(title: str) -> Figure:
 
 
 def plot(figure: Figure) -> str:
-    """A figure as a piece of a page that has plotly's script already."""
+    """Return a figure as a fragment of a page that already has plotly's script."""
     text: str = figure.to_html(
         full_html=False, include_plotlyjs=False, config={"displaylogo": False, "responsive": True}
     )
@@ -202,26 +202,29 @@ def plot(figure: Figure) -> str:
 
 
 def _axis_of_bars(values: Sequence[float]) -> dict[str, Any]:
-    """Logarithmic only where it must be: there, a bar has no foot from which its length could be read."""
+    """Return a logarithmic axis if values span more than a factor of 10, else one from zero.
+
+    On a logarithmic axis the length of a bar has no meaning, so it is avoided where possible.
+    """
     known = [value for value in values if value > 0]
     return LOG if known and max(known) > 10 * min(known) else {"rangemode": "tozero"}
 
 
 def _systems(runs: Runs) -> list[tuple[str, str]]:
-    """Each system with its colour."""
+    """Return each system with its colour."""
     names = list(dict.fromkeys(key.system for key, _ in runs))
     return [(name, _COLOURS[index % len(_COLOURS)]) for index, name in enumerate(names)]
 
 
 def _group_names(runs: Runs, grouping: str) -> list[str]:
-    """Names of groups in the order of their size: the run that has the most of them knows it."""
+    """Return the names of groups, in the order of the run that has the most groups; others follow."""
     most: Summary = max((summary[grouping] for _, summary in runs), key=len, default={})
     missing = [name for _, summary in runs for name in summary[grouping] if name not in most]
     return [*most, *dict.fromkeys(missing)]
 
 
 def _up(rise: Sequence[float]) -> dict[str, Any]:
-    """Whiskers that only go up."""
+    """Return whiskers that only go up."""
     return {
         "type": "data",
         "symmetric": False,

@@ -1,6 +1,6 @@
-"""What a simulation writes down: one record a request, a few numbers a step, and the state at intervals.
+"""The log of a simulation: a record for each request, columns for steps and chunks, the state at intervals.
 
-Nothing is judged here; `metrics` does that. Times are seconds of the virtual clock, which starts at 0.
+`metrics` evaluates it. Times are seconds of the virtual clock, which starts at 0.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from typing import Literal
 from medha.wire.messages import Step
 
 Ending = Literal["finished", "refused", "failed", "censored"]
-"""`censored`: it was still under way when the simulation stopped."""
+"""`censored` means that the request was still under way when the simulation stopped."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What became of one request (seconds of the virtual clock; None: it did not happen)."""
+    """The history of a request (seconds of the virtual clock; None if the event did not happen)."""
 
     id: str
     kind: str  # the part of the workload that it comes from, e.g. "short" or "long"
     service_class: str
     prompt_tokens: int
-    output_tokens: int  # that it wants
+    output_tokens: int  # tokens that it wants
     arrived_at: float
     ttft_target_seconds: float
     tpot_target_seconds: float
     first_token_at: float | None = None
     last_token_at: float | None = None
     ended_at: float | None = None
-    tokens: int = 0  # that it got
+    tokens: int = 0  # output tokens that it got
     worst_gap_seconds: float = 0.0  # longest wait between two of its tokens
     late_gaps: int = 0  # gaps above its TPOT target
     ending: Ending = "censored"
@@ -42,7 +42,7 @@ class RequestRecord:
 
     @property
     def tpot_seconds(self) -> float | None:
-        """Mean time per output token behind the first; None below two tokens."""
+        """Mean time per output token after the first; None below two tokens."""
         if self.first_token_at is None or self.last_token_at is None or self.tokens < 2:
             return None
         return (self.last_token_at - self.first_token_at) / (self.tokens - 1)
@@ -50,30 +50,31 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class Series:
-    """State at intervals; equal lengths. The columns of one replica are summed over replicas."""
+    """State at intervals, as columns of equal length, over all replicas."""
 
     at: array[float] = field(default_factory=lambda: array("d"))
     running: array[float] = field(default_factory=lambda: array("d"))
     waiting: array[float] = field(default_factory=lambda: array("d"))  # in replicas and in the router
-    kv_share: array[float] = field(default_factory=lambda: array("d"))  # of all KV tokens, held
+    kv_share: array[float] = field(default_factory=lambda: array("d"))  # KV tokens held, of all
 
 
 @dataclass(slots=True)
 class StepColumns:
-    """One row a step that computes something; equal lengths."""
+    """Columns of equal length, with a row for each step that computes something.
+
+    Times are those of the slowest stage.
+    """
 
     at: array[float] = field(default_factory=lambda: array("d"))
-    predicted_seconds: array[float] = field(
-        default_factory=lambda: array("d")
-    )  # by the controller, slowest stage
-    busy_seconds: array[float] = field(default_factory=lambda: array("d"))  # what the slowest stage took
+    predicted_seconds: array[float] = field(default_factory=lambda: array("d"))  # the controller's prediction
+    busy_seconds: array[float] = field(default_factory=lambda: array("d"))  # what it took
     prefill_tokens: array[int] = field(default_factory=lambda: array("q"))
     decodes: array[int] = field(default_factory=lambda: array("q"))
 
 
 @dataclass(slots=True)
 class ChunkColumns:
-    """One row a prefill chunk; equal lengths."""
+    """Columns of equal length, with a row for each prefill chunk."""
 
     at: array[float] = field(default_factory=lambda: array("d"))
     context: array[int] = field(default_factory=lambda: array("q"))
@@ -82,15 +83,15 @@ class ChunkColumns:
 
 @dataclass(slots=True)
 class RunLog:
-    """Everything that one simulation writes down."""
+    """Everything that a simulation records."""
 
     requests: dict[str, RequestRecord] = field(default_factory=dict)
     series: Series = field(default_factory=Series)
     steps: StepColumns = field(default_factory=StepColumns)
     chunks: ChunkColumns = field(default_factory=ChunkColumns)
     gaps: dict[str, array[float]] = field(default_factory=dict)
-    """Seconds between tokens, of the requests that it is given an array for."""
-    window_seconds: float = 0.0  # simulated; arrivals behind it are not in the log
+    """Seconds between tokens, by request id; recorded only for requests that have an array here."""
+    window_seconds: float = 0.0  # simulated time; later arrivals are not in the log
     interrupted: bool = False
 
     def arrived(self, record: RequestRecord) -> None:
@@ -98,7 +99,7 @@ class RunLog:
         self.requests[record.id] = record
 
     def emitted(self, id_: str, tokens: int, now: float) -> None:
-        """`tokens` more output tokens reach the client."""
+        """Record that `tokens` more output tokens reach the client."""
         record = self.requests[id_]
         last = record.last_token_at
         if last is None:
@@ -120,7 +121,7 @@ class RunLog:
         record.ending, record.ended_at, record.detail = ending, now, detail
 
     def stepped(self, step: Step, busy_seconds: float, now: float) -> None:
-        """A replica launches a step."""
+        """Record that a replica launches a step."""
         decodes = prefill_tokens = 0
         for entry in step.entries:
             extents = entry.extents

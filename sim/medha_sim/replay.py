@@ -1,14 +1,15 @@
-"""A recorded log of a live replica (`medha up --record`): does it replay, and what if it had been configured otherwise?
+"""Replay the recorded log of a live replica (`medha up --record`), and simulate it under other settings.
 
-The log holds, line by line: the manifest's spec (and the profile, if it names one), the `RankReady` that the settings
-were derived from, and then every event of the controller with its time and a digest of the commands that it led to.
+The first line of a log holds the manifest's spec (and the profile, if the spec names one), the second the
+`RankReady` that the settings were derived from. Each later line holds one controller event, its time and a
+digest of the commands that it led to.
 
-* `verify` feeds the events to a fresh controller and compares the commands. A difference means that the code has
-  changed since, or that the controller is not deterministic, which would be a bug.
-* `read` makes of the log what a simulation writes down, so that both are judged by the same figures.
-* `what_if` simulates the same requests again, under any scheduling. Each of its steps takes what some live step of
-  about the same predicted time took: slow moments of the machine included. Which one is drawn, in pairs: with one
-  seed, the machine is slow at the same times under every scheduling (`SlowMoments`).
+* `verify` feeds the events to a fresh controller and compares the commands. A difference means that the code
+  has changed since, or that the controller is not deterministic, which would be a bug.
+* `read` converts the log into the `RunLog` of a simulation, so that both are judged by the same figures.
+* `what_if` simulates the same requests again under any scheduling. Each step takes the time of a randomly
+  drawn live step with a similar predicted time, so slow moments of the machine are included. The draws are
+  paired: with one seed, the machine is slow at the same times under every scheduling (`SlowMoments`).
 """
 
 from __future__ import annotations
@@ -52,41 +53,41 @@ from medha_sim.records import RequestRecord, RunLog
 from medha_sim.scenario import medha_replica
 
 _NEIGHBOURS = 32
-"""Live steps of about the same predicted time, among which one is drawn."""
-_NO_TIME_SECONDS = 1e11  # 3,000 years: what is beyond is none of a clock's times
-_FASTEST = 0.1  # of its prediction: no step takes less
+"""Number of live steps with a similar predicted time, one of which is drawn."""
+_NO_TIME_SECONDS = 1e11  # about 3,000 years; no clock reads more
+_FASTEST = 0.1  # shortest time of a step, as a share of its prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One line of a log."""
+    """An event line of a log."""
 
     line: int
     now: float
     event: ControllerEvent
-    commands: str | None  # digest; None: the log is of a version that wrote none
+    commands: str | None  # digest; None if the version that wrote the log recorded none
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A log."""
+    """A parsed log."""
 
     path: Path
     spec: MedhaReplicaSpec
     ready: RankReady
     profile: Profile | StepProfile
     events: tuple[Recorded, ...]
-    cut_off: bool = False  # its last line is not whole: the process was killed
+    cut_off: bool = False  # the last line is incomplete: the process was killed
 
     def config(self, scheduling: SchedulingSpec | None = None) -> ReplicaConfig:
-        """The live replica's settings, or those with another scheduling."""
+        """Return the live replica's settings, optionally with another scheduling."""
         spec = self.spec if scheduling is None else self.spec.model_copy(update={"scheduling": scheduling})
         return derive(spec, self.ready)
 
 
 @dataclass(slots=True)
 class Difference:
-    """Where a replay parts from its log."""
+    """The first point where a replay differs from its log."""
 
     line: int
     detail: str
@@ -94,20 +95,21 @@ class Difference:
 
 @dataclass(slots=True)
 class Verification:
-    """What a replay found."""
+    """The result of `verify`."""
 
     events: int = 0
     commands: int = 0
     steps: int = 0
-    compared: int = 0  # events whose commands the log has a digest of
+    compared: int = 0  # events for which the log has a digest of the commands
     difference: Difference | None = None
 
 
 def read_record(path: Path) -> Record:
-    """A log from its file.
+    """Read a log from its file.
 
     Raises:
-        ConfigInvalid: names the file and the line. Only the last line may be incomplete.
+        ConfigInvalid: a line is invalid; the error names the file and the line. Only the last line may be
+            incomplete.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -148,7 +150,7 @@ def read_record(path: Path) -> Record:
 
 
 def verify(record: Record) -> Verification:
-    """Feed the log to a fresh controller; stops at the first difference."""
+    """Feed the log to a fresh controller and stop at the first difference."""
     found = Verification()
     for recorded, commands in _replayed(record, found):
         found.events += 1
@@ -170,41 +172,41 @@ def verify(record: Record) -> Verification:
 
 @dataclass(frozen=True, slots=True)
 class LiveRanks:
-    """What live steps took of a stage, against the profile: seconds, float64 [steps], by ascending prediction."""
+    """Observed and predicted stage times of live steps: seconds, float64 [steps], by ascending prediction."""
 
     predicted: npt.NDArray[np.float64]
     observed: npt.NDArray[np.float64]
-    message_seconds: float  # of a message between controller and ranks
+    message_seconds: float  # one way, between controller and ranks
 
     @classmethod
     def of(cls, steps: list[tuple[float, float]], message_seconds: float) -> LiveRanks:
-        """From (predicted, observed) of each step, in any order."""
+        """Create an instance from the (predicted, observed) pairs of all steps, in any order."""
         table = np.array(sorted(steps)).reshape(len(steps), 2)
         return cls(table[:, 0], table[:, 1], message_seconds)
 
     @property
     def factor(self) -> float:
-        """Median of observed over predicted; 1 if no step was seen."""
+        """Median of observed over predicted time; 1 if no step was seen."""
         return float(np.median(self.observed / self.predicted)) if len(self.observed) else 1.0
 
 
 class SlowMoments:
-    """How slow a machine is at each time of a simulation: the same times are slow under every policy of one seed.
+    """Random slowness of a machine over time: with one seed, the same times are slow under every policy.
 
-    Each launch of a step draws a number of its own, keyed by (seed, lane, moment, how many launches of that lane came
-    before it in the moment). So two runs draw the same numbers wherever they launch steps at about the same time,
-    whatever they launched before. Without that, the first step that differs would shift all draws behind it, and the
-    difference of two policies would be mostly luck.
+    Each launch of a step draws its own number, keyed by (seed, lane, moment, index of the launch among those
+    of the lane in that moment). Two runs therefore draw the same numbers wherever they launch steps at about
+    the same time, whatever they launched before. Otherwise the first differing step would shift all later
+    draws, and the difference between two policies would be mostly luck.
     """
 
     def __init__(self, seed: int, moment_seconds: float) -> None:
-        """`moment_seconds` is how long a moment lasts; about one step is best."""
+        """`moment_seconds` is the length of a moment; about the length of one step is best."""
         self._seed = seed
         self._moment_seconds = moment_seconds
-        self._last: dict[int, tuple[int, int]] = {}  # by lane: the moment of its last launch, launches in it
+        self._last: dict[int, tuple[int, int]] = {}  # lane -> (moment of its last launch, launches in it)
 
     def draw(self, lane: int, now: float) -> float:
-        """A uniform number in [0, 1) for a step that `lane` launches at `now` (seconds); near 1 is slow."""
+        """Draw a uniform number in [0, 1) for a step of `lane` at `now` (seconds); near 1 is slow."""
         moment = int(now / self._moment_seconds)
         last, launches = self._last.get(lane, (-1, 0))
         launches = launches + 1 if moment == last else 1
@@ -213,16 +215,16 @@ class SlowMoments:
 
 
 class Resampled:
-    """Steps that take what some live step of about the same predicted time took.
+    """A step cost drawn from the live steps with a similar predicted time.
 
-    The rest, by which their predictions differ, counts with the live median of observed over predicted.
+    The difference between the two predictions, times the live median of observed over predicted, is added.
     """
 
     def __init__(self, cost: StepCost, ranks: LiveRanks, seed: int) -> None:
         self._cost = cost
         self._ranks = ranks
         self._factor = ranks.factor
-        # A log whose steps took no time, by its clock, says nothing of how long a slow moment is.
+        # If no step took measurable time, the log does not show how long a slow moment is: use 1 s.
         typical_seconds = (float(np.median(ranks.observed)) if len(ranks.observed) else 0.0) or 1.0
         self._slow = SlowMoments(seed, typical_seconds)
 
@@ -244,7 +246,7 @@ class Resampled:
 
 @dataclass(slots=True)
 class Reading:
-    """What the live replica did, as a simulation would have written it down; time starts with the first event."""
+    """The live run in the form of a simulation's log; time starts with the first event."""
 
     record: Record
     log: RunLog = field(default_factory=RunLog)
@@ -252,7 +254,7 @@ class Reading:
     ranks: LiveRanks = field(default_factory=lambda: LiveRanks.of([], 0.0))
 
     def workload(self) -> Workload:
-        """The requests: each wants as many tokens as it got, until its client went away if it did."""
+        """Return the requests; each wants as many tokens as it got live before it ended or was cancelled."""
         requests = self.log.requests
         return Workload(
             [
@@ -275,16 +277,17 @@ class Reading:
 
 
 def read(record: Record) -> Reading:
-    """Replay a log and write down what was answered. Where the replay parts from its log, the reading ends."""
+    """Replay a log and record the answers, up to a `Done` that does not match a launched step."""
     return _Reader(record).read()
 
 
 def what_if(
     reading: Reading, scheduling: SchedulingSpec, *, seed: int = 0, progress: Progress | None = None
 ) -> RunLog:
-    """The log's requests under another scheduling (or the same, to see how well the simulator does).
+    """Simulate the log's requests under another scheduling, or under the same one to validate the simulator.
 
-    Compare two schedulings by the differences of runs with equal seeds: those share the machine's slow moments.
+    Compare two schedulings by the differences between runs with equal seeds, which share the machine's slow
+    moments.
     """
     record, requests = reading.record, reading.workload()
     config = record.config(scheduling)
@@ -303,10 +306,10 @@ def what_if(
 
 
 def changed_scheduling(record: Record, changes: dict[str, Any]) -> SchedulingSpec:
-    """The live scheduling with other values for some fields, spelt as in a manifest.
+    """Return the live scheduling with other values for some fields, spelt as in a manifest.
 
     Raises:
-        ConfigInvalid: names the field.
+        ConfigInvalid: a field is unknown or its value is invalid; the error names the field.
     """
     document = record.spec.scheduling.model_dump(mode="json", by_alias=True)
     for name in changes:
@@ -321,11 +324,14 @@ def changed_scheduling(record: Record, changes: dict[str, Any]) -> SchedulingSpe
         ) from error
 
 
-# --- the controller again ----------------------------------------------------------------------------
+# --- replaying the controller ------------------------------------------------------------------------
 
 
 def _replayed(record: Record, found: Verification) -> Iterator[tuple[Recorded, list[ControllerCommand]]]:
-    """Each event with what a fresh controller commands; ends early, with a difference, if it cannot follow."""
+    """Yield each event with a fresh controller's commands.
+
+    If an event does not fit the steps launched so far, set `found.difference` and end.
+    """
     controller = ReplicaController(record.config(), record.profile)
     launched: dict[int, Step] = {}
     for recorded in record.events:
@@ -348,17 +354,17 @@ def _replayed(record: Record, found: Verification) -> Iterator[tuple[Recorded, l
 
 
 def _strangers(done: Done, step: Step) -> list[str]:
-    """Sequences that a step answers for and was not to compute."""
+    """Return the sequences that `done` reports on although `step` did not include them."""
     answered = {sample.id for sample in done.samples} | {failure.id for failure in done.failures}
     answered |= {id_ for id_, _ in done.block_hashes}
     return sorted(answered - {entry.id for entry in step.entries})
 
 
-# --- what the log says -------------------------------------------------------------------------------
+# --- reading the log ---------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Makes a `Reading` while a fresh controller follows the log."""
+    """Builds a `Reading` by replaying the log on a fresh controller."""
 
     def __init__(self, record: Record) -> None:
         self._events = record.events
@@ -367,10 +373,10 @@ class _Reader:
         self._cost = PredictorCost(Predictor(record.profile, self._config.topology))
         self._reading = Reading(record)
         self._log = self._reading.log
-        self._launched: dict[int, tuple[Step, float, int]] = {}  # with the time, and the row in the log
-        self._free_at: dict[int, float] = {}  # when each lane has ended its last step
+        self._launched: dict[int, tuple[Step, float, int]] = {}  # step, launch time, row in the log
+        self._free_at: dict[int, float] = {}  # lane -> time when its last step ended
         self._steps: list[tuple[float, float]] = []  # predicted and observed seconds of a stage
-        self._overheads: list[float] = []  # from launch to Done, beyond computing
+        self._overheads: list[float] = []  # seconds from launch to `Done`, less compute time
 
     def read(self) -> Reading:
         start = self._events[0].now if self._events else 0.0
@@ -419,7 +425,10 @@ class _Reader:
         )
 
     def _note_targets(self, submit: Submit) -> None:
-        """Targets as the controller applies them, counted from here: its router has used up some of the time."""
+        """Record the targets that the controller applies.
+
+        The TTFT target is counted from this arrival: the time that the request spent before it is subtracted.
+        """
         request = self._controller.find(submit.id)
         if request is not None:
             seen = self._log.requests[submit.id]
@@ -435,10 +444,10 @@ class _Reader:
             return
         self._log.steps.busy_seconds[row] = done.compute_seconds
         predicted, stages = max(timing.stage_seconds), len(timing.stage_seconds)
-        if stages == 1:  # until the answer, so that waits of the processes for a core are in it, too
+        if stages == 1:  # measured until the answer, so that time spent waiting for a CPU core is included
             self._steps.append((predicted, now - begun_at))
             self._overheads.append(0.0)
-        else:  # that time has waits behind other steps in it, which the simulated pipeline has of its own
+        else:  # that time would include waiting behind other steps, which the simulated pipeline adds itself
             self._steps.append((predicted, done.compute_seconds))
             self._overheads.append(now - launched_at - stages * done.compute_seconds)
 
@@ -455,7 +464,7 @@ class _Reader:
                     seen.output_tokens += len(command.tokens)
                 if command.finish_reason is not None and seen.ended_at is None:
                     self._log.ended(command.id, "finished", now)
-            case Refused() if self._log.requests[command.id].ended_at is None:  # its id was submitted once
+            case Refused() if self._log.requests[command.id].ended_at is None:  # a repeated id may have ended
                 self._log.ended(command.id, "refused", now, f"{command.reason}: {command.detail}")
             case Failed():
                 self._log.ended(command.id, "failed", now, f"{command.reason}: {command.detail}")
@@ -472,7 +481,7 @@ class _Reader:
         series.kv_share.append(1 - load.kv_tokens_free / all_tokens if all_tokens else 0.0)
 
 
-# --- lines -------------------------------------------------------------------------------------------
+# --- parsing lines -----------------------------------------------------------------------------------
 
 
 def _recorded(path: Path, number: int, text: str) -> Recorded:
@@ -480,7 +489,7 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
     now, event, commands = entry.get("now"), entry.get("event"), entry.get("commands")
     if not isinstance(now, int | float) or not isinstance(event, dict):
         raise ConfigInvalid(f"{path}:{number}: has no `now` or no `event`")
-    if not -_NO_TIME_SECONDS < now < _NO_TIME_SECONDS:  # nor is NaN
+    if not -_NO_TIME_SECONDS < now < _NO_TIME_SECONDS:  # also true for NaN
         raise ConfigInvalid(
             f"{path}:{number}: now is {now}, which is no time; delete the line and those behind it"
         )

@@ -1,6 +1,7 @@
-"""One HTML page that needs nothing else, and the JSON beside it: what a study found.
+"""Reports of a study: a self-contained HTML page, and a JSON document.
 
-The page holds plotly's script (MIT licence) and fetches nothing. Every figure of the page is in the JSON too.
+The page embeds plotly's script (MIT licence) and fetches nothing. Every figure of the page is also in the
+JSON.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from medha_sim.plots import (
 from medha_sim.study import StudyResult
 
 _MOST_WARNINGS = 12
-_LEAST_SEEDS = 3  # below, an interval says nothing: Student's factor for two is 12.7
-_MANY_UNDECIDED = 0.05  # share of requests
+_LEAST_SEEDS = 3  # with fewer, an interval is useless: Student's factor for two is 12.7
+_MANY_UNDECIDED = 0.05  # share of undecided requests above which a run gets a warning
 _METHOD = (
     "The controllers and the router are the ones that serve; step times are predicted, and attention on data-centre "
     "accelerators is known to about 30 %. A TTFT target is decided once the first token came or the deadline passed; "
@@ -52,7 +53,7 @@ th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a page says, besides what the runs say themselves."""
+    """The content of a report."""
 
     title: str
     paragraphs: tuple[str, ...]
@@ -62,7 +63,7 @@ class Report:
 
 
 def of_study(result: StudyResult) -> Report:
-    """The report of a study."""
+    """Return the report of a study."""
     return Report(
         title="Medha under a virtual clock",
         paragraphs=(_description(result), _METHOD),
@@ -73,12 +74,12 @@ def of_study(result: StudyResult) -> Report:
 
 
 def figures(report: Report) -> str:
-    """The JSON."""
+    """Return the JSON document."""
     return json.dumps(report.document, indent=1) + "\n"
 
 
 def page(report: Report) -> str:
-    """The HTML page."""
+    """Return the HTML page."""
     runs = comparable(report.runs)
     central = [(key, summary) for key, summary in runs if key.capacity == 1]
     parts = [
@@ -102,14 +103,14 @@ def page(report: Report) -> str:
 
 
 def comparable(runs: Runs) -> Runs:
-    """Runs that reached their end; if there are none, those that were interrupted."""
+    """Return the runs that reached their end; if there are none, all runs."""
     whole = [(key, summary) for key, summary in runs if not summary["interrupted"]]
     return whole or runs
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One figure of a run, and how it is written."""
+    """A figure of a run, and its format."""
 
     name: str
     value: Callable[[Summary], float | None]
@@ -117,7 +118,7 @@ class Column:
 
 
 def columns(runs: Runs) -> list[Column]:
-    """What a table of these runs shows."""
+    """Return the columns of a table of these runs."""
     found = []
     for kind in dict.fromkeys(kind for _, summary in runs for kind in summary["kinds"]):
         found += [
@@ -137,7 +138,7 @@ def columns(runs: Runs) -> list[Column]:
 
 
 def table_rows(runs: Runs, *, band: bool = True) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table that compares systems: mean over seeds +- half the 95 % interval, [band]."""
+    """Return head and rows of the table of systems: mean over seeds +- half the 95 % interval, [band]."""
     shown = columns(runs)
     rows = []
     for system in dict.fromkeys(key.system for key, _ in runs):
@@ -148,7 +149,7 @@ def table_rows(runs: Runs, *, band: bool = True) -> tuple[list[str], list[list[s
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One figure of a system less that of the first system, by seed: both saw the same requests."""
+    """A figure of a system minus that of the first system, by seed: both saw the same requests."""
 
     system: str
     less: str
@@ -156,7 +157,7 @@ class Difference:
     by_seed: tuple[float, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Mean over the seeds, and half the 95 % interval of that mean."""
+        """Return the mean over the seeds, and half the 95 % interval of that mean, as plain data."""
         mean, half_width = interval_95(self.by_seed)
         return {
             "system": self.system,
@@ -169,10 +170,10 @@ class Difference:
 
 
 def differences(runs: Runs) -> list[Difference]:
-    """Shares and rates of each system less those of the first one, paired by seed.
+    """Return shares and rates of each system minus those of the first one, paired by seed.
 
-    They tell systems apart where the systems' own intervals overlap. Systems with fewer than `_LEAST_SEEDS` seeds, such
-    as what a live replica did, are left out.
+    Paired differences can tell systems apart whose own intervals overlap. Systems with fewer than
+    `_LEAST_SEEDS` seeds, such as a live run, are left out.
     """
     central = {(key.system, key.seed): summary for key, summary in runs if key.capacity == 1}
     seeds_of = Counter(system for system, _ in central)
@@ -193,7 +194,7 @@ def differences(runs: Runs) -> list[Difference]:
 
 
 def difference_rows(runs: Runs) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table of `differences`: mean over seeds +- half the 95 % interval."""
+    """Return head and rows of the table of `differences`: mean over seeds +- half the 95 % interval."""
     found = differences(runs)
     shown = list(dict.fromkeys(one.column.name for one in found))
     cells = {
@@ -322,7 +323,7 @@ def _sections(runs: Runs) -> Iterable[str]:
 
 
 def _turned(head: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """A column for each system instead of a row: there are more figures than systems."""
+    """Transpose a table, so that each system has a column: there are more figures than systems."""
     first, *others = zip(head, *rows, strict=True)
     return list(first), [list(other) for other in others]
 
@@ -333,7 +334,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
     return f"<div class='scroll'><table><thead><tr>{cells}</tr></thead><tbody>{lines}</tbody></table></div>"
 
 
-# --- small things ------------------------------------------------------------------------------------
+# --- helpers -----------------------------------------------------------------------------------------
 
 
 def _figure_at(*path: str) -> Callable[[Summary], float | None]:

@@ -1,7 +1,8 @@
-"""What is simulated: a model on some hardware in some shape, and the replicas that follow from it.
+"""Deployments to simulate: a model on hardware in a topology, and the replicas derived from it.
 
-The `ReplicaConfig` is built as `medha up` derives it from a manifest and its ranks: long is where attention passes
-linear FLOPs unless the manifest says otherwise, and KV gets what weights leave of `memory_fraction`.
+The `ReplicaConfig` is built as `medha up` derives it from a manifest and its ranks: unless the manifest says
+otherwise, a prompt is long where attention FLOPs exceed linear FLOPs, and KV gets what weights leave of
+`memory_fraction`.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from medha_sim.workloads import Targets
 MODEL_NAME = "simulated"
 DIGEST = "simulated"
 MAX_CHUNK_TOKENS = 8192
-"""Largest chunk where nothing else is said: an A100 pod needs it to be at full efficiency beside decodes."""
+"""Largest chunk by default: an A100 pod needs chunks of this size to be fully efficient beside decodes."""
 
 
 MAX_MODEL_LEN_TOKENS = 1_100_000
-"""Holds the longest Medha-SWE request and its answer."""
+"""Maximum model length by default: it holds the longest Medha-SWE request and its answer."""
 
 _POINTS = tuple(64 * 4**power for power in range(10))
-"""Prompt lengths whose prefill times a replica announces to routers."""
+"""Prompt lengths for which a replica announces its prefill times to routers."""
 
 
 def default_scheduling() -> SchedulingSpec:
@@ -47,15 +48,15 @@ def default_scheduling() -> SchedulingSpec:
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """How the ground truth differs from what the controller's profile says."""
+    """Difference between the ground truth and the controller's profile."""
 
-    bias: float = 1.0  # every step takes so many times as long
-    noise: float = 0.0  # standard deviation of a log-normal factor of mean one, for each step
+    bias: float = 1.0  # factor on the time of every step
+    noise: float = 0.0  # standard deviation of each step's log-normal factor of mean one
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One kind of replica, and how many of it."""
+    """A number of identical replicas."""
 
     model: ModelShape = LLAMA3_8B
     hardware: Hardware = A100
@@ -64,8 +65,8 @@ class Deployment:
     service_classes: tuple[ServiceClass, ...] = (ServiceClass(name="default"),)
     max_model_len: int = MAX_MODEL_LEN_TOKENS
     memory_fraction: float = 0.9  # of a device, for weights and KV
-    kv_bytes: int | None = None  # of KV on each rank, instead of what the weights leave
-    measured: Profile | None = None  # by `medha profile`, instead of what follows from the hardware
+    kv_bytes: int | None = None  # of KV on each rank; None: what the weights leave
+    measured: Profile | None = None  # by `medha profile`; None: derived from the hardware
     block_size_tokens: int = 16
     tokens_per_lane: int = TOKENS_PER_LANE
     prefix_caching: bool = True
@@ -74,13 +75,13 @@ class Deployment:
     latencies: Latencies = field(default_factory=lambda: Latencies(replica_seconds=0.0005))
 
     def profile(self) -> Profile:
-        """What each step costs, as the controllers believe."""
+        """Return the step costs that the controllers assume."""
         if self.measured is not None:
             return self.measured
         return profile_for(self.model, self.hardware, self.topology)
 
     def kv_tokens(self) -> int:
-        """Tokens of KV that one lane holds.
+        """Return the tokens of KV that one lane holds.
 
         Raises:
             ConfigInvalid: the weights alone do not fit.
@@ -115,7 +116,7 @@ class Deployment:
         )
 
     def predictor(self) -> Predictor:
-        """A fresh predictor of one lane, whose lone prefills take chunks as Medha's controller cuts them."""
+        """Return a fresh predictor whose lone prefills are chunked as Medha's controller chunks them."""
         scheduling = self.scheduling
         chunking = Chunking(
             max_tokens=scheduling.max_chunk_tokens,
@@ -125,7 +126,7 @@ class Deployment:
         return Predictor(self.profile(), self.topology, chunking, self.tokens_per_lane)
 
     def targets(self) -> Targets:
-        """Deadlines of the service classes. They come from the profile alone, so all systems have the same."""
+        """Return the deadlines of the service classes. They need only the profile: all systems share them."""
         table = self.predictor()
 
         def prefill_seconds(prompts: Counts) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
@@ -149,7 +150,7 @@ class Deployment:
     def simulation(
         self, workload: Workload, *, seed: int = 0, disturbance: Disturbance | None = None
     ) -> Simulation:
-        """Medha on this deployment. `seed` is that of the noise."""
+        """Return a simulation of Medha on this deployment; `seed` is for the noise."""
         config, ends_at = self.config(), workload.ends_at()
         children = np.random.SeedSequence((seed, 0x6E6F6973)).spawn(self.replicas)
         replicas = [
@@ -174,9 +175,10 @@ class Deployment:
 def deployment_of(
     spec: MedhaReplicaSpec, hardware: Hardware, model: ModelShape, replicas: int = 1
 ) -> Deployment:
-    """The deployment that a manifest describes, on hardware and with a model that it does not name.
+    """Return the deployment that a manifest describes; it does not name the hardware and the model's shape.
 
-    If the manifest names a measured profile, steps cost what that says, and the hardware only gives the memory.
+    If the manifest names a measured profile, step costs come from there, and the hardware only determines the
+    memory.
 
     Raises:
         ConfigInvalid: the profile cannot be read.
@@ -207,8 +209,10 @@ def _read_profile(path: Path) -> Profile:
 
 
 def named_hardware(name: str) -> Hardware:
-    """Raises:
-    ConfigInvalid: there is no description of it.
+    """Return the hardware description of that name.
+
+    Raises:
+        ConfigInvalid: there is no such description.
     """
     if name not in HARDWARE:
         raise ConfigInvalid(f"hardware is {name!r}; descriptions exist of {', '.join(HARDWARE)}")
@@ -216,8 +220,10 @@ def named_hardware(name: str) -> Hardware:
 
 
 def named_model(name: str) -> ModelShape:
-    """Raises:
-    ConfigInvalid: there is no description of it.
+    """Return the model shape of that name.
+
+    Raises:
+        ConfigInvalid: there is no such shape.
     """
     if name not in MODELS:
         raise ConfigInvalid(f"model is {name!r}; shapes are known of {', '.join(MODELS)}")
@@ -231,7 +237,7 @@ def disturbed(cost: StepCost, disturbance: Disturbance | None, generator: np.ran
 
 
 def card(name: str, config: ReplicaConfig, prefill_points: tuple[tuple[int, float], ...] = ()) -> Announce:
-    """How a replica of `config` announces itself; the load in it is the driver's to fill in."""
+    """Return the announcement of an idle replica of `config`; the driver updates the load in it."""
     kv_tokens = config.pool_tokens
     return Announce(
         replica=name,
@@ -262,7 +268,7 @@ def medha_replica(
     cost: StepCost | None = None,
     message_seconds: float = 0.0,
 ) -> SimulatedReplica:
-    """A replica with Medha's own controller. `cost` is the ground truth; by default what the profile predicts."""
+    """Return a replica with Medha's controller. `cost` is the ground truth, by default the profile."""
     controller = ReplicaController(config, profile)
     executor = Executor(
         cost or PredictorCost(Predictor(profile, config.topology, tokens_per_lane=config.tokens_per_lane)),

@@ -1,8 +1,9 @@
-"""Many runs of one question: systems x loads x seeds x capacity, in parallel processes, interruptible.
+"""A study: interruptible runs of systems x loads x seeds x capacities, in parallel processes.
 
-A *system* is one of Medha's policies or a baseline. All systems see the same workloads (paired seeds) and the same
-deadlines. `load` is the arrival rate over the simulator's own capacity, which is measured first, with a backlog.
-The capacity band repeats each run on ranks that are a little slower and a little faster than the profile says.
+A *system* is one of Medha's policies or a baseline. All systems see the same workloads (paired seeds) and the
+same deadlines. `load` is the arrival rate over the simulator's own capacity, which is measured first, with a
+backlog. The capacity band repeats each run on ranks that are slightly slower and slightly faster than the
+profile predicts.
 """
 
 from __future__ import annotations
@@ -40,24 +41,22 @@ from medha_sim.workloads import (
 
 POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
 SYSTEMS = (*POLICIES, *SINGLE, *OTHERS)
-"""What can be compared: Medha's policies, its variants without multi-prefill batching, and other systems."""
+"""All systems: Medha's policies, its variants without multi-prefill batching, and other systems."""
 
-_CAPACITY_SECONDS = (
-    900.0  # simulated with a backlog, of which the first part fills the pipeline and is left out
-)
-_CAPACITY_WARM_UP_SECONDS = 100.0
-_CAPACITY_OVERLOAD = 1.5  # times the rate at which isolated prefills alone would fill the time
+_CAPACITY_SECONDS = 900.0  # simulated with a backlog to measure the capacity
+_CAPACITY_WARM_UP_SECONDS = 100.0  # of these, left out while the pipeline fills
+_CAPACITY_OVERLOAD = 1.5  # arrival rate over that at which isolated prefills alone would fill the time
 _CAPACITY_SEED = 1
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSpec:
-    """Which requests come; exactly one of `rate` and a load must be known to make it."""
+    """Settings of a workload. A mix or conversations need a `rate`, which a study with loads sets itself."""
 
     shape: str = "mix"  # mix, conversations or trace
     long_share: float = 0.05
-    long_scale: float = 1.0  # long prompts are so many times Medha-SWE's
+    long_scale: float = 1.0  # length of long prompts, as a multiple of Medha-SWE's
     burstiness: float = 1.0  # coefficient of variation of arrival gaps
     rate: float | None = None  # requests (or conversations) a second
     trace: Path | None = None
@@ -70,13 +69,13 @@ class WorkloadSpec:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether it depends on the seed; a trace that has its own times does not."""
+        """True if the workload depends on the seed; a trace with its own arrival times does not."""
         return self.shape != "trace" or self.columns.arrived_at is None
 
     def make(
         self, targets: Targets, duration_seconds: float, seed: int, max_model_len: int = MAX_MODEL_LEN_TOKENS
     ) -> Workload:
-        """The workload of one seed. `max_model_len` bounds what a trace may hold.
+        """Return the workload of one seed. `max_model_len` bounds the requests of a trace.
 
         Raises:
             ConfigInvalid: a setting or the trace is wrong.
@@ -110,28 +109,29 @@ class WorkloadSpec:
 
 @dataclass(frozen=True, slots=True)
 class StudySpec:
-    """What is compared."""
+    """The settings of a study."""
 
     deployment: Deployment
     workload: WorkloadSpec
     systems: tuple[str, ...]
     seeds: tuple[int, ...]
     duration_seconds: float
-    loads: tuple[float, ...] = ()  # empty: at the workload's own rate
-    band: float = 0.1  # capacity is varied by this share up and down; 0 for no band
+    loads: tuple[float, ...] = ()  # if empty, the workload's own rate is used
+    band: float = 0.1  # share by which the capacity is varied up and down; 0 for no band
     disturbance: Disturbance = field(default_factory=Disturbance)
 
     @property
     def depends_on_seed(self) -> bool:
-        """Whether runs of several seeds differ."""
+        """True if runs with different seeds differ."""
         return self.workload.is_drawn or self.disturbance.noise > 0
 
     def check(self) -> None:
-        """Find what is wrong before anything runs.
+        """Validate the settings before anything runs.
 
         Raises:
-            ConfigInvalid: the weights do not fit, a setting or the trace makes no workload, a baseline is asked for
-                what only Medha's own controllers have or for GPUs that it does not use, or all seeds would give the same runs.
+            ConfigInvalid: the weights do not fit, the model has fewer layers than stages, a setting or the
+                trace makes no workload, a baseline is asked for what only Medha's own controllers support or
+                cannot use exactly the GPUs of the deployment, or all seeds would give the same run.
         """
         if len(self.seeds) > 1 and not self.depends_on_seed:
             raise ConfigInvalid(
@@ -165,12 +165,12 @@ class StudySpec:
 
 @dataclass(frozen=True, slots=True)
 class RunKey:
-    """One run of a study."""
+    """Identity of a run within a study."""
 
     system: str
     load: float | None
     seed: int
-    capacity: float  # of the ranks, times the profile's
+    capacity: float  # speed of the ranks, as a multiple of the profile's
 
     def __str__(self) -> str:
         load = "" if self.load is None else f", load {self.load:g}"
@@ -180,17 +180,17 @@ class RunKey:
 
 @dataclass(frozen=True, slots=True)
 class StudyResult:
-    """What was found; `runs` has only those that were done (or were stopped on the way)."""
+    """The results of a study; `runs` holds only those that completed or were interrupted midway."""
 
     spec: StudySpec
-    capacity_rate: float | None  # requests a second; None: not measured
+    capacity_rate: float | None  # requests a second; None if not measured
     runs: tuple[tuple[RunKey, Summary], ...]
     planned: int
     interrupted: bool
-    failure: str | None = None  # of the run that broke the study off
+    failure: str | None = None  # error of the run that ended the study early
 
     def as_json(self) -> Summary:
-        """Everything, as plain data."""
+        """Return everything as plain data."""
         deployment = self.spec.deployment
         return {
             "model": deployment.model.name,
@@ -218,7 +218,7 @@ class StudyResult:
 
 
 def keys(spec: StudySpec) -> list[RunKey]:
-    """All runs of a study; first those of the first seed, so that an interrupted study still compares systems."""
+    """Return all runs of a study, seed by seed, so that an interrupted study still compares systems."""
     capacities = (1.0,) if spec.band == 0 else (1.0, 1 - spec.band, 1 + spec.band)
     return [
         RunKey(system, load, seed, capacity)
@@ -232,7 +232,7 @@ def keys(spec: StudySpec) -> list[RunKey]:
 def simulate_one(
     spec: StudySpec, key: RunKey, capacity_rate: float | None, progress: Progress | None = None
 ) -> Summary:
-    """One run."""
+    """Simulate a single run and summarise it."""
     deployment = spec.deployment
     workload_spec = spec.workload
     if key.load is not None:
@@ -254,10 +254,10 @@ def simulate_one(
 
 
 def measured_capacity(deployment: Deployment, workload: WorkloadSpec) -> float:
-    """Requests a second of this mix that the deployment works off while a backlog waits.
+    """Measure the requests a second of this mix that the deployment completes while it has a backlog.
 
-    What is counted is isolated prefill work: each chunk is worth what it would take of a lone prefill. So the rate
-    does not depend on which requests happened to be finished inside the window.
+    The measure is isolated prefill work: each chunk counts as the time that it would take in a lone prefill.
+    The rate therefore does not depend on which requests happen to finish inside the window.
     """
     if workload.shape != "mix":
         raise ConfigInvalid(f"a load is measured for a mix, not for {workload.shape}; give a rate instead")
@@ -276,21 +276,21 @@ def measured_capacity(deployment: Deployment, workload: WorkloadSpec) -> float:
 
 
 Observer = Callable[[Sequence[RunKey], Sequence[float]], None]
-"""Told, several times a second, how far each run is (0 to 1)."""
+"""Callback that gets all runs and the fraction of each that is done (0 to 1), several times a second."""
 
 
 def run_study(
     spec: StudySpec, capacity_rate: float | None = None, *, jobs: int, observe: Observer | None = None
 ) -> StudyResult:
-    """Run everything on `jobs` processes. Ctrl-C ends it early, and so does a run that fails; what was done is kept.
+    """Run a study on `jobs` processes. Ctrl-C or a failed run ends it early; results so far are kept.
 
     `capacity_rate` is the deployment's `measured_capacity`; studies without loads need none.
 
-    Runs that Ctrl-C stops on the way are kept too, up to where they were, marked `interrupted`.
+    Runs that are stopped midway are kept up to that point and marked `interrupted`.
 
     Raises:
-        ConfigInvalid: a setting is wrong, which no run could be done with.
-        PartFailed: a run failed, or its process was killed, before any other was done.
+        ConfigInvalid: a wrong setting failed a run before any run had a result.
+        PartFailed: a run failed, or its process was killed, before any run had a result.
     """
     planned = keys(spec)
     assert capacity_rate is not None or not spec.loads, "a load is a share of a measured capacity"
@@ -323,7 +323,7 @@ def run_study(
             started = [future for future in waiting if not future.cancelled()]
             try:
                 wait(started)
-            except KeyboardInterrupt:  # asked twice: without those under way
+            except KeyboardInterrupt:  # a second Ctrl-C drops the runs that are still under way
                 started = [future for future in started if future.done()]
             for future in started:
                 try:
@@ -363,18 +363,18 @@ def _result(future: Future[Summary], key: RunKey) -> Summary:
 
 @dataclass(slots=True)
 class _Worker:
-    """What a worker process was started with."""
+    """State that a worker process shares with its parent."""
 
     fractions: SynchronizedArray[float]
     stop: Event
 
 
-_worker: _Worker | None = None  # a pool hands its tasks nothing but their arguments
+_worker: _Worker | None = None  # global, because a pool passes its tasks only their arguments
 
 
 def _start_worker(fractions: SynchronizedArray[float], stop: Event) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _worker = _Worker(fractions, stop)
 
 
@@ -393,7 +393,7 @@ def _run_in_worker(spec: StudySpec, key: RunKey, capacity_rate: float | None, in
 
 
 def read_study(text: dict[str, Any]) -> list[tuple[RunKey, Summary]]:
-    """The runs of a JSON written from `StudyResult.as_json`."""
+    """Return the runs of a JSON document written by `StudyResult.as_json`."""
     return [
         (RunKey(run["system"], run["load"], run["seed"], run["capacity"]), run["result"])
         for run in text["runs"]

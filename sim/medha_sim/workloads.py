@@ -1,9 +1,9 @@
-"""Workloads: who asks for what, when.
+"""Generate workloads, or read them from traces.
 
-Everything random comes from one seed, split into independent streams (`SeedSequence.spawn`), and arrival gaps are
-drawn at rate one and then divided by the rate. So two runs of one seed compare in pairs: at another load the same
-requests come in the same order, only denser; with more long requests in the mix, all short ones that stay are the
-same; and every policy sees exactly the same workload.
+Everything random comes from one seed, split into independent streams (`SeedSequence.spawn`), and arrival gaps
+are drawn at rate one and then divided by the rate. Runs with equal seeds can therefore be compared in pairs:
+at another load the same requests arrive in the same order, only more densely; with more long requests in the
+mix, all short ones that remain are the same; and every policy sees exactly the same workload.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LONG_TOKENS = 100_000
 """Prompt length from which a request of a trace is called long in reports (the shortest of Medha-SWE)."""
 
 DEFAULT_CLASS = "default"
-"""What a request names that names no service class: whatever a replica's first one is called."""
+"""Service class of a request that names none: the replica's first class, whatever its name."""
 
-_MOST_REQUESTS = 5_000_000  # of one run: some GB of memory, and hours
-_MOST_TOKENS = 2**31 - 1  # what maxModelLen can be
-_BEYOND = "\0"  # names the cells of a row for which there is no column
+_MOST_REQUESTS = 5_000_000  # in one run; takes some GB of memory, and hours
+_MOST_TOKENS = 2**31 - 1  # largest maxModelLen
+_BEYOND = "\0"  # key of the cells of a row that have no column
 
-_WORK_SAMPLE = 20_000  # requests from which the mean work of a mix is taken
+_WORK_SAMPLE = 20_000  # requests over which the mean work of a mix is computed
 _WORK_SEED = 20250101
 
 
@@ -39,10 +39,11 @@ _WORK_SEED = 20250101
 class Targets:
     """Deadlines of DESIGN §5: TTFT within max(floor, factor * isolated prefill), and a TPOT target.
 
-    They are those of the first service class; `of_class` has each class's own by name, that one first.
+    The fields are those of the first service class; `of_class` has the targets of each class by name, first
+    class first.
     """
 
-    prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]  # of prompts alone, from nothing
+    prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]  # isolated, without cached tokens
     ttft_floor_seconds: float = 2.0
     ttft_factor: float = 3.0
     tpot_seconds: float = 0.05
@@ -54,7 +55,7 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One kind of request in a mix."""
+    """A kind of request in a mix."""
 
     kind: str
     lengths: Lengths
@@ -76,11 +77,11 @@ class Mix:
     def draw(
         self, count: int, generators: Sequence[np.random.Generator]
     ) -> tuple[npt.NDArray[np.int64], Counts, Counts]:
-        """Kind (index of its part), prompt and output tokens of `count` requests, int64 [count] each.
+        """Draw kind (index of its part), prompt and output tokens of `count` requests, int64 [count] each.
 
         `generators`: one for the kinds, and one for each part.
         """
-        # The last part gets the small numbers: if its share grows, those that were of it stay of it.
+        # The last part gets the small numbers: if its share grows, the requests that belonged to it still do.
         shares = np.cumsum([part.share for part in reversed(self.parts)])
         uniform = generators[0].random(count)
         kinds = len(self.parts) - 1 - np.searchsorted(shares[:-1], uniform, side="right")
@@ -93,7 +94,7 @@ class Mix:
         return kinds, prompts, outputs
 
     def mean_work_seconds(self, prefill_seconds: Callable[[Counts], npt.NDArray[np.float64]]) -> float:
-        """Mean isolated prefill time of a request, over a large fixed sample."""
+        """Return the mean isolated prefill time of a request, over a large fixed sample."""
         mean = 0.0
         for part in self.parts:
             prompts, _ = part.lengths.draw(_WORK_SAMPLE, np.random.default_rng(_WORK_SEED))
@@ -102,12 +103,15 @@ class Mix:
 
 
 def sharegpt_with_long(long_share: float, long: Lengths = MEDHA_SWE) -> Mix:
-    """ShareGPT-like requests with a share of long ones: the papers' mix at 0.05."""
+    """Return ShareGPT-like requests with a share of long ones; 0.05 is the papers' mix."""
     return Mix((Part("short", SHAREGPT, 1 - long_share), Part("long", long, long_share)))
 
 
 def gaps(count: int, coefficient_of_variation: float, generator: np.random.Generator) -> list[float]:
-    """Times between arrivals at rate one: exponential at 1, gamma at others (above 1 is bursty, 0 is a clock)."""
+    """Draw times between arrivals at rate one, from a gamma distribution.
+
+    A coefficient of variation of 1 makes them exponential, above 1 bursty, and 0 all equal.
+    """
     if coefficient_of_variation == 0:
         return [1.0] * count
     shape = 1 / coefficient_of_variation**2
@@ -125,13 +129,13 @@ def generate(
     coefficient_of_variation: float = 1.0,
     names_max_tokens: bool = True,
 ) -> Workload:
-    """Independent requests at `rate` a second for `duration_seconds`.
+    """Generate independent requests at `rate` a second for `duration_seconds`.
 
-    `names_max_tokens`: the client's `max_tokens` is the output's length, so KV is reserved exactly; else it names
-    none, and the replica reserves what its service class says.
+    With `names_max_tokens`, a client's `max_tokens` is the output's length, so KV is reserved exactly;
+    otherwise it sets none, and the replica reserves what its service class specifies.
 
     Raises:
-        ConfigInvalid: the rate or the duration is no positive number.
+        ConfigInvalid: the rate or the duration is not a positive number, or they make too many requests.
     """
     _require_positive("rate", rate, "requests a second")
     _require_positive("duration", duration_seconds, "seconds")
@@ -153,10 +157,10 @@ def conversations(
     first: Lengths = SHAREGPT,
     most_tokens: int = 100_000,
 ) -> Workload:
-    """`rate` conversations a second; each turn's prompt is all that was said before, and a new question.
+    """Generate `rate` conversations a second; a turn's prompt is the conversation so far and a new question.
 
-    The number of turns is geometric, thinking times are exponential. A turn that would make the context longer than
-    `most_tokens` is left out, with all behind it.
+    The number of turns is geometric, thinking times are exponential. A later turn that would make the context
+    longer than `most_tokens` is left out, with all turns after it.
     """
     _require_positive("rate", rate, "conversations a second")
     _require_positive("duration", duration_seconds, "seconds")
@@ -195,12 +199,12 @@ def conversations(
 
 @dataclass(frozen=True, slots=True)
 class TraceColumns:
-    """What the columns of a CSV trace are called. Without an arrival column, `rate` must be given."""
+    """Names of the columns of a CSV trace. Without an arrival column, `rate` must be given."""
 
     arrived_at: str | None = "arrived_at"
     prompt_tokens: str = "num_prefill_tokens"
     output_tokens: str = "num_decode_tokens"
-    service_class: str | None = None  # None, or an empty cell: the first class
+    service_class: str | None = None  # if None, or for an empty cell, the first class
 
 
 def read_trace(
@@ -216,15 +220,16 @@ def read_trace(
     coefficient_of_variation: float = 1.0,
     names_max_tokens: bool = True,
 ) -> Workload:
-    """The requests of a CSV file with a header, in the order of time.
+    """Read the requests of a CSV file with a header, in order of time.
 
-    `rate` stretches the trace's times to that mean rate, or draws arrivals if it has no times: only they depend on
-    `seed` and `coefficient_of_variation`. Deadlines are those of each row's service class. `duration_seconds` leaves later arrivals out. `names_max_tokens` as for
-    `generate`.
+    `rate` scales the trace's times to that mean rate, or draws arrivals if the trace has no times; `seed` and
+    `coefficient_of_variation` only affect drawn arrivals. Deadlines are those of each row's service class.
+    Arrivals after `duration_seconds` are left out. `names_max_tokens` is as for `generate`.
 
     Raises:
-        ConfigInvalid: names the file, the line and the column; also of a prompt that does not leave a token of
-            `max_model_len`, and of an output that is longer than that.
+        ConfigInvalid: the file, a column or a cell is invalid, also if a prompt leaves no token of
+            `max_model_len` or an output is longer than that; the error names the file, and the line and
+            column of a cell.
     """
     columns = columns or TraceColumns()
     if rate is not None:
@@ -262,11 +267,9 @@ def read_trace(
 
 
 def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]:
-    """(line, row) of a CSV file that has the columns."""
+    """Return each (line, row) of a CSV file that has the columns."""
     try:
-        with path.open(
-            newline="", encoding="utf-8-sig"
-        ) as file:  # spreadsheets begin it with a mark of order
+        with path.open(newline="", encoding="utf-8-sig") as file:  # -sig: spreadsheets write a BOM
             reader = csv.DictReader(file, restkey=_BEYOND)
             found = reader.fieldnames or []
             rows = [(reader.line_num, row) for row in reader]
@@ -282,7 +285,7 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
         raise ConfigInvalid(f"{path}: has a header and no rows")
     for line, row in rows:
         beyond: Sequence[str] = row.get(_BEYOND, ())
-        if any(beyond):  # empty ones come of a comma at the end
+        if any(beyond):  # a trailing comma makes an empty one
             raise ConfigInvalid(
                 f"{path}:{line}: the row has {len(found) + len(beyond)} cells for {len(found)} columns; quote a cell that "
                 "holds a comma, or leave the row out"
@@ -293,7 +296,7 @@ def _rows(path: Path, columns: TraceColumns) -> list[tuple[int, dict[str, str]]]
 def _column(
     rows: list[tuple[int, dict[str, str]]], name: str, path: Path, most: int, max_model_len: int
 ) -> Counts:
-    """Counts of tokens; less than 1 and more than `most` are errors, a fraction is rounded."""
+    """Return the token counts of a column; below 1 or above `most` is an error, and fractions are rounded."""
     values = np.array([_number(row, name, path, line) for line, row in rows])
     wrong = np.flatnonzero((values < 1) | (values > most))
     if len(wrong):
@@ -312,13 +315,13 @@ def _column(
 def _classes(
     rows: list[tuple[int, dict[str, str]]], name: str | None, path: Path, targets: Targets
 ) -> list[str]:
-    """The service class of each row; the first one's for an empty cell and for "default"."""
+    """Return the service class of each row; an empty cell and "default" mean the first class."""
     if name is None:
         return [DEFAULT_CLASS] * len(rows)
     known = tuple(targets.of_class) or (DEFAULT_CLASS,)
     classes = []
     for line, row in rows:
-        found = (row[name] or "").strip()  # a short row has None
+        found = (row[name] or "").strip()  # None if the row is too short
         if found in ("", DEFAULT_CLASS):
             found = known[0]
         if found not in known:
@@ -355,7 +358,7 @@ def _arrivals(
     names_max_tokens: bool,
     classes: Sequence[str] = (),
 ) -> list[Arrival]:
-    """`classes`: of each request, or none if all are of the default class."""
+    """Build arrivals; `classes` has each request's class, or is empty if all are of the default class."""
     of_class = {name: targets.of_class.get(name, targets) for name in {*classes, DEFAULT_CLASS}}
     ttft = {name: mine.ttft_seconds(prompts) for name, mine in of_class.items()}
     classes = classes or [DEFAULT_CLASS] * len(times)
@@ -376,7 +379,7 @@ def _arrivals(
 
 
 def _times(rate: float, duration_seconds: float, variation: float, clock: np.random.Generator) -> list[float]:
-    """Arrival times below `duration_seconds`; a longer duration or a higher rate only appends."""
+    """Draw arrival times below `duration_seconds`; a longer duration or a higher rate only appends."""
     if rate * duration_seconds > _MOST_REQUESTS:
         raise ConfigInvalid(
             f"rate is {rate:g} a second for {duration_seconds:g} s, which makes {rate * duration_seconds:g} requests; "

@@ -25,9 +25,10 @@ from cluster.definitions import define
 def plans(
     scenario: Scenario, record: Record, seed: int, *, is_first_known: bool, seeds: int = 5
 ) -> list[Plan]:
-    """What is done to a scenario: the faults of each write and, when it is deleted, each event of its reference run, and random ones.
+    """Return the plans of a scenario: faults at each write of its reference run, kills at each event of its
+    deletion, a stale view of each step but the last, and random faults.
 
-    Where the first step is another scenario's too, its writes are left to that one.
+    If the first step is also the first one of an earlier scenario, its writes are left to that one.
     """
     name = scenario.name
     found = []
@@ -42,7 +43,7 @@ def plans(
 
 
 def all_plans(on: Stage, seed: int, scenarios: list[str], results: Results) -> list[Plan]:
-    """Of every scenario; one whose reference run goes wrong without any fault has none but that, which has failed."""
+    """Return the plans of all scenarios; one whose reference run fails has none, and counts as failed."""
     found: list[Plan] = []
     first_steps: list[Document] = []
     for name in scenarios:
@@ -60,7 +61,7 @@ def all_plans(on: Stage, seed: int, scenarios: list[str], results: Results) -> l
 
 
 def sample(every: list[Plan], seed: int, count: int) -> list[Plan]:
-    """Some of each fault, spread over scenarios and writes; of all of them an order in which every beginning is a sample."""
+    """Return a random sample of plans, balanced over faults; so is each prefix of it."""
     chance = random.Random(seed)
     by_fault: dict[str, list[Plan]] = {}
     for plan in every:
@@ -112,7 +113,7 @@ def main() -> int:
 
 
 def _keep_log(folder: Path, plan: str) -> None:
-    """The operator's log of a run that went wrong."""
+    """Keep the operator's log of a failed run."""
     newest = max(folder.glob("run-*.log"), key=lambda path: path.stat().st_mtime)
     kept = Path(tempfile.gettempdir()) / f"medha-campaign-{plan.replace('/', '-')}.log"
     kept.write_bytes(newest.read_bytes())

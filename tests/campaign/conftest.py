@@ -1,4 +1,4 @@
-"""The stage of the campaign's sample: a control plane of its own, since everything on it is made to go wrong."""
+"""The stage for the campaign's sample, with its own control plane, since faults hit everything on it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ from cluster.control_plane import ControlPlane
 @pytest.fixture(scope="session")
 def on(controlled: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with pytest.MonkeyPatch.context() as kept:
-        kept.setenv("KUBECONFIG", "")  # so that it is as before afterwards
+        kept.setenv("KUBECONFIG", "")  # restored afterwards
         with stage(tmp_path_factory.mktemp("stage"), controlled) as made:
             yield made

@@ -1,4 +1,4 @@
-"""The faults of the campaign, each one in the terms of the proxy's hooks; all choices come from a seed."""
+"""The faults of the campaign, implemented with the proxy's hooks; all random choices come from a seed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from campaign.proxy import Call, Fault, is_news
 
 @dataclass
 class KilledAtWrite(Fault):
-    """The operator is killed at its n-th write: before it reaches the API server, or when it was done, unanswered."""
+    """Kills the operator at its n-th write: before the API server gets it, or when it is done, unanswered."""
 
     number: int
     is_before: bool
@@ -23,7 +23,7 @@ class KilledAtWrite(Fault):
         if self.is_before and call.number == self.number:
             self.times += 1
             self.kill()
-            return 503, "ServiceUnavailable"  # which nobody hears
+            return 503, "ServiceUnavailable"  # nobody receives it
         return None
 
     async def after_write(self, call: Call) -> tuple[int, str] | None:
@@ -35,9 +35,9 @@ class KilledAtWrite(Fault):
 
 @dataclass
 class KilledWhileEnding(Fault):
-    """The operator is killed while what it has made is collected: at its n-th event since the resource was deleted.
+    """Kills the operator while its objects are collected: at its n-th event since the deletion.
 
-    0 is before the deletion, which it then never hears of.
+    With 0 it is killed before the deletion, and never gets the event.
     """
 
     number: int
@@ -66,7 +66,7 @@ class KilledWhileEnding(Fault):
 
 @dataclass
 class HeldWrite(Fault):
-    """The first write of one kind of objects is held, and passed on later, whoever may write by then."""
+    """Holds the first write to a kind of object and passes it on later, whichever operator leads then."""
 
     plural: str
     call: Call | None = None
@@ -93,7 +93,7 @@ class HeldWrite(Fault):
 
 @dataclass
 class HeldEvents(Fault):
-    """Events of our own resources do not come, as from a watch that lags."""
+    """Drops events of our own resources, as if the watch lagged."""
 
     async def told(self, call: Call, event: bytes) -> list[bytes]:
         return [] if "/medha.dev/" in call.path else [event]
@@ -101,14 +101,14 @@ class HeldEvents(Fault):
 
 @dataclass
 class StaleView(Fault):
-    """After `begin`, lists answer what they answered at the `mark`, and watches wait until `end`."""
+    """Shows the past: while `is_stale`, lists answer what they answered at `mark`, and new watches wait."""
 
     _latest: dict[str, bytes] = field(default_factory=dict)
     _marked: dict[str, bytes] = field(default_factory=dict)
     is_stale: bool = False
 
     def mark(self) -> None:
-        """Remember what is known now."""
+        """Keep the latest answer of each list, to be shown while `is_stale`."""
         self._marked = dict(self._latest)
 
     def listed(self, call: Call, body: bytes) -> bytes:
@@ -128,7 +128,7 @@ class StaleView(Fault):
 
 @dataclass
 class UnsureEvents(Fault):
-    """Events come late, in bursts of which only the last state of an object is told, or never."""
+    """Delays events at random, so that they come in bursts, and drops some."""
 
     seed: int
     lost_share: float = 0.15
@@ -152,7 +152,7 @@ class UnsureEvents(Fault):
 
 @dataclass
 class UnsureAnswers(Fault):
-    """Writes are refused with a conflict or an error of the server's; some of them are done all the same."""
+    """Answers writes with a conflict or a server error; some of them take effect all the same."""
 
     seed: int
     share: float = 0.3
@@ -176,7 +176,7 @@ class UnsureAnswers(Fault):
 
 @dataclass
 class UnsureReads(Fault):
-    """Reads and watches are refused with an error of the server's, or break in the middle of an answer or an event."""
+    """Refuses reads and watches with a server error, or breaks them in the middle of an answer or event."""
 
     seed: int
     refused_share: float = 0.2

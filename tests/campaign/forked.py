@@ -1,4 +1,4 @@
-"""Operators that start in a blink: a process that has everything imported forks them. They are killed in earnest."""
+"""Operators that start quickly, forked from a process with everything imported; kills are real SIGKILLs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ForkedOperator:
             "MEDHA_POD_NAMESPACE": namespace,
         }
         self._is_right = module == "medha_operator"
-        """Else it is planted in a process that has not begun to run the operator."""
+        """False for a defective module, which needs a process that has not imported the operator."""
         self.starts = 0
 
     def start(self) -> None:

@@ -1,4 +1,4 @@
-"""Every pod that was ever made in a namespace: watched and not looked for, so that the shortest-lived is known too."""
+"""Record every pod created in a namespace, by a watch and not by polls, which miss short-lived pods."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _IDLE_SECONDS = 0.2
 
 @dataclass
 class History:
-    """What the API server told of pods and of their StatefulSets. Versions are those of etcd: they order both kinds."""
+    """Events of pods and their StatefulSets. Versions are etcd's revisions, which order both kinds."""
 
     made: dict[str, tuple[str, str, int]] = field(default_factory=dict)
-    """UID of a pod -> its name, the UID of its StatefulSet and the version in which it was made."""
+    """UID of a pod -> its name, the UID of its StatefulSet and the version at which it was created."""
     gone: dict[str, int] = field(default_factory=dict)
-    """UID of a StatefulSet -> version in which it was deleted."""
+    """UID of a StatefulSet -> version at which it was deleted."""
 
     def take(self, event: Document) -> None:
-        """Remember an event of a watch of pods or of StatefulSets."""
+        """Record a watch event of a pod or a StatefulSet."""
         metadata = event["object"]["metadata"]
         version = int(metadata["resourceVersion"])
         match event["type"], event["object"]["kind"]:
@@ -36,18 +36,18 @@ class History:
 
     @property
     def times(self) -> Counter[str]:
-        """Name of a pod -> how often it was made."""
+        """Name of a pod -> number of times that it was created."""
         return Counter(name for name, _, _ in self.made.values())
 
     @property
     def late(self) -> list[str]:
-        """Pods that were made of a StatefulSet that had been deleted, of which its controller had not heard."""
+        """Pods created after their StatefulSet was deleted, because its controller had not noticed yet."""
         return [
             name for name, owner, version in self.made.values() if version > self.gone.get(owner, version)
         ]
 
     def beyond(self, usual: History) -> str:
-        """Which pods were made more often than usual, for a reader who looks for who made them."""
+        """Describe which pods were created more often than usual, to help find their creator."""
         more = [
             f"{name} {count} times instead of {usual.times[name]}"
             for name, count in sorted(self.times.items())
@@ -58,7 +58,7 @@ class History:
 
 @contextmanager
 def watched(api: Api, namespace: str) -> Iterator[History]:
-    """The history of `namespace` from now on; whole at the end of the block."""
+    """Yield the history of `namespace` from now on; it is complete at the end of the block."""
     history, ended = History(), threading.Event()
 
     def follow(kind: Kind) -> None:

@@ -1,8 +1,9 @@
-"""Other values for every field of our resources, made from the schemas in `crds/` (after Acto's mutations).
+"""Mutations for every field of our resources, generated from the schemas in `crds/` (after Acto's mutations).
 
-`mutations(kind)` gives for each field at least two values that are valid and one that the API server must refuse. What
-a schema cannot tell, such as the name of a label or a field that is read only beside another one, stands in `_SAMPLES`
-and `_BESIDE`; a field that is in neither and that no rule covers is an error, so that no new field is forgotten.
+`mutations(kind)` yields, for each field, at least two valid values and at least one that the API server must
+refuse. `_SAMPLES` and `_BESIDE` hold what a schema does not express, such as the name of a label, or a field
+that is only read beside another one. A field that is in neither and that no rule covers is an error, so that
+no new field is forgotten.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One field, the spec that it is tried on, and its values."""
+    """A field, the spec that it is changed in, and its values."""
 
     kind: str
     path: str
     applied: str
-    """Whether a change is `live` or needs a `restart`; empty where the schema does not say."""
+    """Key of `APPLIED`, such as `live`, for how a change takes effect; empty if unspecified."""
     base: Fields
     valid: tuple[Any, ...]
     invalid: tuple[Any, ...]
     is_fixed: bool = False
-    """It can be set only when the resource is made."""
+    """True if the field is immutable after creation."""
 
 
 _REPLICA: Fields = {
@@ -44,7 +45,7 @@ _REPLICA: Fields = {
 _DEPLOYMENT: Fields = {"replicas": 1, "template": {"spec": _REPLICA}}
 
 _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
-    # field -> values that are valid, values that are not
+    # field -> (valid values, invalid values)
     "model.ropeScaling": ([{"type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}], ["yarn"]),
     "model.source.huggingFace.repository": (["a/b", "gpt2"], ["a b", "a/b/c"]),
     "model.source.hostPath.path": (["/models/a", "/models/b"], ["models"]),
@@ -88,7 +89,7 @@ _SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "imagePullSecrets": ([[{"name": "a"}], [{"name": "a"}, {"name": "b"}]], [[{"nam": "a"}]]),
 }
 _BESIDE: dict[str, Fields] = {
-    # field -> what must stand beside it
+    # field -> other fields that it requires
     "model.source.huggingFace": {"model": {"source": {"huggingFace": {"repository": "a/b"}}}},
     "model.source.huggingFace.tokenSecret": {
         "model": {"source": {"huggingFace": {"repository": "a/b", "tokenSecret": {"name": "hf"}}}}
@@ -102,12 +103,12 @@ _BESIDE: dict[str, Fields] = {
     "routerRef": {"routerRef": {"name": "router"}},
 }
 _WHOLE = {"placement.gang": "placement"}
-"""Fields that mean something only with others, and what is changed in their place."""
+"""Fields that are only meaningful with others -> the field to change instead."""
 _FIXED = {"placement"}
 
 
 def mutations(kind: str) -> Iterator[Mutation]:
-    """Of `MedhaReplica`, or of what a `MedhaDeployment` has beside the spec of its replicas."""
+    """Yield mutations of `MedhaReplica`, or of `MedhaDeployment` outside the spec of its replicas."""
     plural = f"{kind.lower()}s"
     crd = yaml.safe_load((CRDS / f"{plural}.yaml").read_text(encoding="utf-8"))
     schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
@@ -122,7 +123,7 @@ def mutations(kind: str) -> Iterator[Mutation]:
 
 
 def changed(spec: Fields, path: str, value: Any) -> Fields:
-    """`spec` with another value at `path`; `[]` stands for the first entry of a list."""
+    """Return `spec` with another value at `path`; `[]` means the first entry of a list."""
     result = copy.deepcopy(spec)
     at: Any = result
     *way, last = path.replace("[]", ".0").split(".")
@@ -136,7 +137,7 @@ def changed(spec: Fields, path: str, value: Any) -> Fields:
 
 
 def _leaves(schema: Schema, prefix: str = "", above: str = "") -> Iterator[tuple[str, str, Schema]]:
-    """Path of each field, how a change of it is applied, and its schema."""
+    """Yield path of each field, how a change of it takes effect, and its schema."""
     for name, node in schema.get("properties", {}).items():
         path, applied = prefix + name, _applied(node) or above
         if node.get("type") == "object" and "properties" in node:
@@ -154,7 +155,7 @@ def _applied(node: Schema) -> str:
 
 
 def _with(base: Fields, path: str) -> Fields:
-    """What the field is tried on: `base` and what must stand beside the field."""
+    """Return the spec to change the field in: `base` and the other fields that this one requires."""
     beside = max((key for key in _BESIDE if f"{path}.".startswith(f"{key}.")), key=len, default=None)
     if beside is None:
         return copy.deepcopy(base)
@@ -184,7 +185,7 @@ def _values(path: str, node: Schema) -> tuple[list[Any], list[Any]]:
 
 
 def _numbers(node: Schema) -> tuple[list[Any], list[Any]]:
-    """Edges of the range, where there are, and what lies beyond."""
+    """Return valid values at the edges of the range, and values beyond them."""
     low, high = node.get("minimum", _ruled(node, ">", 0)), node.get("maximum", _ruled(node, "<", 2**31 - 1))
     is_open = node.get("exclusiveMinimum", False)
     least = low + (1 if node["type"] == "integer" else 0.125) if is_open else low
@@ -194,7 +195,7 @@ def _numbers(node: Schema) -> tuple[list[Any], list[Any]]:
 
 
 def _ruled(node: Schema, sign: str, otherwise: float) -> float:
-    """The bound that a rule says, as crds.py does of those that are no whole numbers."""
+    """Return the bound of a validation rule; crds.py writes bounds that are not whole numbers as rules."""
     for one in node.get("x-kubernetes-validations", ()):
         found = re.fullmatch(rf"self {sign}=? ([0-9.]+)", one["rule"])
         if found is not None:

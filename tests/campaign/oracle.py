@@ -1,4 +1,4 @@
-"""What must be there for a spec, computed from the spec alone; and what is wrong where something else is there."""
+"""The expected objects of a spec, computed from the spec alone, and how a namespace differs from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Document = dict[str, Any]
 
 
 def wrong(api: Api, namespace: str, applied: Document | None) -> list[str]:
-    """Every way in which the namespace is not what the resource that was applied last asks for; none asks for nothing."""
+    """Return how the namespace differs from the resource applied last; for None, nothing may be left."""
     if applied is None:
         return [
             f"{kind.name} {name} is left"
@@ -52,13 +52,13 @@ def wrong(api: Api, namespace: str, applied: Document | None) -> list[str]:
         found += _wrong_children(replicas[name], present)
     for key, item in list(present.items()):
         if key[0] == "ControllerRevision" and "medha.dev/replica" not in item["metadata"]["labels"]:
-            del present[key]  # templates of the deployment, to go back to
+            del present[key]  # the deployment's revision history
     found += [f"{kind} {name} is too much" for kind, name in present]
     return found
 
 
 def _wrong_children(replica: Document, present: dict[tuple[str, str], Document]) -> list[str]:
-    """Takes what belongs to the replica out of `present`."""
+    """Return differences of the replica's objects, and remove these from `present`."""
     metadata, found = replica["metadata"], []
     owner = Owner(metadata["name"], metadata["namespace"], metadata["uid"])
     spec = MedhaReplicaSpec.model_validate(replica["spec"])
@@ -88,7 +88,7 @@ def _wrong_children(replica: Document, present: dict[tuple[str, str], Document])
     for key in [
         key for key in present if key[0] == "ControllerRevision" and key[1].startswith(f"{owner.name}-")
     ]:
-        del present[key]  # history, which may be as long as it is allowed to be
+        del present[key]  # revision history, of any length
     members = 0 if spec.suspend else stages
     for index in range(spec.parallelism.kv):
         for stage in range(members):
@@ -112,7 +112,7 @@ def _not_settled(resource: Document | None) -> list[str]:
 
 
 def _present(api: Api, namespace: str) -> dict[tuple[str, str], Document]:
-    """Everything of ours by kind and name, without what StatefulSets make but pods."""
+    """Return the operator's objects by kind and name; of those that StatefulSets create, only pods."""
     found = {}
     for kind in OWNED:
         for item in api.list(kind, namespace, "app.kubernetes.io/managed-by=medha-operator"):

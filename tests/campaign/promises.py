@@ -1,4 +1,4 @@
-"""What an operator promises, each as a short run on a real API server that a defective operator does not survive."""
+"""Promises of the operator, each tested by a short run on a real API server; defective operators fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from medha_operator.kube.kinds import CHILDREN, DEPLOYMENT, KINDS, POD, REPLICA
 _SERVICE = KINDS["Service"]
 _SECONDS = 20.0
 _COLLECTED_SECONDS = 120.0
-"""The garbage collector looks for new kinds every 30 s, and tries what has failed again later and later."""
+"""Seconds within which owned objects are collected: the garbage collector discovers new kinds every 30 s, and
+retries failures with increasing delays."""
 SPEC: Document = {
     "model": {"name": "m", "source": {"path": "checkpoint"}},
     "parallelism": {"stream": 2, "kv": 2},
@@ -29,7 +30,7 @@ SPEC: Document = {
 
 @dataclass
 class Ground:
-    """Where one promise is tried: a namespace of its own, and an operator for it alone."""
+    """The environment in which a promise is tested: its own namespace, with an operator for that alone."""
 
     api: Api
     proxy: FaultyProxy
@@ -50,7 +51,7 @@ class Ground:
         self.api.apply(head | {"metadata": {"name": "r", "namespace": self.namespace}, "spec": spec})
 
     def ready(self, kind: str = "MedhaReplica") -> Document:
-        """The resource, once it is ready for its present spec; an AssertionError where it never is."""
+        """Return the resource once it is ready for its present spec; AssertionError on timeout."""
         found = eventually(
             lambda: self.api.get(KINDS[kind], "r", self.namespace),
             lambda seen: (
@@ -70,16 +71,16 @@ class Ground:
         return {name: pod["metadata"]["uid"] for name, pod in self.pods().items()}
 
     def children(self) -> set[str]:
-        """Names of what was made, without the history of revisions."""
+        """Return the names of the created objects, without the revision history."""
         return {name for name in self._made() if not name.startswith("ControllerRevision")}
 
     def lasting(self) -> dict[str, str]:
-        """UIDs of what a replica keeps through every revision with the same lanes."""
+        """Return the UIDs of the objects that a replica keeps through every revision with the same lanes."""
         kinds = ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")
         return {name: one["metadata"]["uid"] for name, one in self._made().items() if name.startswith(kinds)}
 
     def orphans(self) -> set[str]:
-        """Names of what was made and has no owner, so that nobody will ever collect it."""
+        """Return the names of created objects without an owner, which would never be collected."""
         return {name for name, one in self._made().items() if not one["metadata"].get("ownerReferences")}
 
     def _made(self) -> dict[str, Document]:
@@ -115,7 +116,7 @@ def an_upgrade_touches_no_pod(ground: Ground) -> None:
         ground.ready()
         before, children = ground.uids(), ground.children()
     with ground.operator("newer", worker_image="medha-worker:newer"):
-        ground.apply(**SPEC, scheduling={"policy": "edf"})  # so that it has certainly looked
+        ground.apply(**SPEC, scheduling={"policy": "edf"})  # makes sure that it has reconciled
         ground.ready()
         time.sleep(1.0)
         assert ground.uids() == before
@@ -160,7 +161,7 @@ def one_kill_makes_one_restart(ground: Ground) -> None:
 
 
 def a_pod_that_was_made_meanwhile_lives(ground: Ground) -> None:
-    """Between the operator's look and its delete, the pod is replaced by another of its name."""
+    """A pod is replaced by another of its name between the operator's read and its delete."""
     fault = _ReplacedMeanwhile(ground)
     with ground.operator():
         ground.apply(**SPEC)
@@ -208,7 +209,7 @@ def pods_that_never_all_started_are_left_alone(ground: Ground) -> None:
 
 
 def a_rollout_keeps_what_must_serve(ground: Ground) -> None:
-    """At first nothing new comes up, so that whatever is taken down stays down and is seen; then all of it does."""
+    """At first no new pod starts, so that any pod taken down is noticed; then all pods start."""
     one = SPEC | {"parallelism": {"stream": 1, "kv": 1}}
 
     def serving() -> int:
@@ -263,7 +264,7 @@ BROKEN_BY: dict[str, Callable[[Ground], None]] = {
 
 
 def is_kept(promise: Callable[[Ground], None], ground: Ground) -> str:
-    """How the operator breaks the promise; nothing when it keeps it."""
+    """Describe how the operator breaks the promise; return an empty string if it keeps it."""
     try:
         promise(ground)
     except (AssertionError, httpx.HTTPStatusError) as error:

@@ -1,7 +1,8 @@
-"""An HTTP proxy before the API server that does to an operator's calls what networks and servers do at their worst.
+"""An HTTP proxy in front of the API server that injects network and server faults into an operator's calls.
 
-It counts writes (without those of the Lease), remembers what was created, and lets a fault decide on every write,
-read and event of a watch. The operator reaches it without TLS; it reaches the API server as an administrator.
+It counts writes (except those of the Lease), records what was created and deleted, and consults a fault on
+every write, read and watch event. The operator connects to it without TLS; it connects to the API server as
+an administrator.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from cluster.control_plane import ControlPlane, free_port
 from cluster.keys import ADMIN
 
 _HOP = {"host", "content-length", "transfer-encoding", "connection", "content-encoding", "accept-encoding"}
-# Faults read and cut what the server says. It compresses lists of more than 128 KiB, unless it is asked not to.
+# Faults parse and cut the server's answers. It compresses lists of more than 128 KiB unless asked not to.
 _UNCOMPRESSED = {"Accept-Encoding": "identity"}
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the operator's."""
+    """A call by the operator."""
 
     number: int
-    """Counts the writes of a run from 1; 0 for a read."""
+    """Number of the write in its run, from 1; 0 for a read."""
     method: str
     path: str
     query: str
@@ -44,59 +45,59 @@ class Call:
 
 @dataclass
 class Fault:
-    """What is done to the calls; this one does nothing. Its methods run in the proxy's loop."""
+    """A fault injected into calls; this base class injects none. Its methods run in the proxy's loop."""
 
     times: int = field(default=0, init=False)
-    """How often anything was done."""
+    """Number of times that the fault was injected."""
 
     async def before_write(self, call: Call) -> tuple[int, str] | None:
-        """Called before a write is passed on; status and reason to refuse it with instead."""
+        """Called before a write is passed on; returns (status, reason) to refuse it with, or None."""
         return None
 
     async def after_write(self, call: Call) -> tuple[int, str] | None:
-        """Called when the write was done and before its answer is; what to answer instead."""
+        """Called between a write and its answer; returns (status, reason) to answer instead, or None."""
         return None
 
     async def before_read(self, call: Call) -> tuple[int, str] | None:
-        """Called before a read or a watch is passed on; status and reason to refuse it with instead."""
+        """Called before a read or watch is passed on; returns (status, reason) to refuse it with, or None."""
         return None
 
     def cut(self, call: Call, piece: bytes) -> int | None:
-        """After how many bytes of a read's answer, or of a watch's event, the connection breaks; None: it does not."""
+        """Return the number of bytes of an answer or event after which the connection breaks, or None."""
         return None
 
     def listed(self, call: Call, body: bytes) -> bytes:
-        """What a list answers."""
+        """Return the body to answer a read with."""
         return body
 
     async def watched(self, call: Call) -> None:
         """Called before a watch is passed on."""
 
     async def told(self, call: Call, event: bytes) -> list[bytes]:
-        """The events to send in place of one of a watch."""
+        """Return the events to send in place of a watch event."""
         return [event]
 
 
 @dataclass
 class Record:
-    """What the operator did in a run."""
+    """Record of the operator's calls in a run."""
 
     writes: list[Call] = field(default_factory=list)
     reads: list[Call] = field(default_factory=list)
-    """Without watches."""
+    """Reads other than watches."""
     created: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(kind, name) -> how often it was created; events apart."""
+    """(kind, name) -> number of creations, without Events; `kind` is the plural."""
     deleted: Counter[tuple[str, str]] = field(default_factory=Counter)
     steps: list[int] = field(default_factory=list)
-    """How many writes were done when each step of the scenario had settled."""
+    """Number of writes when each step of the scenario had settled."""
     is_ending: bool = False
-    """Whether the scenario's resource was deleted."""
+    """True once the scenario's resource is being deleted."""
     ending_events: int = 0
-    """Events that the operator was told since then."""
+    """Watch events for the operator since then."""
 
 
 class FaultyProxy:
-    """Runs in a thread of its own until the end of its block."""
+    """The proxy; it runs in its own thread until the end of its `with` block."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
@@ -117,12 +118,12 @@ class FaultyProxy:
         self._thread.join()
 
     def begin(self, fault: Fault) -> Record:
-        """Begin a run with another fault and an empty record."""
+        """Begin a run with a new fault and an empty record."""
         self.record, self.fault = Record(), fault
         return self.record
 
     def kubeconfig(self, folder: Path) -> Path:
-        """With which an operator reaches the API server through here."""
+        """Write a kubeconfig with which an operator reaches the API server through this proxy."""
         path = folder / "proxy.kubeconfig"
         config = {
             "apiVersion": "v1",
@@ -192,7 +193,7 @@ class FaultyProxy:
         fault, record = self.fault, self.record
         refused = await fault.before_write(call)
         if refused is None:
-            # A write that has begun is finished, though its sender may be dead by now.
+            # A write that has begun is completed even if its sender is dead by now.
             status, headers, body = await asyncio.shield(
                 asyncio.ensure_future(self._do(request, call, record))
             )
@@ -258,7 +259,7 @@ def _headers(headers: Any) -> dict[str, str]:
 
 
 def is_news(event: bytes) -> bool:
-    """Whether an event of a watch tells of an object; others come as time goes by."""
+    """Return whether a watch event is about an object; bookmarks and errors are not."""
     return json.loads(event)["type"] not in ("BOOKMARK", "ERROR")
 
 

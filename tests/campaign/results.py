@@ -1,4 +1,4 @@
-"""What a campaign has found, kept in a file after every run, for the code that it was found with."""
+"""Results of a campaign, saved to a file after every run and valid only for the code that produced them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ import sys, medha_operator.handlers, campaign.__main__, campaign.fields
 print(*(getattr(module, "__file__", None) for module in list(sys.modules.values())), sep="\\n")
 """
 _TOLD_OF = ("operator", "core", "tests/campaign")
-"""Folders whose modules the results tell something of, where a run of the campaign loads them."""
+"""Folders whose modules the results depend on, as far as a campaign loads them."""
 
 
 def code_digest() -> str:
-    """Of the operator, of what it imports of Medha (the definitions are made of that), and of the campaign."""
+    """Return the digest of the operator, of the parts of Medha that it imports (which generate the CRDs), and
+    of the campaign."""
     return digest(sources())
 
 
 def sources() -> list[Path]:
-    """The files on which the results depend."""
+    """Return the files on which the results depend."""
     path = os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, "-c", _LOADED],
@@ -40,7 +41,7 @@ def sources() -> list[Path]:
 
 
 class Results:
-    """Rows by name. Those of `file` that were found with other code are left behind; None keeps nothing."""
+    """Rows by name. Rows of `file` that other code produced are dropped; without a file, nothing is saved."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -54,7 +55,7 @@ class Results:
                 sys.stdout.write(f"{file} tells of other code: all runs begin anew\n")
 
     def add(self, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, at once."""
+        """Add a row and save it at once."""
         self.rows[name] = row
         if self._file is not None:
             kept = {"code": self._code, "rows": dict(sorted(self.rows.items()))}
@@ -63,13 +64,13 @@ class Results:
             fresh.replace(self._file)
 
     def is_done(self, name: str) -> bool:
-        """Whether the plan has said something; one that was skipped is tried again."""
+        """Return whether the plan has a result; skipped plans without a failure are tried again."""
         row = self.rows.get(name)
         return row is not None and (not row["is_skipped"] or bool(row["wrong"]))
 
     @property
     def skipped(self) -> list[str]:
-        """Plans that have shown nothing, since their fault never happened."""
+        """Plans without a result, since their fault never happened."""
         return [name for name in self.rows if not self.is_done(name)]
 
     @property

@@ -1,4 +1,4 @@
-"""One run of the campaign: a scenario, a fault, and whether the cluster comes to what the spec says."""
+"""Run a scenario of the campaign with a fault, and check whether the cluster converges to the spec."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from cluster.api import Api, PlayedKubelets
 from cluster.control_plane import ControlPlane
 from medha_operator.kube.kinds import DEPLOYMENT, KINDS, POD, REPLICA
 
-_SETTLE_SECONDS = 90.0  # the garbage collector looks for new kinds every 30 s
+_SETTLE_SECONDS = 90.0  # the garbage collector discovers new kinds every 30 s
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run does. `name` tells it from all others, so that a campaign can go on where it was stopped."""
+    """Description of a run. Its `name` is unique, so that a campaign can resume where it was stopped."""
 
     scenario: str
     fault: str
     """`none`, `kill-before`, `kill-after`, `kill-ending`, `stale`, `events`, `answers`, `reads` or `pods`."""
     number: int = 0
-    """Write, or event since the deletion, at which the operator is killed; step before which the view is from; or seed."""
+    """Write, or event since the deletion, at which the operator is killed; step shown again; or seed."""
 
     @property
     def name(self) -> str:
@@ -50,16 +50,16 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What came of a run; nothing wrong is well, unless it was skipped."""
+    """Result of a run; it is good if `wrong` is empty and the run was not skipped."""
 
     plan: str
     seconds: float = 0.0
     writes: int = 0
     starts: int = 0
     pods: int = 0
-    """Pods that were ever made."""
+    """Number of pods created during the run."""
     is_skipped: bool = False
-    """The fault never happened, such as a kill at a write that was not done this time."""
+    """True if the fault never happened, such as a kill at a write that did not occur in this run."""
     wrong: list[str] = field(default_factory=list)
 
     @property
@@ -70,7 +70,7 @@ class Outcome:
 
 
 class Stage:
-    """A control plane with a proxy before it and played kubelets behind it; runs follow each other on it."""
+    """A control plane with a proxy in front and simulated kubelets, on which runs follow each other."""
 
     def __init__(self, folder: Path, api: Api, proxy: FaultyProxy, module: str) -> None:
         self._folder = folder
@@ -81,13 +81,13 @@ class Stage:
         self.references: dict[str, tuple[Outcome, Record, History]] = {}
 
     def reference(self, scenario: str) -> tuple[Outcome, Record, History]:
-        """The run of a scenario to which nothing is done; made once. With its outcome wrong, it is a measure of nothing."""
+        """Return the faultless run of a scenario, made once. If its outcome is wrong, it is no reference."""
         if scenario not in self.references:
             self.references[scenario] = self._run(Plan(scenario, "none"))
         return self.references[scenario]
 
     def run(self, plan: Plan) -> Outcome:
-        """Run `plan` and judge it."""
+        """Run `plan` and evaluate it against the reference run."""
         reference, usual, usual_history = self.reference(plan.scenario)
         outcome, record, history = self._run(plan)
         if plan.fault != "pods" and outcome.pods > reference.pods:
@@ -138,7 +138,7 @@ class Stage:
             if problems:
                 return [f"step {number}: {problem}" for problem in problems]
             if isinstance(fault, StaleView) and number == plan.number:
-                operator.kill()  # lists everything when it starts again: what it sees then is what it will see again
+                operator.kill()  # it lists everything on restart; these lists are shown again later
                 operator.start()
                 self._settle(namespace, document, operator)
                 fault.mark()
@@ -154,7 +154,7 @@ class Stage:
         return self._settle(namespace, None, operator)
 
     def _see_the_past(self, fault: StaleView, operator: ForkedOperator) -> None:
-        """The operator starts anew and sees what was; a second later, what is."""
+        """Restart the operator with the marked, stale view; show it the present 2.5 seconds later."""
         fault.is_stale = True
         operator.kill()
         operator.start()
@@ -162,7 +162,7 @@ class Stage:
         fault.is_stale = False
 
     def _disturb(self, namespace: str, chance: random.Random, fault: Fault) -> None:
-        """For two seconds somebody deletes, evicts and fails pods, and edits the status."""
+        """Delete, evict and fail pods, and edit the status, at random for two seconds."""
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             time.sleep(chance.uniform(0.0, 0.4))
@@ -184,10 +184,10 @@ class Stage:
                         continue
                 fault.times += 1
             except httpx.HTTPStatusError:
-                pass  # somebody was faster, or the budget allows no eviction
+                pass  # the object is already gone, or the disruption budget allows no eviction
 
     def _settle(self, namespace: str, applied: dict[str, Any] | None, operator: ForkedOperator) -> list[str]:
-        """Wait until nothing is wrong, three times in a row; an operator that has died is started, as by a kubelet."""
+        """Wait until nothing is wrong three times in a row; restart a dead operator, as a kubelet would."""
         deadline, calm = time.monotonic() + _SETTLE_SECONDS, 0
         while True:
             if not operator.is_running:
@@ -209,16 +209,16 @@ class Stage:
             operator.kill()
 
     def _clean(self, namespace: str) -> None:
-        """What is left would cost every later run its share of every list."""
+        """Delete the resources and namespace of a run, which would slow the lists of later runs."""
         for kind in (DEPLOYMENT, REPLICA):
             for item in self._api.list(kind, namespace):
-                with suppress(httpx.HTTPStatusError):  # its deployment has gone, and it with it
+                with suppress(httpx.HTTPStatusError):  # it was deleted with its deployment
                     self._api.delete(kind, item["metadata"]["name"], namespace)
         self._api.call("DELETE", f"/api/v1/namespaces/{namespace}")
 
 
 def evict(api: Api, namespace: str, pod: str) -> None:
-    """Ask as `kubectl drain` does; a refusal, as by the budget (429), raises `httpx.HTTPStatusError`."""
+    """Evict a pod as `kubectl drain` does; a refusal (429 by the budget) raises `httpx.HTTPStatusError`."""
     eviction = {
         "apiVersion": "policy/v1",
         "kind": "Eviction",
@@ -228,14 +228,19 @@ def evict(api: Api, namespace: str, pod: str) -> None:
 
 
 _STARTS_PODS = frozenset({"medhareplicas", "statefulsets", "pods"})
-"""What is judged of an operator that was shown the past. To it a replica that has gone since may be a new one: it makes the
-small objects, which the garbage collector takes as their owner is not there, and nothing behind its status, which is refused."""
+"""Kinds of which an operator with a stale view must not create more than usual.
+
+To such an operator, a deleted replica may seem new. It then creates the small objects, which the garbage
+collector removes since their owner is gone; its status update is refused, and nothing that comes after it is
+created.
+"""
 
 
 def done_too_often(record: Record, usual: Record, kinds: Collection[str] | None = None) -> list[str]:
-    """What an operator with one life more has made or deleted more often than one with a single life; made of `kinds` only.
+    """Describe what a restarted operator created or deleted more often than in the usual run.
 
-    A pod whose StatefulSet is deleted is ended by the garbage collector or the operator, whoever is faster.
+    With `kinds`, only creations of these kinds are checked. A pod whose StatefulSet is deleted is removed by
+    the garbage collector or by the operator, whichever is faster.
     """
     found = []
     for (kind, name), count in record.created.items():
@@ -271,7 +276,7 @@ def _fault(plan: Plan, operator: ForkedOperator) -> Fault:
 
 
 def _end_chaos(fault: Fault, after_seconds: float) -> None:
-    """Random faults end at some time: what must hold holds then."""
+    """End random faults after a time, since the cluster must converge only then."""
     if isinstance(fault, UnsureEvents | UnsureAnswers | UnsureReads):
         fault.is_over = False
         threading.Timer(after_seconds, setattr, (fault, "is_over", True)).start()
@@ -290,7 +295,7 @@ def _spoilt(chance: random.Random) -> dict[str, Any]:
 
 @contextmanager
 def stage(folder: Path, plane: ControlPlane, module: str = "medha_operator") -> Iterator[Stage]:
-    """A stage on `plane`, which must run its controllers and know our resources."""
+    """Yield a stage on `plane`, which must run its controllers and have our resource definitions."""
     with Api(plane) as api, PlayedKubelets(api), FaultyProxy(plane) as proxy:
         prepare(proxy.kubeconfig(folder))
         yield Stage(folder, api, proxy, module)

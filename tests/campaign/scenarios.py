@@ -1,4 +1,4 @@
-"""What a user does while things go wrong: manifests applied one after another, and what must be there at the end."""
+"""Scenarios of user actions during faults: manifests applied one after the other, and deletions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SPEC: Document = {
     "model": {"name": "m", "source": {"path": "checkpoint"}},
     "parallelism": {"tensor": 1, "stream": 2, "kv": 2},
     "resources": {"accelerator": "none"},
-    # A campaign has no time for the waits that protect a cluster.
+    # Short waits: the defaults, which protect a cluster, would take too long here.
     "lifecycle": {"restart": {"backoffSeconds": 0.2, "backoffLimitSeconds": 0.5, "stableSeconds": 1}},
 }
 
@@ -38,7 +38,7 @@ def deployment(replicas: int, **changes: Any) -> Document:
 
 @dataclass(frozen=True)
 class Scenario:
-    """Manifests of one resource, each applied when the one before has settled; `deletes` ends with its deletion."""
+    """Manifests of a resource, each applied once the previous one has settled, and maybe its deletion."""
 
     name: str
     steps: tuple[Document, ...]

@@ -1,8 +1,9 @@
-"""Campaign (f): every field of our resources is changed, spoilt and put back, against a real API server.
+"""Campaign (f): change every field of our resources, set it to invalid values and restore it.
 
-After each change the cluster must be the pure function of the spec: exactly the objects that `plan` makes of it in an
-empty namespace, pods of one revision and no more, no pod touched by a field that is `live`. An invalid value must be
-refused with words and change nothing. Put back, the same children must be there as before.
+It runs on a real API server. After each change the cluster must be a pure function of the spec: exactly the
+objects that `plan` renders in an empty namespace, pods of one revision and no more, and no pod touched by a
+field that is `live`. An invalid value must be refused with a message that names the field, and change
+nothing. Once the value is restored, the same children must be there as before.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ NAMESPACE = Kind("Namespace", "v1", "namespaces", is_namespaced=False)
 _SECONDS = 30.0
 _VARYING = ("resourceVersion", "managedFields", "creationTimestamp", "generation", "uid")
 _LASTING = ("Service", "PodDisruptionBudget", "NetworkPolicy", "StatefulSet")
-"""Kinds whose objects a replica keeps whatever is changed and put back: the same UID, not only the same name."""
+"""Kinds whose objects a replica keeps through a change and its revert: same UID, not only same name."""
 
 
 class Violation(AssertionError):
-    """A promise that was broken, with the mutation that broke it."""
+    """A promise that a mutation broke."""
 
 
 class SchemaCampaign:
@@ -52,9 +53,9 @@ class SchemaCampaign:
         """Specs that the API server refused, as it should."""
 
     def run(self, chosen: Iterable[Mutation], *, threads: int = 2) -> Iterator[tuple[Mutation, str]]:
-        """Each mutation with the violation that it met, in words, as they end; `threads` are tried at a time.
+        """Yield each mutation with its violation as text (empty if none), as they end, `threads` at a time.
 
-        One is chosen when it can begin, not before: `chosen` may end with the time.
+        The next one is taken from `chosen` only when it can start, so `chosen` may end by the clock.
         """
         numbered = enumerate(chosen)
         with ThreadPoolExecutor(threads) as pool:
@@ -74,7 +75,7 @@ class SchemaCampaign:
         return mutation, ""
 
     def try_out(self, mutation: Mutation, name: str) -> None:
-        """Change the field to each of its values and back; an invalid one must be refused.
+        """Change the field to each of its values and back; invalid ones must be refused.
 
         Raises:
             Violation, AssertionError: a promise was broken.
@@ -103,7 +104,7 @@ class SchemaCampaign:
     # --- steps ------------------------------------------------------------------------------------------
 
     def _apply(self, mutation: Mutation, name: str, spec: Document) -> Document:
-        """Apply, and wait until the cluster is what the spec asks for."""
+        """Apply, and wait until the cluster matches the spec."""
         kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
         self._api.apply(
             {
@@ -146,13 +147,13 @@ class SchemaCampaign:
     def _remove(self, mutation: Mutation, name: str) -> None:
         kind = REPLICA if mutation.kind == REPLICA.name else DEPLOYMENT
         self._api.delete(kind, name, self._namespace)
-        # The garbage collector looks for new kinds twice a minute.
+        # The garbage collector discovers new kinds only twice a minute.
         eventually(lambda: self._everything(name), lambda left: not left, 3 * _SECONDS)
 
-    # --- what is there ----------------------------------------------------------------------------------
+    # --- observed state ---------------------------------------------------------------------------------
 
     def _misses(self, kind: Kind, name: str) -> str:
-        """What the cluster is not yet, in words; nothing when it has converged."""
+        """Describe how the cluster differs from the plan; empty when it has converged."""
         resource = self._api.get(kind, name, self._namespace)
         assert resource is not None
         if kind is REPLICA:
@@ -205,7 +206,7 @@ class SchemaCampaign:
         return _applied(plan_deployment(observed, 0.0, self._settings).actions)
 
     def _children(self, name: str) -> dict[str, Document]:
-        """What the resource consists of, without what differs between two objects that are the same."""
+        """Return the resource's objects, without the fields in which two equal objects may differ."""
         found = {}
         for (kind, own_name), document in self._everything(name).items():
             if kind in ("Pod", "ControllerRevision", "Secret"):
@@ -216,7 +217,7 @@ class SchemaCampaign:
             kept = {key: value for key, value in document.items() if key not in ("status", "metadata")}
             found[f"{kind} {own_name}"] = {**kept, "metadata": metadata}
         text = json.dumps(found, sort_keys=True)
-        for one in self._replicas(name):  # which a deployment may have made anew
+        for one in self._replicas(name):  # a deployment may have recreated them
             uid = one["metadata"]["uid"]
             text = text.replace(uid, "UID").replace(f"keys-{uid[:8]}", "keys-UID")
         same: dict[str, Document] = json.loads(text)
@@ -241,7 +242,7 @@ class SchemaCampaign:
 
 
 def make_ground(api: Api, namespace: str) -> None:
-    """The namespace of a campaign, and what its values name elsewhere: routers' Secrets."""
+    """Create a campaign's namespace, and the routers' Secrets in other namespaces that its values name."""
     api.namespace(namespace)
     for router in ("first", "second"):
         if api.get(NAMESPACE, router) is None:
@@ -252,7 +253,7 @@ def make_ground(api: Api, namespace: str) -> None:
 
 
 def trials(seed: int | None = None) -> list[Mutation]:
-    """All mutations; with a seed, in an order of chance."""
+    """Return all mutations; with a seed, in random order."""
     found = [one for kind in (REPLICA, DEPLOYMENT) for one in mutations(kind.name)]
     if seed is not None:
         random.Random(seed).shuffle(found)
@@ -260,7 +261,7 @@ def trials(seed: int | None = None) -> list[Mutation]:
 
 
 def until(deadline: float, found: Iterable[Mutation]) -> Iterator[Mutation]:
-    """Those of `found` that are begun before `deadline`, of the monotonic clock."""
+    """Yield from `found` until `deadline` of the monotonic clock."""
     for mutation in found:
         if time.monotonic() >= deadline:
             return

@@ -30,11 +30,11 @@ SHAPES: dict[str, Callable[[Path, list[Path]], AbstractContextManager[ControlPla
 }
 MODELS = "/var/lib/medha/models"
 MEDHA = "medha"
-"""As `--image`: the three images of this checkout."""
+"""Value of `--image` that stands for the three images of this checkout."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start a cluster, say how to use it, and wait."""
+    """Start a cluster, print how to use it, and wait."""
     parser = argparse.ArgumentParser(prog="make cluster", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="one-node")
     parser.add_argument("--kwok", type=int, default=0, metavar="N", help="add N pretended nodes of 64 GPUs")
@@ -97,7 +97,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _archives(wanted: Sequence[str]) -> list[Path]:
-    """The archives that `--image` names.
+    """Return the archives that `--image` names.
 
     Raises:
         images.CannotBuild: those of this checkout cannot be built.

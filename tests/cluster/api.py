@@ -1,4 +1,4 @@
-"""The API server as tests speak to it: plain calls, faster than a kubectl for each."""
+"""A client of the API server for tests: plain calls, faster than running kubectl for each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Document = dict[str, Any]
 T = TypeVar("T")
 
 OWNED = (*CHILDREN, SECRET, POD)
-"""Kinds of what belongs to a replica."""
+"""Kinds of the objects that belong to a replica."""
 
 
 class Api:
-    """Calls of a user who may do everything, or of the one that he impersonates."""
+    """Calls as a user with all rights, or as the user that it impersonates."""
 
     def __init__(self, plane: ControlPlane, user: str | None = None) -> None:
         context = ssl.create_default_context(cafile=str(plane.keys.authority))
@@ -39,7 +39,7 @@ class Api:
         self._client.close()
 
     def call(self, method: str, path: str, body: object = None, **query: str) -> Document:
-        """One call; a refusal raises `httpx.HTTPStatusError`."""
+        """Make a call; an error status raises `httpx.HTTPStatusError`."""
         kind = {"PATCH": "application/merge-patch+json"}.get(method, "application/json")
         if query.get("fieldManager") == "user":
             kind = "application/apply-patch+yaml"
@@ -47,11 +47,11 @@ class Api:
         headers = {"Content-Type": kind}
         try:
             answer = self._client.request(method, path, content=content, params=query, headers=headers)
-        except httpx.RemoteProtocolError:  # the server closed an idle connection in that moment
+        except httpx.RemoteProtocolError:  # the server has just closed the idle connection
             if method != "GET":
                 raise
             answer = self._client.request(method, path, content=content, params=query, headers=headers)
-        if answer.status_code == 429 and method == "GET":  # a definition's storage begins
+        if answer.status_code == 429 and method == "GET":  # storage of a new definition is being initialised
             time.sleep(1.0)
             return self.call(method, path, body, **query)
         if answer.status_code >= 400:
@@ -61,11 +61,11 @@ class Api:
         return found
 
     def text(self, path: str) -> str:
-        """What the API server says of itself, such as its metrics."""
+        """Return the text at a path of the API server, such as its metrics."""
         return self._client.get(path).raise_for_status().text
 
     def apply(self, document: Document) -> Document:
-        """Server-side apply, as a user's."""
+        """Apply a document server-side, as the field manager `user`."""
         kind = REPLICA if document["kind"] == REPLICA.name else DEPLOYMENT
         metadata = document["metadata"]
         path = kind.path(metadata.get("namespace", "default"), metadata["name"])
@@ -84,18 +84,18 @@ class Api:
         return [{"kind": kind.name, "apiVersion": kind.api_version} | item for item in items]
 
     def version(self, kind: Kind, namespace: str | None = "default") -> str:
-        """From which a watch misses nothing that comes after this call."""
+        """Return a resourceVersion from which a watch misses no event after this call."""
         found: str = self.call("GET", kind.path(namespace), limit="1")["metadata"]["resourceVersion"]
         return found
 
     def events(
         self, kind: Kind, namespace: str | None, version: str, idle_seconds: float
     ) -> Iterator[Document]:
-        """Events behind `version`, until none has come for as long."""
+        """Yield events after `version`, until none has come for `idle_seconds`."""
         query = {"watch": "true", "resourceVersion": version}
         waits = httpx.Timeout(20, read=idle_seconds)
         while True:
-            with suppress(httpx.ReadTimeout):  # a server that is slow to begin
+            with suppress(httpx.ReadTimeout):  # the server is slow to answer: try again
                 with self._client.stream("GET", kind.path(namespace), params=query, timeout=waits) as answer:
                     try:
                         for line in answer.raise_for_status().iter_lines():
@@ -108,12 +108,12 @@ class Api:
         self.call("DELETE", kind.path(namespace, name))
 
     def namespace(self, name: str) -> str:
-        """A new namespace."""
+        """Create a namespace and return its name."""
         self.call("POST", "/api/v1/namespaces", {"metadata": {"name": name}})
         return name
 
     def owned(self, replica: str, namespace: str) -> dict[tuple[str, str], Document]:
-        """Everything that carries the replica's label, by kind and name, without what StatefulSets make."""
+        """Return objects with the replica's label by kind and name; of StatefulSets' objects, only pods."""
         found = {}
         for kind in OWNED:
             for item in self.list(kind, namespace, f"medha.dev/replica={replica}"):
@@ -123,7 +123,7 @@ class Api:
         return found
 
     def versions(self) -> dict[str, str]:
-        """resourceVersion of everything that an operator could write."""
+        """Return the resourceVersion of every object that an operator could write."""
         kinds = (*OWNED, REPLICA, DEPLOYMENT, EVENT, LEASE)
         return {
             f"{kind.name} {item['metadata']['namespace']}/{item['metadata']['name']}": item["metadata"][
@@ -135,7 +135,7 @@ class Api:
 
 
 def eventually(look: Callable[[], T], holds: Callable[[T], object] = bool, seconds: float = 30.0) -> T:
-    """What `look` sees once it `holds`; an AssertionError shows the last sight."""
+    """Poll `look` until its result `holds`, and return it; an AssertionError shows the last result."""
     deadline = time.monotonic() + seconds
     while not holds(seen := look()):
         assert time.monotonic() < deadline, f"after {seconds:g} s still: {seen!r:.3000}"
@@ -144,16 +144,16 @@ def eventually(look: Callable[[], T], holds: Callable[[T], object] = bool, secon
 
 
 def condition(resource: Document | None, kind: str = "Ready") -> tuple[str, str]:
-    """Status and reason of a condition."""
+    """Return status and reason of a condition."""
     conditions = (resource or {}).get("status", {}).get("conditions")
-    for entry in conditions or ():  # of a new definition they are null
+    for entry in conditions or ():  # null in a new definition
         if entry["type"] == kind:
             return entry["status"], entry["reason"]
     return "Unknown", ""
 
 
 class PlayedKubelets:
-    """Says of every pod of ours that it runs and is ready, as a kubelet would; no node and no container is behind it."""
+    """Simulated kubelets: they report every pod of ours as running and ready, without node or container."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -183,12 +183,12 @@ class PlayedKubelets:
     def _start(self, pod: Document) -> None:
         metadata = pod["metadata"]
         path = POD.path(metadata["namespace"], metadata["name"], "status")
-        with suppress(httpx.HTTPStatusError):  # it may have gone meanwhile
+        with suppress(httpx.HTTPStatusError):  # it may have been deleted meanwhile
             self._api.call("PATCH", path, {"metadata": {"uid": metadata["uid"]}, "status": running(pod)})
 
 
 def running(pod: Document) -> Document:
-    """Status of a pod whose containers are all started and ready."""
+    """Return the status of a pod whose containers are all started and ready."""
     containers = [
         {
             "name": container["name"],

@@ -1,7 +1,8 @@
-"""The programs of a cluster, built from their Go modules once and kept in the user's cache by content.
+"""The programs of a cluster, built once from their Go modules and kept in the user's cache by content.
 
-`build(names)` returns a path for each name. A program of `KUBEBUILDER_ASSETS` (etcd, kube-apiserver, kubectl) is taken
-where a user has set it. The key of a kept program is what it is made of: module files, Go's version and flags.
+`build(names)` returns a path for each name. If `KUBEBUILDER_ASSETS` is set, programs in that folder (etcd,
+kube-apiserver, kubectl) are used instead. The cache key covers everything that a program depends on: module
+files, Go's version and flags.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _STAMPS = {  # without them the API server reports a version that no client can 
     "gitCommit": "unknown",
     "buildDate": "1970-01-01T00:00:00Z",
 }
-_HELM = "helm.sh/helm/v3/pkg/chartutil"  # without these, `helm template` believes in Kubernetes 1.20
+_HELM = "helm.sh/helm/v3/pkg/chartutil"  # without these, `helm template` assumes Kubernetes 1.20
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,10 @@ class Module:
     stamps: tuple[str, ...] = ()
     """`-X` settings of the linker."""
     sources: tuple[str, ...] = ("go.mod", "go.sum")
-    """Files that the programs are made of."""
+    """Files on which the programs depend."""
 
     def key(self, go_version: str) -> str:
-        """Digest of everything that the programs depend on."""
+        """Return the digest of everything that the programs depend on."""
         folder = _GO / self.name
         made_of = [go_version, *_FLAGS, *self.stamps, *sorted(self.commands.values())]
         made_of += [(folder / name).read_text(encoding="utf-8") for name in self.sources]
@@ -89,17 +90,17 @@ CONTROL_PLANE = ("etcd", "kube-apiserver", "kubectl", "kube-controller-manager",
 
 
 class CannotBuild(Exception):
-    """The programs are neither at hand nor can they be built; says what is missing."""
+    """Programs are missing and cannot be built; the message names what is missing."""
 
 
 def cache_folder() -> Path:
-    """Where built programs are kept."""
+    """Return the folder of built programs."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "medha" / "cluster"
 
 
 def build(names: Iterable[str]) -> dict[str, Path]:
-    """A path for each program of `names`, building what is not kept yet; progress goes to stderr.
+    """Return a path for each program of `names`, building those not cached yet; progress goes to stderr.
 
     Raises:
         CannotBuild: no Go, or a build failed.
@@ -133,7 +134,7 @@ def _build(module: Module, names: list[str]) -> dict[str, Path]:
     folder = cache_folder() / f"{module.name}-{module.key(version.stdout.strip())}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second takes what the first has built
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and uses what the first has built
         absent = [name for name in names if not (folder / name).is_file()]
         if absent:
             began = time.monotonic()
@@ -145,7 +146,7 @@ def _build(module: Module, names: list[str]) -> dict[str, Path]:
 
 def _go_build(go: str, module: Module, names: list[str], folder: Path) -> None:
     stamps = " ".join(["-s", "-w", *(f"-X {stamp}" for stamp in module.stamps)])
-    partial = folder / f".partial-{os.getpid()}"  # so that nobody runs half a program
+    partial = folder / f".partial-{os.getpid()}"  # a program is never visible half-written
     packages = [module.commands[name] for name in names]
     target = partial / names[0] if len(names) == 1 else partial
     partial.mkdir()
@@ -180,7 +181,7 @@ def _tell(text: str) -> None:
 
 
 def main(names: list[str]) -> int:
-    """Build `names`, or everything; what cannot be built is an error in CI and a word elsewhere."""
+    """Build `names`, or everything; a failed build is an error in CI and only a message elsewhere."""
     every = [name for module in MODULES for name in module.commands]
     try:
         build(names or every)

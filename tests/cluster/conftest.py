@@ -1,4 +1,4 @@
-"""Clusters that tests share. What a machine cannot hold is skipped there, and fails in CI."""
+"""Clusters that tests share. Tests whose cluster cannot run on this machine are skipped; in CI they fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HELLO_IMAGE = "medha.test/hello:1"
 
 @contextmanager
 def skipping_what_cannot_run() -> Iterator[None]:
-    """Skip where Go, packages or rights are missing; in CI that is a failure."""
+    """Skip the test if Go, packages or rights are missing; in CI, fail."""
     try:
         yield
     except (CannotBuild, CannotRun, images.CannotBuild) as error:
@@ -33,7 +33,7 @@ def skipping_what_cannot_run() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane without controllers that knows our resources."""
+    """A control plane without controllers, with our resource definitions."""
     folder = tmp_path_factory.mktemp("plane")
     with skipping_what_cannot_run(), control_plane(folder, controllers=False, scheduler=False) as running:
         define(running)
@@ -42,7 +42,7 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="session")
 def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane with its controllers, so that StatefulSets make pods and what is owned goes with its owner."""
+    """A control plane with controllers: StatefulSets create pods, and owned objects are garbage-collected."""
     folder = tmp_path_factory.mktemp("controlled")
     with skipping_what_cannot_run(), control_plane(folder, scheduler=False) as running:
         define(running)
@@ -50,14 +50,14 @@ def controlled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlan
 
 
 def hello_image(folder: Path) -> Path:
-    """An archive of the smallest server: it answers its pod's name on port 8080."""
+    """Write an archive of a minimal server, which answers with its pod's name on port 8080."""
     hello = build(["hello"])["hello"]
     return write_image(folder / "hello.tar", HELLO_IMAGE, {"/hello": hello}, ["/hello"])
 
 
 @pytest.fixture(scope="session")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A cluster of one real node that knows the image `medha.test/hello:1`."""
+    """A cluster of one real node that has the image `medha.test/hello:1`."""
     folder = tmp_path_factory.mktemp("node")
     with skipping_what_cannot_run(), one_node(folder, [hello_image(folder)]) as running:
         yield running

@@ -1,6 +1,6 @@
-"""A control plane of real servers: etcd, kube-apiserver, and where asked controller-manager and scheduler.
+"""A control plane of real servers: etcd, kube-apiserver, and optionally controller-manager and scheduler.
 
-Everything lies in one folder, listens on one address, and ends with the process that started it.
+Everything is in one folder, listens on one address, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class NotStarted(Exception):
 
 
 class Server:
-    """One running program of the cluster, and its log."""
+    """A running program of the cluster, and its log."""
 
     def __init__(
         self, folder: Path, program: Path, arguments: Sequence[str], inside: Sequence[str] = ()
     ) -> None:
-        """`inside` starts a command that runs the rest elsewhere."""
+        """`inside` is a command prefix that runs the program elsewhere, e.g. in namespaces."""
         self.name = program.name
         self.log = folder / f"{program.name}.log"
         with self.log.open("ab") as log:
-            # `setpriv` ends it when we die, however we die.
+            # `setpriv` kills it when this process dies, however it dies.
             self.process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", *inside, str(program), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -51,10 +51,10 @@ class Server:
             )
 
     def wait_until(self, is_ready: Callable[[], bool], what: str) -> None:
-        """Poll `is_ready`.
+        """Poll `is_ready` until it holds.
 
         Raises:
-            NotStarted: the program ended, or time is up.
+            NotStarted: the program ended, or the time limit has passed.
         """
         deadline = time.monotonic() + _START_SECONDS
         while not is_ready():
@@ -82,28 +82,28 @@ class ControlPlane:
 
     folder: Path
     url: str
-    """Of the API server, as this process reaches it."""
+    """URL of the API server for this process."""
     inner_url: str
-    """The same, as the cluster reaches it."""
+    """URL of the API server within the cluster."""
     keys: Keys
     programs: dict[str, Path]
     inside: tuple[str, ...] = ()
-    """Start of a command that runs the rest where the servers are."""
+    """Command prefix that runs a program where the servers are."""
     servers: dict[str, Server] = field(default_factory=dict)
 
     @property
     def kubeconfig(self) -> Path:
-        """Of a user who may do everything."""
+        """Kubeconfig of a user with all rights."""
         return self.keys.kubeconfig(self.url, *ADMIN)
 
     def start(self, program: str, *arguments: str) -> Server:
-        """Run one more server, where the others are; it ends with them."""
+        """Run another server where the others are; it ends with them."""
         server = Server(self.folder, self.programs[program], arguments, self.inside)
         self.servers[program] = server
         return server
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
-        """Output of `kubectl`, both streams.
+        """Run `kubectl` and return its output, both streams.
 
         Raises:
             AssertionError: it failed and `check` is set.
@@ -122,16 +122,16 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class Network:
-    """Where the servers of a control plane run, if not in this process's network."""
+    """The network in which the servers of a control plane run, if it is not this process's own."""
 
     address: str
-    """That they listen on, in there."""
+    """Address in that network on which the servers listen."""
     port: int
-    """Of the API server, in there."""
+    """Port of the API server in that network."""
     url: str = ""
-    """Of the API server from here, where that is another."""
+    """URL of the API server for this process, if it differs."""
     inside: tuple[str, ...] = ()
-    """Start of a command that runs the rest in there."""
+    """Command prefix that runs a program in that network."""
 
 
 @contextmanager
@@ -145,9 +145,10 @@ def control_plane(
     runtime_config: Sequence[str] = (),
     controller_flags: Sequence[str] = (),
 ) -> Iterator[ControlPlane]:
-    """Start the servers, yield once the `default` ServiceAccount exists (or the API answers), stop them.
+    """Start the servers, yield once the `default` ServiceAccount exists, and stop them afterwards.
 
-    Without `network` they listen on this machine's loopback.
+    Without `controllers`, it yields once the API server answers. Without `network`, the servers listen on
+    this machine's loopback.
 
     Raises:
         CannotBuild: a program is missing.
@@ -183,7 +184,7 @@ def control_plane(
 
 
 def free_port(address: str) -> int:
-    """A port that nobody uses now on `address`."""
+    """Return a port that is currently unused on `address`."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])
@@ -205,7 +206,7 @@ def _start_etcd(plane: ControlPlane) -> str:
         f"--initial-cluster=default={peer}",
         "--unsafe-no-fsync",
     )
-    # Its port may lie in another network: the log tells everywhere.
+    # Its port may be in another network, so the log is checked instead.
     server.wait_until(lambda: b"ready to serve client requests" in server.log.read_bytes(), "begun to serve")
     return client
 
@@ -220,7 +221,7 @@ def _start_api_server(plane: ControlPlane, network: Network, etcd_url: str, more
         f"--etcd-servers={etcd_url}",
         f"--bind-address={address}",
         f"--secure-port={network.port}",
-        # Published only: a loopback address would be refused.
+        # Only published, not used; a loopback address would be refused.
         f"--advertise-address={address if not address.startswith('127.') else '192.0.2.1'}",
         f"--tls-cert-file={certificate}",
         f"--tls-private-key-file={key}",
@@ -260,7 +261,7 @@ def _start_scheduler(plane: ControlPlane, more: Sequence[str]) -> None:
 
 
 def _serving(plane: ControlPlane, user: tuple[str, str | None]) -> list[str]:
-    """What controller-manager and scheduler have in common."""
+    """Return the flags that controller-manager and scheduler have in common."""
     kubeconfig = plane.keys.kubeconfig(plane.inner_url, *user)
     return [
         f"--kubeconfig={kubeconfig}",

@@ -1,4 +1,4 @@
-"""Our resources, made known to an API server."""
+"""Register our resource definitions with an API server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class HasKubectl(Protocol):
 
 
 def wait_until_established(cluster: HasKubectl, *names: str) -> None:
-    """Wait for all definitions that the API server has, and for those of these names.
+    """Wait until all definitions in the API server, and those of `names`, are established.
 
-    Not by `kubectl wait`: it fails where it looks before the first condition is written, instead of waiting for it.
+    `kubectl wait` is not used: it fails, instead of waiting, if no condition is written yet.
     """
     deadline = time.monotonic() + _LIMIT_SECONDS
     while True:
@@ -36,7 +36,7 @@ def wait_until_established(cluster: HasKubectl, *names: str) -> None:
 
 
 def define(cluster: HasKubectl) -> None:
-    """Apply the definitions, and wait until `kubectl` finds what they define: the API server tells of it a little later."""
+    """Apply the definitions, and wait until API discovery lists the resources a little later."""
     cluster.kubectl("apply", "--server-side", "-f", str(CRDS))
     wait_until_established(cluster)
     deadline = time.monotonic() + _LIMIT_SECONDS

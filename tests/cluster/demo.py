@@ -1,6 +1,6 @@
-"""`make demo`: from nothing to a chat answer of a replica in a cluster, by running the commands that README.md shows.
+"""`make demo`: run README.md's commands, from no cluster to a chat answer of a replica in a cluster.
 
-Everything ends with Ctrl-C, and nothing of it is left.
+Ctrl-C ends everything and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from cluster.images import ROOT
 HEADING = "In a cluster"
 SETTINGS = ROOT / ".medha" / "cluster.env"
 PORT = 8000
-"""Of this machine, to which README.md forwards the router's."""
+"""Port of this machine to which README.md forwards the router's port."""
 _LOOK_SECONDS = 0.2
 
 
 def main() -> int:
-    """Run the cluster and, once it is there, the steps; stay until a signal comes."""
+    """Run the cluster and, once it is up, the steps; wait until a signal arrives."""
     asked_to_end = threading.Event()
 
     def end(_signal: int, _frame: FrameType | None) -> None:
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _script(steps: Sequence[str]) -> str:
-    """The steps as one shell runs them: each is shown before it is run, and the first that fails ends it."""
+    """Return a shell script of the steps that prints each before running it and ends at the first failure."""
     lines = ["set -euo pipefail", "trap 'kubectl get medhareplicas,jobs,pods --all-namespaces' ERR"]
     for step in steps:
         lines += [f"printf '\\n$ %s\\n' {shlex.quote(step)}", step]
@@ -78,7 +78,7 @@ def _script(steps: Sequence[str]) -> str:
 
 @contextmanager
 def _ended(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a session of its own; all of it has ended afterwards, also where this process is killed."""
+    """Run a command in its own session; it is terminated afterwards, even if this process is killed."""
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "TERM", "--", *command],
         cwd=ROOT,

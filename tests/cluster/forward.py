@@ -1,4 +1,4 @@
-"""Carries connections from a socket that it inherited to an address of the network namespace that it runs in."""
+"""Forward connections from an inherited socket to an address in this process's network namespace."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def forward(listening: socket.socket, host: str, port: int) -> None:
-    """Serve until the process is ended."""
+    """Serve until the process ends."""
     carrying: set[asyncio.Task[None]] = set()
 
     async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             far_reader, far_writer = await asyncio.open_connection(host, port)
         except OSError:
-            writer.transport.abort()  # as if we were not there
+            writer.transport.abort()  # as if nothing listened here
             return
         try:
             await asyncio.gather(_copy(reader, far_writer), _copy(far_reader, writer))
@@ -37,8 +37,8 @@ async def forward(listening: socket.socket, host: str, port: int) -> None:
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(carry(reader, writer))
-        # Once the near side has said its last, the loop knows the task by weak references alone: it would be
-        # collected as garbage while the far side still thinks about its answer.
+        # Once the near side has sent everything, the loop holds only weak references to the task. It would be
+        # garbage-collected while the far side is still preparing its answer.
         carrying.add(task)
         task.add_done_callback(carrying.discard)
 

@@ -1,4 +1,4 @@
-"""Commands that a page shows, so that programs and tests run what readers do."""
+"""Extract the commands that a page shows, so that programs and tests run the same commands as readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def shown(page: Path, heading: str) -> list[list[str]]:
     """Return the commands of each `console` block below a heading of a page; a command may span lines.
 
     Raises:
-        ValueError: the page has no such heading, or a block begins with no command.
+        ValueError: the page has no such heading, or a block does not begin with a command.
     """
     text = page.read_text(encoding="utf-8")
     found = re.search(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#+ |\Z)", text, re.MULTILINE | re.DOTALL)

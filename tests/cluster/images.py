@@ -1,10 +1,11 @@
-"""Medha's images, built from the Dockerfile with no registry and no daemon, and kept in the user's cache by content.
+"""Medha's images, built from the Dockerfile without a registry or daemon; cached per user, by content.
 
     python tests/cluster/images.py [--torch cpu|pypi|none] [operator router worker]
 
-prints an archive for each, as `docker save` writes it. buildah runs every step with chroot isolation; the base image is made of Debian's packages.
-Most tests take a worker without torch, which they mount (see docs/images.md). Whatever pip and apt of this
-machine are told about indexes, proxies and certificates holds inside the build, and stays out of the images.
+prints the path of an archive for each, as `docker save` writes it. buildah runs every step with chroot
+isolation; the base image is built from Debian's packages. Most tests use a worker image without torch, and
+mount torch (see docs/images.md). This machine's pip and apt settings for indexes, proxies and certificates
+apply inside the build, but do not get into the images.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ TARGETS = ("operator", "router", "worker")
 KINDS_OF_TORCH = ("cpu", "pypi", "none")
 DEBIAN = "bookworm"
 _BASE_PACKAGES = ("ca-certificates", "libstdc++6", "passwd", "python3", "python3-venv", "usr-is-merged")
-_BASE = (  # options of mmdebstrap: as little as Python needs, and no trace of where the packages came from
+_BASE = (  # options of mmdebstrap: only what Python needs, and no trace of the packages' origin
     "--variant=essential",
     f"--include={','.join(_BASE_PACKAGES)}",
     "--hook-dir=/usr/share/mmdebstrap/hooks/merged-usr",
@@ -46,7 +47,7 @@ the worker holds torch. Where pip is offered a CPU build (2.13.0+cpu, such as by
 images: Where it finds only PyPI's build for CUDA, it downloads 3 GB and needs up to 20 GB of disk meanwhile."""
 _KEPT_ARCHIVES = 3
 _KEPT_LAYERS = 400
-"""Beyond, the store begins anew; a build after a change of code leaves about thirty, of a few megabytes."""
+"""Most layers in the store before it is emptied; a code change adds about thirty, of a few megabytes."""
 
 
 class CannotBuild(Exception):
@@ -54,18 +55,18 @@ class CannotBuild(Exception):
 
 
 def cache_folder() -> Path:
-    """Where archives, layers and logs are kept."""
+    """Return the folder of archives, layers and logs."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "medha" / "images"
 
 
 def name(target: str) -> str:
-    """The name that the archive's image gets in a node."""
+    """Return the name of the archive's image on a node."""
     return f"docker.io/library/medha-{target}:{VERSION}"
 
 
 def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str, Path]:
-    """Build what is not kept yet and return an archive for each target; progress goes to stderr.
+    """Build what is not cached yet and return an archive for each target; progress goes to stderr.
 
     Args:
         targets: of the Dockerfile.
@@ -85,7 +86,7 @@ def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str,
     _require_programs()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as lock, tempfile.TemporaryDirectory(prefix="medha-images-") as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # who comes second takes what the first has built
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and uses what the first has built
         builder = _Builder(folder, Path(scratch))
         for target, archive in archives.items():
             if not archive.is_file():
@@ -95,14 +96,14 @@ def build(targets: Iterable[str] = TARGETS, *, torch: str = "none") -> dict[str,
 
 
 class _Builder:
-    """buildah with a store of its own, whose layers are kept from one build to the next."""
+    """buildah with its own store, whose layers are kept between builds."""
 
     def __init__(self, folder: Path, scratch: Path) -> None:
         self._scratch = scratch
         self._log = folder / "build.log"
         self._log.write_text("", encoding="utf-8")
         self._store = ["--root", str(folder / "store"), "--runroot", str(scratch / "run")]
-        self._buildah("rm", "--all")  # what a build that was killed has left
+        self._buildah("rm", "--all")  # leftovers of a killed build
         if len(self._buildah("images", "--all", "--quiet").split()) > _KEPT_LAYERS:
             self._buildah("rmi", "--all", "--force")
 
@@ -125,14 +126,14 @@ class _Builder:
                 f"--tag={image}",
                 str(ROOT),
             )
-            partial = archive.with_suffix(".partial")  # so that nobody loads half an image
+            partial = archive.with_suffix(".partial")  # an archive is never visible half-written
             partial.unlink(missing_ok=True)
-            # Not oci-archive, whose layers buildah compresses whatever it is told: that takes longer than all of the rest.
+            # Not oci-archive: buildah always compresses its layers, longer than the build takes.
             self._buildah("push", image, f"docker-archive:{partial}:{image}")
             partial.rename(archive)
 
     def _base(self) -> str:
-        """The name of an image with Python made of Debian's packages, in the store from then on."""
+        """Return the name of the base image; if missing, build it with Python from Debian's packages."""
         key = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode()).hexdigest()[:16]
         image = f"localhost/medha-base:{DEBIAN}-{key}"
         if self._buildah("images", "--quiet", "--filter", f"reference={image}"):
@@ -147,7 +148,7 @@ class _Builder:
         return image
 
     def _settings_of_pip(self) -> list[str]:
-        """This machine's pip configuration as a build secret, with the files that it names mounted in their place."""
+        """Return build options that pass pip's settings here as a secret and mount the files they name."""
         listed = subprocess.run(
             [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
         )
@@ -163,7 +164,7 @@ class _Builder:
         return self._run("buildah", *self._store, "--storage-driver=overlay", *arguments)
 
     def _run(self, *command: str) -> str:
-        """Runs in a mount namespace of its own: a build that fails leaves no mount behind."""
+        """Run in a new mount namespace, so that a failed build leaves no mount behind."""
         with self._log.open("a", encoding="utf-8") as log:
             done = subprocess.run(
                 ["unshare", "--mount", *command], stdout=subprocess.PIPE, stderr=log, text=True, check=False
@@ -176,9 +177,9 @@ class _Builder:
 
 
 def pip_settings(listed: str) -> tuple[str, list[str]]:
-    """From what `pip config list` prints: the text of a pip.conf, and files and folders that it names on this machine.
+    """Parse the output of `pip config list`; return a pip.conf, and the local files and folders it names.
 
-    Settings of the environment and of commands come last, as they do for pip.
+    As in pip, settings of the environment and of commands come last and win.
     """
     settings: dict[str, str] = {}
     for line in listed.splitlines():
@@ -192,14 +193,14 @@ def pip_settings(listed: str) -> tuple[str, list[str]]:
 
 
 def _settings_of_apt() -> list[str]:
-    """This machine's proxies and patience for apt; its sources stay out: mmdebstrap knows Debian's."""
+    """Return options with this machine's apt proxies and retries; sources are mmdebstrap's own."""
     dump = subprocess.run(["apt-config", "dump"], capture_output=True, text=True, check=True)
     wanted = ("Acquire::http", "Acquire::https", "Acquire::Check-", "Acquire::Retries")
     return [f"--aptopt={line.rstrip(';')}" for line in dump.stdout.splitlines() if line.startswith(wanted)]
 
 
 def _content_key() -> str:
-    """Digest of everything that the images are made of: the Dockerfile, its context and the base."""
+    """Return the digest of all that the images are built from: the Dockerfile, its context and the base."""
     ignore = ROOT / ".dockerignore"
     digest = hashlib.sha256("\0".join((DEBIAN, *_BASE)).encode())
     files = [ROOT / "Dockerfile", ignore]
@@ -243,7 +244,7 @@ def _tell(text: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Build and print; what cannot be built is an error in CI and a word elsewhere."""
+    """Build images and print their archives; a failed build is an error in CI, only a message elsewhere."""
     parser = argparse.ArgumentParser(description="Build Medha's images without a registry.")
     parser.add_argument(
         "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all if none is given"

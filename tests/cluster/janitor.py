@@ -1,6 +1,7 @@
-"""Waits until its standard input ends, then clears away what a cluster leaves: its processes, cgroups and folders.
+"""Wait until standard input ends, then remove a cluster's leftover processes, cgroups and folders.
 
-A program of its own, so that the host is as before even where whoever started the cluster was killed.
+This is a separate program, so that the host is cleaned up even if the process that started the cluster was
+killed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _LIMIT_SECONDS = 30.0
 
 
 def clear(cgroups: list[Path], folders: list[Path]) -> bool:
-    """Thaw, kill and remove; whether everything is gone within the limit."""
+    """Thaw, kill and remove; return whether everything is gone within the time limit."""
     deadline = time.monotonic() + _LIMIT_SECONDS
     while True:
         members = [member for root in cgroups for member in _members(root)]
@@ -30,7 +31,7 @@ def clear(cgroups: list[Path], folders: list[Path]) -> bool:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        for root in cgroups:  # what is frozen does not die
+        for root in cgroups:  # frozen processes do not die
             for state in root.rglob("freezer.state"):
                 state.write_text("THAWED")
         time.sleep(_POLL_SECONDS)
@@ -45,7 +46,7 @@ def _members(root: Path) -> list[int]:
     for tasks in root.rglob("cgroup.procs"):
         try:
             found += [int(line) for line in tasks.read_text().split()]
-        except OSError:  # the group went meanwhile
+        except OSError:  # the group was removed meanwhile
             continue
     return [pid for pid in found if pid > 0]
 
@@ -57,7 +58,7 @@ def _removed(root: Path, deadline: float) -> bool:
                 os.rmdir(folder)
             except FileNotFoundError:
                 break
-            except OSError:  # EBUSY: its last process is being buried
+            except OSError:  # EBUSY: its last process is still exiting
                 if time.monotonic() > deadline:
                     return False
                 time.sleep(_POLL_SECONDS)
@@ -65,7 +66,7 @@ def _removed(root: Path, deadline: float) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """`janitor.py CGROUP... -- FOLDER...`"""
+    """Run `janitor.py CGROUP... -- FOLDER...`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     split = arguments.index("--")

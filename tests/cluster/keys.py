@@ -1,4 +1,4 @@
-"""Certificates and kubeconfigs of one cluster, from a certificate authority made for it alone."""
+"""Certificates and kubeconfigs of a cluster, from its own certificate authority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROXY = ("system:kube-proxy", None)
 
 
 class Keys:
-    """A folder of keys; everything is written when it is first asked for."""
+    """A folder of keys; each file is written on first use."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,16 +27,16 @@ class Keys:
         self._authority.cert_pem.write_to_path(str(self.authority))
 
     def server(self, name: str, *identities: str) -> tuple[Path, Path]:
-        """Certificate and key of a server that is reached under `identities`."""
+        """Return certificate and key of a server that is reached under `identities`."""
         return self._issue(name, identities, name, None)
 
     def client(self, user: str, group: str | None = None) -> tuple[Path, Path]:
-        """Certificate and key of a user, as Kubernetes reads them: common name and organization."""
-        # Go refuses a certificate whose alternative names are critical and empty, as trustme writes them.
+        """Return certificate and key of a user (the common name) in a group (the organization)."""
+        # Without an identity, trustme writes critical, empty alternative names, which Go refuses.
         return self._issue(user.replace(":", "-"), ("client.invalid",), user, group)
 
     def service_accounts(self) -> Path:
-        """The key that signs the tokens of service accounts."""
+        """Return the key that signs the tokens of service accounts."""
         path = self._folder / "service-accounts.pem"
         if not path.exists():
             key = ec.generate_private_key(ec.SECP256R1())
@@ -50,7 +50,7 @@ class Keys:
         return path
 
     def kubeconfig(self, server: str, user: str, group: str | None = None, *, name: str = "") -> Path:
-        """A self-contained kubeconfig (JSON is YAML) with which `user` reaches `server`; `name` is the file's."""
+        """Return a self-contained kubeconfig (JSON is YAML) for `user` at `server`; `name` is the file's."""
         certificate, key = self.client(user, group)
         path = self._folder / f"{name or user.replace(':', '-')}.kubeconfig"
         config = {

@@ -1,4 +1,4 @@
-"""Nodes that only seem to be: KWOK answers for them, and pods on them become Ready without running."""
+"""Simulated nodes: KWOK acts for them, and pods on them become Ready without running."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SELECTOR = "type=kwok"
 
 @contextmanager
 def with_kwok(plane: ControlPlane, nodes: int, gpus: int = 64) -> Iterator[list[str]]:
-    """Names of `nodes` Ready nodes of `gpus` GPUs each, in a cluster with controllers and a scheduler.
+    """Create `nodes` Ready nodes of `gpus` GPUs each, and yield their names.
 
-    Pods go there by the node selector `type: kwok` and tolerate nothing in particular. They stay when this ends, and
-    nobody answers for them.
+    The cluster needs controllers and a scheduler. Pods are placed there by the node selector `type: kwok` and
+    need no tolerations. The nodes remain after the block, but nothing acts for them any more.
 
     Raises:
         CannotBuild: KWOK is missing.
-        NotStarted: it ended, or the nodes have not become Ready.
+        NotStarted: KWOK ended, or the nodes did not become Ready in time.
     """
     plane.programs.update(build(["kwok"]))
     names = [f"kwok-{index}" for index in range(nodes)]
@@ -34,7 +34,7 @@ def with_kwok(plane: ControlPlane, nodes: int, gpus: int = 64) -> Iterator[list[
         "--manage-all-nodes=false",
         f"--manage-nodes-with-label-selector={_SELECTOR}",
         f"--server-address=127.0.0.1:{free_port('127.0.0.1')}",
-        "--node-lease-duration-seconds=200",  # renewals of hundreds of leases would be most of the load
+        "--node-lease-duration-seconds=200",  # renewing hundreds of leases would dominate the load
     )
     try:
         server.wait_until(lambda: _ready(plane) == nodes, f"made {nodes} nodes Ready")
@@ -44,7 +44,7 @@ def with_kwok(plane: ControlPlane, nodes: int, gpus: int = 64) -> Iterator[list[
 
 
 def add_node(plane: ControlPlane, name: str, gpus: int) -> None:
-    """One more node, while KWOK runs."""
+    """Add a node while KWOK runs."""
     plane.kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(_node(name, gpus)))
 
 

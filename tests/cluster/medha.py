@@ -1,4 +1,4 @@
-"""Medha on a real node: the images, torch and a checkpoint are brought there, and the chart is installed."""
+"""Medha on a real node: torch and a checkpoint are mounted there, and the chart is installed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TORCH = "/var/lib/medha/torch"
 SYSTEM = "medha-system"
 
 
-# --- what is brought to the node --------------------------------------------------------------------------
+# --- files on the node ------------------------------------------------------------------------------------
 
 
 def bring_checkpoint(cluster: Cluster, folder: Path) -> None:
-    """Put the checkpoint that `tiny` names on the first node."""
+    """Create the checkpoint that `tiny` refers to, and mount it on the first node."""
     checkpoint = folder / "tiny"
     subprocess.run(
         [sys.executable, "-m", "medha_cli.main", "model", "init", str(checkpoint), "--seed", "0"],
@@ -40,7 +40,7 @@ def bring_checkpoint(cluster: Cluster, folder: Path) -> None:
 
 
 def bring_torch(cluster: Cluster) -> None:
-    """This environment's torch and what it needs, without copying: the image for tests has none."""
+    """Mount this environment's torch and its dependencies on the first node: the image for tests has none."""
     commands = [f"mkdir -p {TORCH}"]
     for source in sorted(_torch_files()):
         target = f"{TORCH}/{source.name}"
@@ -52,7 +52,7 @@ def bring_torch(cluster: Cluster) -> None:
 
 
 def _torch_files() -> set[Path]:
-    """Folders and files of site-packages that torch and everything that it requires consist of."""
+    """Return the folders and files in site-packages of torch and all its requirements."""
     found: set[Path] = set()
     seen: set[str] = set()
     open_names = ["torch"]
@@ -75,7 +75,7 @@ def _torch_files() -> set[Path]:
     return found
 
 
-# --- what is applied --------------------------------------------------------------------------------------
+# --- manifests and the chart ------------------------------------------------------------------------------
 
 
 def tiny(name: str = "tiny", **spec: Any) -> Document:
@@ -99,7 +99,7 @@ def apply(cluster: Cluster, document: Document) -> None:
 
 
 def install(cluster: Cluster, chart: Path = CHART, *arguments: str) -> str:
-    """`helm upgrade --install` for replicas in `default`, and wait until operator and router are ready."""
+    """Run `helm upgrade --install` for replicas in `default`; wait until operator and router are ready."""
     return cluster.helm(
         *("upgrade", "--install", "medha", str(chart), "--namespace", SYSTEM, "--create-namespace"),
         *("--set", "operator.namespaces={default}", "--set", f"admission.hostPaths={{{MODELS},{TORCH}}}"),
@@ -107,23 +107,23 @@ def install(cluster: Cluster, chart: Path = CHART, *arguments: str) -> str:
     )
 
 
-# --- what is seen -----------------------------------------------------------------------------------------
+# --- observed state ---------------------------------------------------------------------------------------
 
 
 def get(cluster: Cluster, *arguments: str) -> Document:
-    """`kubectl get ... -o json`."""
+    """Return the output of `kubectl get ... -o json`."""
     found: Document = json.loads(cluster.kubectl("get", *arguments, "-o", "json"))
     return found
 
 
 def pod_uids(cluster: Cluster, replica: str = "tiny") -> dict[str, str]:
-    """UID of each pod of a replica, by name."""
+    """Return the UID of each pod of a replica, by name."""
     pods = get(cluster, "pods", "-l", f"medha.dev/replica={replica}")["items"]
     return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in pods}
 
 
 def rank_processes(cluster: Cluster) -> dict[str, psutil.Process]:
-    """The rank's process of each pod of this cluster, as this machine sees it, by the pod's name."""
+    """Return the rank's process, as this machine sees it, of each pod of the replica `tiny`, by pod."""
     uids = {uid: name for name, uid in pod_uids(cluster).items()}
     found = {}
     for process in psutil.process_iter():

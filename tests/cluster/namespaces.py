@@ -1,7 +1,8 @@
-"""Namespaces in which a cluster runs so that nothing of the host changes: one process ends everything in them.
+"""Namespaces in which a cluster runs without changing the host; everything in them ends with one process.
 
-A `Sandbox` is a network of its own, and cgroups whose processes it can freeze; a node lies nested in the cluster's. No
-interface, route or rule is ever made in the host's network: `forward` carries single ports out of it.
+A `Sandbox` has its own network, and cgroups whose processes can be frozen; a node's sandbox is nested in the
+cluster's. No interface, route or rule is ever created in the host's network: `forward` makes single ports
+reachable from the host.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ _FREEZE_SECONDS = 10.0
 
 
 class CannotRun(Exception):
-    """This machine cannot hold a real node; says what is missing and how to mend it."""
+    """This machine cannot run a real node; the message names what is missing and how to fix it."""
 
 
 def check_machine() -> None:
-    """See that a real node can run here.
+    """Check that a real node can run here.
 
     Raises:
         CannotRun: not root, packages are missing, or the kernel's cgroups are of version 2.
@@ -57,17 +58,17 @@ def check_machine() -> None:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A mounted hierarchy of cgroups (version 1)."""
+    """A mounted cgroup hierarchy (version 1)."""
 
     mount: Path
     controllers: tuple[str, ...]
-    """As mount options: `memory`, or `name=systemd`."""
+    """Controllers, as in mount options: `memory`, or `name=systemd`."""
     own: str
-    """The cgroup of this process in it."""
+    """Path of this process's cgroup in the hierarchy."""
 
 
 def hierarchies() -> list[Hierarchy]:
-    """Every hierarchy of cgroup version 1 that is mounted."""
+    """Return every mounted hierarchy of cgroup version 1."""
     own = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -84,7 +85,7 @@ def hierarchies() -> list[Hierarchy]:
 
 
 class Cgroup:
-    """One group of processes, the same in every hierarchy."""
+    """A group of processes, with a cgroup in every hierarchy."""
 
     def __init__(self, name: str, parent: Cgroup | None = None) -> None:
         self.folders: dict[tuple[str, ...], Path] = {}
@@ -96,20 +97,20 @@ class Cgroup:
             )
             folder = root / name
             folder.mkdir()
-            if "cpuset" in hierarchy.controllers:  # empty at first, and then it takes nobody
+            if "cpuset" in hierarchy.controllers:  # initially empty, which would admit no process
                 for file in ("cpuset.cpus", "cpuset.mems"):
                     (folder / file).write_text((root / file).read_text())
             self.folders[hierarchy.controllers] = folder
 
     @property
     def joining(self) -> list[str]:
-        """Start of a command that runs the rest as a member."""
+        """Command prefix that runs a program as a member of the group."""
         files = [str(folder / "cgroup.procs") for folder in self.folders.values()]
         script = f'for f in {" ".join(files)}; do echo $$ >"$f"; done; exec "$@"'
         return ["sh", "-c", script, "sh"]
 
     def set_frozen(self, frozen: bool) -> None:
-        """Stop every process of it and below, or let them go on; returns once that is so."""
+        """Freeze or thaw every process of the group and its descendants; return once that is done."""
         (folder,) = (path for names, path in self.folders.items() if "freezer" in names)
         state = folder / "freezer.state"
         wanted = "FROZEN" if frozen else "THAWED"
@@ -121,7 +122,7 @@ class Cgroup:
 
 
 class Sandbox:
-    """A process that holds namespaces and reaps what dies in them; everything in them ends with it."""
+    """A process that holds namespaces and reaps dead processes in them; everything in them ends with it."""
 
     def __init__(
         self,
@@ -133,7 +134,7 @@ class Sandbox:
     ) -> None:
         self.cgroup = cgroup
         self.pid: int
-        """Of the process that holds the namespaces, as this machine counts."""
+        """Host PID of the process that holds the namespaces."""
         nested = ["nsenter", f"--target={within.pid}", "--pid", "--net"] if within is not None else []
         self._holder = subprocess.Popen(
             [
@@ -157,14 +158,14 @@ class Sandbox:
         self.pid = int(said[0])
 
     def inside(self, *namespaces: str) -> list[str]:
-        """Start of a command that runs the rest in here, in all namespaces or in those named."""
+        """Return a command prefix that runs a program in all namespaces, or in those named."""
         every = ("mount", "uts", "ipc", "net", "pid", "cgroup")
         entering = [f"--{name}" for name in namespaces or every]
         dies_with_us = ["setpriv", "--pdeathsig", "KILL", "--"]
         return [*self.cgroup.joining, "nsenter", f"--target={self.pid}", *entering, "--", *dies_with_us]
 
     def ip(self, *arguments: str) -> None:
-        """Run `ip` in this network; processes have the host's numbers."""
+        """Run `ip` in this network; it sees the host's PIDs."""
         subprocess.run(["nsenter", f"--target={self.pid}", "--net", "ip", *arguments], check=True)
 
     def stop(self) -> None:
@@ -174,9 +175,9 @@ class Sandbox:
 
 @contextmanager
 def cluster_cgroup(leftovers: Sequence[Path]) -> Iterator[Cgroup]:
-    """A cgroup for everything of one cluster; it, its processes and the folders `leftovers` are gone afterwards.
+    """Yield a cgroup for a cluster; afterwards it, its processes and the folders `leftovers` are removed.
 
-    They go with this process, however it ends.
+    They are removed even if this process is killed.
     """
     cgroup = Cgroup(f"medha-{os.getpid()}-{secrets.token_hex(3)}")
     janitor = subprocess.Popen(
@@ -200,7 +201,7 @@ def cluster_cgroup(leftovers: Sequence[Path]) -> Iterator[Cgroup]:
 
 @contextmanager
 def forwarded(sandbox: Sandbox, host: str, port: int) -> Iterator[int]:
-    """A port of this machine's loopback that leads to `host:port` in the sandbox's network."""
+    """Yield a port of this machine's loopback that is forwarded to `host:port` in the sandbox's network."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

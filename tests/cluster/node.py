@@ -1,4 +1,4 @@
-"""One real node: containerd, kubelet and kube-proxy in namespaces of their own; pods really run on it."""
+"""A real node: containerd, kubelet and kube-proxy in their own namespaces; pods really run on it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cluster.namespaces import Cgroup, Sandbox
 PODS = "10.244.0.0/16"
 PAUSE_IMAGE = "medha.test/pause:1"
 _SOCKET = "/run/containerd/containerd.sock"
-# Images and containers lie in the node's own /var/lib, in memory: they end with its namespaces, and unpacking them does
-# not hold up etcd, which waits for the disk at every write.
+# Images and containers are in the node's own /var/lib, in memory: they vanish with its namespaces, and
+# unpacking them does not delay etcd, which waits for the disk at every write.
 _CONTAINERD = """\
 version = 2
 root = "/var/lib/containerd"
@@ -41,7 +41,7 @@ oom_score = 0
 
 
 class Node:
-    """A node `node-<index>`, at `address` in the cluster's network; its pods have 10.244.<index>.0/24."""
+    """A node `node-<index>` at `address` in the cluster's network; its pods are in 10.244.<index>.0/24."""
 
     def __init__(self, folder: Path, plane: ControlPlane, index: int, address: str, dns: str) -> None:
         self.name = f"node-{index}"
@@ -54,10 +54,10 @@ class Node:
         self.sandbox: Sandbox | None = None
         self._servers: dict[str, Server] = {}
 
-    # --- life -------------------------------------------------------------------------------------------
+    # --- lifecycle --------------------------------------------------------------------------------------
 
     def start(self, cgroup: Cgroup, within: Sandbox) -> None:
-        """Make the namespaces, join them to the cluster's bridge, and start containerd."""
+        """Create the namespaces, attach them to the cluster's bridge, and start containerd."""
         programs = self._plane.programs
         init = [str(programs["pause"]), self.name, str(self.folder)]
         self.sandbox = Sandbox(Cgroup(self.name, cgroup), init, within=within)
@@ -66,7 +66,7 @@ class Node:
         within.ip("route", "add", self.pods, "via", self.address)
         self.sandbox.ip("address", "add", f"{self.address}/24", "dev", "eth0")
         self.sandbox.ip("link", "set", "eth0", "up")
-        # Addresses of Services need a route, too, before kube-proxy's rules turn them into others.
+        # Service addresses need a route, too, before kube-proxy's rules translate them.
         self.sandbox.ip("route", "add", "default", "via", self._dns)
         self._write_settings()
         self._start(Path("/usr/bin/containerd"), "--config", str(self.folder / "containerd.toml"))
@@ -83,46 +83,46 @@ class Node:
         )
 
     def route_to(self, other: Node) -> None:
-        """Let this node's pods reach those of another."""
+        """Add a route, so that this node's pods reach those of another."""
         assert self.sandbox is not None
         self.sandbox.ip("route", "add", other.pods, "via", other.address)
 
     def import_image(self, archive: Path) -> None:
-        """Make an image known by the name in its archive; pods use it with `imagePullPolicy: Never`."""
+        """Import an image under the name in its archive; pods use it with `imagePullPolicy: Never`."""
         self._ctr("-n", "k8s.io", "images", "import", str(archive.resolve()))
 
     def mount(self, source: Path, target: str) -> None:
-        """Show a file or folder of this machine on the node, for as long as the node lives."""
+        """Bind-mount a file or folder of this machine on the node, for as long as the node exists."""
         make = (
             f"mkdir -p {target}" if source.is_dir() else f"mkdir -p {Path(target).parent} && touch {target}"
         )
         self.run(["sh", "-ec", f"{make} && mount --bind {source.resolve()} {target}"])
 
     def server(self, name: str) -> Server:
-        """`containerd`, `kubelet` or `kube-proxy`."""
+        """Return the server `containerd`, `kubelet` or `kube-proxy`."""
         return self._servers[name]
 
     def images(self) -> list[str]:
-        """Names of the images that are here."""
+        """Return the names of the images on this node."""
         return self._ctr("-n", "k8s.io", "images", "list", "-q").stdout.split()
 
     def stop(self) -> None:
-        """End everything on it, frozen or not."""
+        """End all processes of the node, frozen or not."""
         if self.sandbox is not None:
             self.sandbox.cgroup.set_frozen(False)
             self.sandbox.stop()
             for server in self._servers.values():
                 server.stop()
 
-    # --- what a test does to it -------------------------------------------------------------------------
+    # --- actions of tests -------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Stop every process: kubelet, containerd and all containers. Connections stay open and nobody answers."""
+        """Freeze every process: kubelet, containerd and all containers. Connections stay open, unanswered."""
         assert self.sandbox is not None
         self.sandbox.cgroup.set_frozen(True)
 
     def thaw(self, *, with_kubelet: bool = True) -> None:
-        """Let all of them go on as if no time had passed; without the kubelet, nobody ends what should not run."""
+        """Resume all processes as if no time had passed; without kubelet, no old container is stopped."""
         assert self.sandbox is not None
         if not with_kubelet:
             self._servers["kubelet"].process.kill()  # before it does anything else
@@ -135,7 +135,7 @@ class Node:
         self._servers.pop("kubelet").stop()
 
     def start_kubelet(self) -> None:
-        """Start the kubelet where it does not run."""
+        """Start the kubelet, which must not be running."""
         self._start(
             self._plane.programs["kubelet"],
             f"--config={self.folder / 'kubelet.json'}",
@@ -150,14 +150,14 @@ class Node:
         self.start_kubelet()
 
     def kill_container(self, container: str) -> None:
-        """Kill the first process of a container, as the machine's owner could: nobody in its pod can."""
+        """Kill the first process of a container, as only root on the node can, not a process in its pod."""
         self._ctr("-n", "k8s.io", "tasks", "kill", "--signal", "SIGKILL", container)
 
     def wait_until_ready(self) -> None:
-        """Return once the API server holds this node for Ready.
+        """Wait until this node is Ready for the API server.
 
         Raises:
-            NotStarted: it does not become so in time.
+            NotStarted: it does not become Ready in time.
         """
         path = '{.status.conditions[?(@.type=="Ready")].status}'
         self._servers["kubelet"].wait_until(
@@ -170,7 +170,7 @@ class Node:
     def run(
         self, command: Sequence[str], *, check: bool = True, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on the node, in all its namespaces; output as text, both streams.
+        """Run a command on the node, in all its namespaces; the output is text of both streams.
 
         Raises:
             AssertionError: it failed and `check` is set.
@@ -181,7 +181,7 @@ class Node:
         assert not check or done.returncode == 0, f"{command}: {done.stdout}"
         return done
 
-    # --- inside -----------------------------------------------------------------------------------------
+    # --- internals --------------------------------------------------------------------------------------
 
     def _ctr(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return self.run(["ctr", "--address", _SOCKET, *arguments], check=check)
@@ -226,14 +226,14 @@ def _kubelet(folder: Path, plane: ControlPlane, dns: str) -> dict[str, Any]:
             "webhook": {"enabled": False},
             "x509": {"clientCAFile": str(plane.keys.authority)},
         },
-        "authorization": {"mode": "AlwaysAllow"},  # to whom the authority signed a certificate
+        "authorization": {"mode": "AlwaysAllow"},  # anyone with a certificate of the authority
         "cgroupDriver": "cgroupfs",
         "failCgroupV1": False,
         "clusterDNS": [dns],
         "clusterDomain": "cluster.local",
         "containerRuntimeEndpoint": f"unix://{_SOCKET}",
         "failSwapOn": False,
-        "imageGCHighThresholdPercent": 100,  # nobody could pull an image again
+        "imageGCHighThresholdPercent": 100,  # a collected image could not be pulled again
         "evictionHard": {"memory.available": "50Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "oomScoreAdj": 0,
         "resolvConf": "",

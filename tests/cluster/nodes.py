@@ -1,4 +1,4 @@
-"""Clusters whose pods really run: a control plane, CoreDNS and one or two real nodes, on a network of their own.
+"""Clusters whose pods really run: a control plane, CoreDNS and one or two real nodes, on their own network.
 
 ```python
 with one_node(tmp_path, images=[Path("worker.tar")]) as cluster:
@@ -25,7 +25,7 @@ from cluster.tiny_image import write_image
 
 PROGRAMS = (*CONTROL_PLANE, "kubelet", "kube-proxy", "coredns", "helm", "pause", "hello")
 ADDRESS = "10.111.0.1"
-"""Of API server and DNS."""
+"""Address of the API server and DNS."""
 _PORT = 6443
 _COREFILE = """\
 .:53 {{
@@ -45,21 +45,21 @@ class Cluster:
 
     plane: ControlPlane
     sandbox: Sandbox
-    """The cluster's network: control plane and DNS; nodes lie within."""
+    """The cluster's network, with control plane and DNS; nodes are nested in it."""
     nodes: list[Node]
 
     @property
     def kubeconfig(self) -> Path:
-        """Of a user who may do everything, for programs of this machine."""
+        """Kubeconfig of a user with all rights, for programs on this machine."""
         return self.plane.kubeconfig
 
     @property
     def inner_kubeconfig(self) -> Path:
-        """The same for programs that `run` starts."""
+        """Kubeconfig of a user with all rights, for programs that `run` starts."""
         return self.plane.keys.kubeconfig(self.plane.inner_url, *ADMIN, name="inner")
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
-        """Output of `kubectl`, both streams.
+        """Run `kubectl` and return its output, both streams.
 
         Raises:
             AssertionError: it failed and `check` is set.
@@ -67,7 +67,7 @@ class Cluster:
         return self.plane.kubectl(*arguments, check=check, stdin=stdin)
 
     def helm(self, *arguments: str, check: bool = True) -> str:
-        """Output of `helm`, both streams.
+        """Run `helm` and return its output, both streams.
 
         Raises:
             AssertionError: it failed and `check` is set.
@@ -88,17 +88,17 @@ class Cluster:
         return self.nodes[0].run(command, **options)
 
     def forward(self, host: str, port: int) -> AbstractContextManager[int]:
-        """A port of this machine's loopback that leads to a pod or a Service, for clients in this process."""
+        """Forward a port of this machine's loopback to a pod or a Service, for clients in this process."""
         assert self.nodes[0].sandbox is not None
         return forwarded(self.nodes[0].sandbox, host, port)
 
 
 @contextmanager
 def one_node(folder: Path, images: Sequence[Path] = (), **options: Any) -> Iterator[Cluster]:
-    """A cluster of one node which knows `images` (OCI archives); `options` are those of `control_plane`.
+    """Run a cluster of one node that has `images` (OCI archives); `options` are those of `control_plane`.
 
     Raises:
-        CannotRun: the machine cannot hold a node.
+        CannotRun: the machine cannot run a node.
         CannotBuild: a program is missing.
         NotStarted: a server did not come up.
     """
@@ -108,7 +108,7 @@ def one_node(folder: Path, images: Sequence[Path] = (), **options: Any) -> Itera
 
 @contextmanager
 def two_nodes(folder: Path, images: Sequence[Path] = (), **options: Any) -> Iterator[Cluster]:
-    """The same with two, either of which can be frozen."""
+    """Run a cluster like that of `one_node` with two nodes, each of which can be frozen."""
     with _nodes(folder, 2, images, options) as cluster:
         yield cluster
 

@@ -1,4 +1,4 @@
-"""The operator as it is run in earnest, against the API server of a test."""
+"""The operator as a real process, run against the API server of a test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Operator:
 
     def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            # `setpriv` ends it when we die, however we die.
+            # `setpriv` kills it when this process dies, however it dies.
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", "--", sys.executable, "-m", "kopf", "run"]  # noqa: RUF005
                 + ["--standalone", "--all-namespaces", "-m", self._module]
@@ -63,7 +63,7 @@ class Operator:
             )
 
     def restart(self) -> None:
-        """Begin again, as the same pod would."""
+        """Kill and restart it, as a container restarts in the same pod."""
         self.kill()
         self.process = self._start()
 
@@ -71,12 +71,12 @@ class Operator:
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End it as a lost machine does."""
+        """Kill it without warning, as the loss of its machine would."""
         self.process.kill()
         self.process.wait()
 
     def stop(self) -> int:
-        """End it as Kubernetes does; its exit status."""
+        """Stop it as Kubernetes does, and return its exit status."""
         self.process.terminate()
         try:
             return self.process.wait(20)
@@ -90,7 +90,7 @@ class Operator:
 
 @contextmanager
 def operator(folder: Path, kubeconfig: Path, name: str = "op", **settings: Any) -> Iterator[Operator]:
-    """Run one until the end of the block; if that fails, say how the operator is and what it said last."""
+    """Run an operator until the end of the block; if that fails, print its state and the end of its log."""
     running = Operator(folder, kubeconfig, name, **settings)
     try:
         yield running
@@ -106,7 +106,7 @@ def operator(folder: Path, kubeconfig: Path, name: str = "op", **settings: Any) 
 
 
 def limited_kubeconfig(plane: ControlPlane, settings: OperatorSettings) -> Path:
-    """Of a service account that may do what `medha_operator.rights` lists, and nothing else."""
+    """Return the kubeconfig of a service account with exactly the rights of `medha_operator.rights`."""
     bound = {"": [*namespaced_rules(), *cluster_rules()], settings.lease_namespace: lease_rules(settings)}
     documents: list[dict[str, Any]] = [
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "op", "namespace": "default"}}

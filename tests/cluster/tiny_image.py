@@ -1,4 +1,4 @@
-"""Container images of a few static programs, as archives that containerd imports; made without any tool."""
+"""Container images of a few static programs, as archives that containerd imports; built without any tool."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
 def write_image(archive: Path, name: str, programs: dict[str, Path], entrypoint: list[str]) -> Path:
-    """Write an OCI archive: `programs` (path in the image -> file), run as a user who is not root.
+    """Write an OCI archive of `programs` (path in the image -> file) that run as a non-root user.
 
-    `name` has a registry and a tag, such as `medha.test/pause:1`: containerd looks for just that name.
+    `name` must include registry and tag, such as `medha.test/pause:1`: containerd looks up exactly that name.
     """
     layer = _layer(programs)
     config = {
@@ -30,9 +30,10 @@ def write_image(archive: Path, name: str, programs: dict[str, Path], entrypoint:
 
 
 def write_changed(archive: Path, image: Path, name: str, files: dict[str, bytes]) -> Path:
-    """Write an OCI archive of the image in `image`, as `docker save` writes it, with `files` (path in it -> content) laid over.
+    """Write an OCI archive of an image with an additional layer of `files` (path in the image -> content).
 
-    Layers that `image` has are left out: nodes that know it have them.
+    `image` is an archive as `docker save` writes it. Its layers are left out: nodes that have the image have
+    them.
     """
     with tarfile.open(image) as known:
 
@@ -60,7 +61,7 @@ def write_changed(archive: Path, image: Path, name: str, files: dict[str, bytes]
 def _write(
     archive: Path, name: str, config: dict[str, Any], below: list[dict[str, Any]], layer: bytes
 ) -> Path:
-    """Write an OCI archive with its last layer; those `below` are described and left out."""
+    """Write an OCI archive with only its last layer; the layers `below` are described but not included."""
     configured = json.dumps(config).encode()
     manifest = json.dumps(
         {

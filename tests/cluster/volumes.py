@@ -1,4 +1,4 @@
-"""A volume for claims: these clusters have no provisioner, as a cluster of one's own usually has."""
+"""A volume for claims: unlike most clusters, these have no provisioner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FOLDER = "/var/lib/medha/volume"
 
 
 def offer_volume(cluster: Cluster) -> None:
-    """Offer one volume in a folder of the first node, which the first claim that names no storage class gets."""
+    """Create a volume in a folder of the first node; the first claim without a storage class gets it."""
     node = cluster.nodes[0]
     node.run(["mkdir", "-p", _FOLDER])
     here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node.name]}

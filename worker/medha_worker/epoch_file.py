@@ -1,4 +1,4 @@
-"""A file that remembers an epoch for a process that comes after this one."""
+"""A file that keeps an epoch for a later process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_epoch(path: Path | None) -> int | None:
-    """The epoch in the file; None if there is none."""
+    """Return the epoch in the file; None if there is none."""
     try:
         return int(path.read_text(encoding="utf-8")) if path is not None else None
     except (FileNotFoundError, ValueError):
@@ -14,13 +14,13 @@ def read_epoch(path: Path | None) -> int | None:
 
 
 def following_epoch(path: Path | None) -> int:
-    """One after the epoch in the file, and 0 if there is none."""
+    """Return the epoch after the one in the file; 0 if there is none."""
     last = read_epoch(path)
     return 0 if last is None else last + 1
 
 
 def write_epoch(path: Path | None, epoch: int) -> None:
-    """Remember an epoch; nobody ever reads half of it."""
+    """Write an epoch to the file, atomically."""
     if path is not None:
         partial = path.with_suffix(path.suffix + ".partial")
         partial.write_text(str(epoch), encoding="utf-8")

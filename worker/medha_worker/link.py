@@ -1,7 +1,7 @@
-"""Links of the worker's processes: sockets that speak `medha.wire.frames`, and drop what does not belong on them.
+"""Links of the worker's processes: sockets for `medha.wire.frames` that drop messages out of place.
 
-Each pair of processes is joined by two links, so that a 40 MB prompt never blocks a step: `control` carries
-small messages, `tokens` carries token ids.
+Each pair of processes is connected by two links, so that a 40 MB prompt never blocks a step: `control`
+carries small messages, `tokens` carries token ids.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from medha_links.sockets import (
 )
 
 ROUTER_RECONNECT_MILLISECONDS = 500
-"""The controller must have noticed a lost connection, and given its sockets up, before ZeroMQ makes a new one."""
+"""Delay of ZeroMQ's reconnects: the controller must detect a lost connection and close its sockets first."""
 
 REFUSED_SECONDS = 5.0
-"""After which a router that does not admit this replica is asked again: its tokens may have been changed."""
+"""Delay after which a router that refused this replica is called again, as its tokens may have changed."""
 
 RouterNews = Literal["came", "gone", "refused"]
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -41,21 +41,21 @@ Socket = zmq.Socket[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message; `peer` is the sender's identity where the link is bound here, else empty."""
+    """A received message; `peer` is the sender's identity if the link is bound here, else empty."""
 
     peer: bytes
     message: Message
     payload: memoryview | None
-    connection: int = -1  # by which it came, where the link is bound here
+    connection: int = -1  # connection on which it came, if the link is bound here
 
 
 def rank_identity(rank: int, incarnation: str = "") -> bytes:
-    """By which a rank's connections are known: each process has its own, so that none can take another's over."""
+    """Return the identity of a rank's connections; each process has its own, so none takes over another's."""
     return b"rank-%d/%s" % (rank, incarnation.encode()) if incarnation else b"rank-%d" % rank
 
 
 class Link:
-    """One socket; messages that cannot be read or do not belong here are dropped and counted."""
+    """A socket that drops and counts messages which cannot be read or do not belong here."""
 
     def __init__(
         self,
@@ -66,7 +66,10 @@ class Link:
         accepts: Collection[type[Message]],
         peers: Collection[bytes] | None = None,
     ) -> None:
-        """`accepts` are the types that may come; `peers` the identities up to a `/`, if the link is bound here."""
+        """`accepts` are the types of messages that may come.
+
+        If the link is bound here, `peers` are the known identities, up to a `/`.
+        """
         self.socket = opened.socket
         self.connections = opened.connections
         self.name = name
@@ -76,20 +79,20 @@ class Link:
         self._peers = None if peers is None else frozenset(peers)
 
     def send(self, message: Message, payload: bytes | memoryview | None = None, *, peer: bytes = b"") -> None:
-        """Queue a message; `peer` says for whom where the link is bound here. It is lost if a server has refused us.
+        """Queue a message; `peer` is the receiver if the link is bound here.
+
+        The message is lost if a server has refused this client.
 
         Raises:
             zmq.ZMQError: the peer is not connected (EHOSTUNREACH).
         """
         frames = encode(message, payload)
         parts = frames if self._peers is None else [peer, *frames]
-        with suppress(
-            zmq.Again
-        ):  # queues have no bound, so that only a socket without any connection cannot send
+        with suppress(zmq.Again):  # queues are unbounded, so only a socket without any connection cannot send
             self.socket.send_multipart(parts, zmq.NOBLOCK, copy=False)
 
     def receive(self, timeout_seconds: float = 0.0) -> Received | None:
-        """The next message that belongs here, or None when none comes within the time-out."""
+        """Return the next message that belongs here, or None if none comes within the timeout."""
         while self.socket.poll(round(timeout_seconds * 1000)):
             frames = self.socket.recv_multipart(copy=False)
             connection = -1 if self._peers is None else connection_of(frames[0])
@@ -111,19 +114,20 @@ class Link:
         return Received(peer, message, payload, connection)
 
     def drop(self, error: WireInvalid) -> None:
-        """Count a message that was read and turned out to be out of place."""
+        """Count a message that was read and turned out to be invalid here."""
         self._drops.drop(self.name, error)
 
     def close(self, linger_milliseconds: int = LINGER_MILLISECONDS) -> None:
-        """Messages that are queued get a moment to leave."""
+        """Close the socket; queued messages get `linger_milliseconds` to be sent."""
         self._opened.close(linger_milliseconds)
 
 
 class RouterLinks:
-    """The two links of a controller to its router, made anew each time a connection is lost.
+    """The two links of a controller to its router, replaced by new ones each time a connection is lost.
 
-    What was on its way then is lost without a trace, in either direction. So nothing may go on that was in progress: the
-    new links have another identity, by which the router knows that they are new, and what was queued goes with the old.
+    Messages that were under way are then lost without a trace, in either direction, so nothing that was in
+    progress may continue. The new links have another identity, from which the router learns that they are
+    new, and messages queued on the old links are discarded.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class RouterLinks:
         server: bytes,
         drops: Drops,
     ) -> None:
-        """`endpoints` are those of the router's control and token links, `server` is its public key."""
+        """`endpoints` are those of the router's control and token links; `server` is its public key."""
         self._context = context
         self._endpoints = endpoints
         self._replica = replica
@@ -167,17 +171,17 @@ class RouterLinks:
 
     @property
     def connected(self) -> bool:
-        """Whether the router is there; until then nothing should be sent."""
+        """True if both links to the router are connected; until then nothing should be sent."""
         return len(self._met) == 2
 
     @property
     def sockets(self) -> tuple[Socket, ...]:
-        """Those to be polled; others after `look` has found that the router has gone."""
+        """Sockets to poll; they are replaced when `look` finds that the router has gone."""
         links = (self.control, self.tokens)
         return (*(link.socket for link in links), *(link.connections.socket for link in links))
 
     def look(self, now: float) -> RouterNews | None:
-        """Take what has happened to the connections. Where the router has gone, the links are new."""
+        """Process connection events, and return the news; replace both links if the router has gone."""
         if self._reopen_at is not None and now >= self._reopen_at:
             self._reopen()
         before = self.connected

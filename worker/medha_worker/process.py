@@ -1,4 +1,4 @@
-"""What processes have in common: logs on stderr, no life without their parent, no long pauses, free ports, and CPUs."""
+"""Helpers of all processes: logging, the end with the parent, garbage collection, free ports, usable CPUs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ import sys
 from pathlib import Path
 from types import MappingProxyType
 
-# OpenMP's threads spin while they wait for each other. Router and controller take turns on the same cores, and a
-# thread that spins beside one that was put aside makes a step take ten times as long; threads that sleep at once
-# (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. A few microseconds of spinning lose neither (measured).
+# OpenMP threads spin while they wait for each other. Router and controller share the cores with them, and a
+# thread that spins while it waits for a preempted one makes a step take ten times as long. Threads that sleep
+# at once (OMP_WAIT_POLICY=PASSIVE) cost prefill a third of its rate. Spinning for a few microseconds avoids
+# both (measured).
 RANK_ENVIRONMENT = MappingProxyType({"GOMP_SPINCOUNT": "3000"})
 
 PARENT = "MEDHA_PARENT_PID"
-"""Set by the supervisor for its parts: its process id."""
+"""Environment variable that the supervisor sets for its parts: its process id."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def configure_logging(level: str) -> None:
-    """One line an event on stderr; with the time where no supervisor adds it, with the part's name."""
+    """Log to stderr, one line per event.
+
+    A part logs no time, because its supervisor adds the time and the part's name.
+    """
     is_part = PARENT in os.environ
     logging.basicConfig(
         stream=sys.stderr,
@@ -33,10 +37,10 @@ def configure_logging(level: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Be killed when the parent process dies, however it dies, so that no orphan keeps a GPU or a port.
+    """Have this process killed when its parent dies in any way, so that no orphan keeps a GPU or a port.
 
-    A parent that died while we were still importing has left us to another one. Who sets `MEDHA_PARENT_PID` lets
-    us notice; the id 1 alone says nothing, because in a container it may well be the parent.
+    If the parent died while this process was importing, it now has another parent. `MEDHA_PARENT_PID` reveals
+    that; a parent with id 1 alone does not, because in a container the real parent may have that id.
     """
     parent = int(os.environ.get(PARENT, os.getppid()))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -47,17 +51,17 @@ def end_with_parent() -> None:
 
 
 def collect_garbage_rarely() -> None:
-    """Let a search for unreachable cycles come once in a million objects instead of every few hundred.
+    """Collect cyclic garbage once in a million allocated objects instead of every few hundred.
 
-    With 10,000 requests queued it takes 30 ms and would come every few dozen steps, for nothing: what a step leaves
-    behind is freed by reference counts.
+    With 10,000 requests queued, a collection takes 30 ms and would run every few dozen steps in vain: the
+    objects of a step are freed by reference counts.
     """
     gc.freeze()
     gc.set_threshold(1_000_000, 10, 10)
 
 
 def free_port(host: str) -> int:
-    """A TCP port of an address that nobody listens on now."""
+    """Return a TCP port of `host` that is free now."""
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family) as probe:
         probe.bind((host, 0))
@@ -65,7 +69,10 @@ def free_port(host: str) -> int:
 
 
 def usable_cpus(root: Path = Path("/")) -> int:
-    """CPUs that this process may use: those that it may run on, within its container's quota (rounded up)."""
+    """Return the number of CPUs that this process may use: its affinity, limited by the container's quota.
+
+    The quota is rounded up.
+    """
     allowed = len(os.sched_getaffinity(0))
     group = root / "sys/fs/cgroup"
     try:

@@ -1,4 +1,4 @@
-"""Says whether this process may read a checkpoint's files, and what to change where it may not."""
+"""Check that this process may read a checkpoint's files, with an error that tells how to fix it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from medha.errors import CheckpointInvalid
 
 
 def require_readable(path: Path) -> None:
-    """Return unless the file is there and this process's user may not read it.
+    """Raise an error if the file exists and this process's user may not read it.
 
-    Libraries that open it report such a file as missing. What else can be wrong with it is left to whoever reads it.
+    Libraries that open such a file report it as missing. Any other fault of it is left to its reader.
 
     Raises:
-        CheckpointInvalid: permission is denied; the text names the user, what denies it, and the command to run.
+        CheckpointInvalid: permission is denied; the text has the user, the path at fault and a command to run.
     """
     try:
         path.open("rb").close()
@@ -31,7 +31,7 @@ def require_readable(path: Path) -> None:
 
 
 def _denying(path: Path) -> Path:
-    """The outermost folder of `path` that this user may not enter, or `path` itself."""
+    """Return the outermost folder of `path` that this user may not enter, or `path` itself."""
     for folder in reversed(path.parents):
         if not os.access(folder, os.X_OK, effective_ids=True):
             return folder

@@ -1,7 +1,8 @@
-"""What shows that this process gets on: a thread that beats, and judges the main loop that it speaks for.
+"""Heartbeats of a process: a thread that sends them and checks that the main loop makes progress.
 
-A process that was stopped, or whose machine is gone, falls silent: its supervisor kills it and starts it again. One whose
-main loop hangs beats on, so that its own watchdog has to end it: what does not return cannot be mended from inside.
+A process that was stopped falls silent, so that its supervisor kills and restarts it. If only the main loop
+hangs, the thread would still send heartbeats, so this watchdog kills the process: a call that does not return
+cannot be fixed from inside.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from threading import Thread
 from medha_worker.part_state import PartState
 
 BEAT_SECONDS = 1.0
-AWAY_SECONDS = 3.0  # between two beats: then the whole process stood still, and not its main loop alone
+AWAY_SECONDS = 3.0  # a longer gap between two beats: the whole process stood still, not only its main loop
 
 _log = logging.getLogger("medha.watchdog")
 
 
 class Promise:
-    """Until when the main loop has promised to be back, and from what."""
+    """The time by which the main loop must report again, and what it does until then."""
 
     def __init__(self) -> None:
         self._until, self._doing = float("inf"), "starting"
         self._looked_at: float | None = None
 
     def renew(self, now: float, seconds: float, doing: str) -> None:
-        """The main loop does something that takes no longer than this."""
+        """Begin an activity of the main loop that takes at most `seconds`."""
         self._until, self._doing = now + seconds, doing
 
     def broken(self, now: float) -> str | None:
-        """What the main loop does for longer than it has promised; time in which nobody looked does not count."""
+        """Return the overdue activity of the main loop, or None.
+
+        Time in which the whole process stood still does not count.
+        """
         before, self._looked_at = self._looked_at, now
         if before is not None and now - before > AWAY_SECONDS:
             self._until += now - before
@@ -43,7 +47,7 @@ class Promise:
 
 
 class Watchdog:
-    """Beats to the supervisor every second, as sd_notify(3) says, for as long as the main loop keeps its promises."""
+    """Sends a heartbeat to the supervisor (sd_notify(3)) every second while the main loop is not overdue."""
 
     def __init__(self) -> None:
         self._promise = Promise()
@@ -52,11 +56,11 @@ class Watchdog:
         Thread(target=self._watch, daemon=True).start()
 
     def allow(self, seconds: float, doing: str) -> None:
-        """Called by the main loop: it will call again within so many seconds, or this process is killed."""
+        """Promise that the main loop calls this again within `seconds`; otherwise this process is killed."""
         self._promise.renew(time.monotonic(), seconds, doing)
 
     def tell(self, state: PartState) -> None:
-        """Called by the main loop: what it is at. Said at once if it is new, and with every beat."""
+        """Report the state of the main loop: at once if it is new, and with every heartbeat."""
         if state == self._state:
             return
         self._state = state
@@ -67,7 +71,7 @@ class Watchdog:
         if self._address:
             state = self._state
             lines = [b"WATCHDOG=1"] if state is None else [b"WATCHDOG=1", state.line()]
-            with suppress(OSError):  # a supervisor that is busy or gone: the parent's death ends us anyway
+            with suppress(OSError):  # the supervisor is busy or gone; this process ends with it anyway
                 sender.sendto(b"\n".join(lines), self._address)
 
     def _watch(self) -> None:
@@ -82,7 +86,10 @@ class Watchdog:
 
 
 def _sender(wait_seconds: int) -> socket.socket:
-    """A socket that waits so long for room in its receiver's queue: a flood of others' datagrams leaves none at once."""
+    """Return a socket that waits up to `wait_seconds` for room in the receiver's queue.
+
+    A flood of datagrams from others may leave no room at first.
+    """
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     if wait_seconds:
         sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", wait_seconds, 0))

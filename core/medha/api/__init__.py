@@ -1,1 +1,1 @@
-"""The resources that users write, and what their fields mean."""
+"""The resources that users write, and the meaning of their fields."""

@@ -1,4 +1,5 @@
-"""The fields of a replica that only a cluster reads: where weights come from, what pods ask for, where they run."""
+"""The fields of a replica that only a cluster reads: the source of weights, the resources of pods, and their
+placement."""
 
 from __future__ import annotations
 
@@ -13,36 +14,38 @@ class SecretKey(Model):
     """One entry of a Secret in the replica's namespace."""
 
     name: Name
-    """Of the Secret."""
+    """Name of the Secret."""
     key: str = Field(default="token", min_length=1, max_length=253)
-    """Entry of its `data`."""
+    """Key of the entry in the Secret's `data`."""
 
 
 class HuggingFaceSource(Model):
-    """A repository of the Hugging Face hub, fetched by an init container of each pod."""
+    """A repository of the Hugging Face Hub, fetched by an init container of each pod."""
 
     repository: str = Field(max_length=200, pattern=r"^[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?$")
-    """Its id, `owner/name`."""
+    """Id of the repository, `owner/name`."""
     revision: str = Field(default="main", min_length=1, max_length=200)
     """Branch, tag or commit. Name a commit to be sure that every restart loads the same weights."""
     token_secret: SecretKey | None = None
-    """Access token of a gated or private repository."""
+    """Secret that holds the access token of a gated or private repository."""
 
 
 class PersistentVolumeSource(Model):
     """A checkpoint on a volume that every pod of the replica can read."""
 
     claim_name: Name
-    """Of a PersistentVolumeClaim in the replica's namespace, readable from every node that pods run on."""
+    """Name of a PersistentVolumeClaim in the replica's namespace. Its volume must be readable from every
+    node that pods run on."""
     path: str = Field(default="", max_length=1024)
     """Directory of the checkpoint inside the volume."""
 
 
 class HostPathSource(Model):
-    """A checkpoint that lies on every node that pods may run on; mounted read-only."""
+    """A checkpoint that is present on every node that pods may run on; mounted read-only."""
 
     path: str = Field(min_length=1, max_length=1024, pattern=r"^/")
-    """Absolute path of the checkpoint's directory, the same on every node. The chart's `admission.hostPaths` bounds it."""
+    """Absolute path of the checkpoint's directory, the same on every node. The chart's
+    `admission.hostPaths` limits which paths are allowed."""
 
 
 class ImageSource(Model):
@@ -51,20 +54,21 @@ class ImageSource(Model):
     reference: str = Field(min_length=1, max_length=1024)
     """Registry, repository and tag or digest, as in a container's `image`."""
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """When kubelet asks the registry: at every start, if the node has no copy, or never."""
+    """Pull policy: the kubelet asks the registry at every start (`Always`), if the node has no copy
+    (`IfNotPresent`), or never (`Never`)."""
     path: str = Field(default="", max_length=1024)
     """Directory of the checkpoint inside the image."""
 
 
 class ImagePullSecret(Model):
-    """Names a Secret with a registry's credentials."""
+    """Reference to a Secret with a registry's credentials."""
 
     name: Name
-    """Of a Secret of type `kubernetes.io/dockerconfigjson` in the replica's namespace."""
+    """Name of a Secret of type `kubernetes.io/dockerconfigjson` in the replica's namespace."""
 
 
 class ResourcesSpec(Model):
-    """What each pod asks of its node."""
+    """Resources that each pod requests from its node."""
 
     accelerator: str = Field(
         default="nvidia.com/gpu",
@@ -72,25 +76,29 @@ class ResourcesSpec(Model):
         pattern=r"^(none|[a-z0-9.-]+/[A-Za-z0-9_.-]+)$",
         json_schema_extra=restart(),
     )
-    """Name of the device resource; a pod asks for as many as it has ranks (`parallelism.tensor`). `none` runs on CPU."""
+    """Name of the device resource. Each pod requests as many devices as it has ranks
+    (`parallelism.tensor`). `none` runs on the CPU."""
     requests: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
-    """Of each pod, e.g. `cpu: "8"`, `memory: 64Gi`."""
+    """Resource requests of each pod, e.g. `cpu: "8"`, `memory: 64Gi`. The accelerator is added
+    automatically."""
     limits: dict[str, ResourceQuantity] = Field(default={}, max_length=32, json_schema_extra=restart())
-    """Of each pod. The accelerator is added to both by itself."""
+    """Resource limits of each pod. The accelerator is added automatically."""
 
 
 class LaneTopology(Model):
-    """How close together the stages of one lane run."""
+    """Topology domain within which the stages of one lane run."""
 
     key: str = Field(min_length=1, max_length=317)
-    """Label of nodes, e.g. `topology.kubernetes.io/zone` or a rack's or an NVLink domain's."""
+    """Node label that names the domain, e.g. `topology.kubernetes.io/zone`, or the label of a rack or an
+    NVLink domain."""
     mode: Literal["preferred", "required"] = "preferred"
-    """`required` leaves a lane unplaced rather than apart."""
+    """`preferred` lets a lane run outside one domain if it must; `required` leaves the lane unplaced
+    instead."""
 
 
 class PlacementSpec(Model):
-    """Which scheduler places the pods, and how. Every gang goes with every topology: the one says when pods are placed, the
-    other where."""
+    """Scheduler of the pods, and constraints on their placement. Every `gang` can be combined with every
+    `laneTopology`: the first decides when pods are placed, the second where."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -110,11 +118,12 @@ class PlacementSpec(Model):
         json_schema_extra=restart()
         | rules(("self == oldSelf", "placement.gang cannot be changed; create a new replica")),
     )
-    """Who starts all pods or none: `kueue`, `volcano`, the scheduler's own gangs (`core`, alpha in 1.35), or nobody."""
+    """Scheduler that starts all pods or none: `kueue`, `volcano`, or gang scheduling of the Kubernetes
+    scheduler (`core`, alpha in Kubernetes 1.35). `none` uses no gang scheduling."""
     queue: Label | None = Field(default=None, min_length=1, json_schema_extra=restart())
-    """Kueue's LocalQueue or Volcano's queue."""
+    """Name of Kueue's LocalQueue or of Volcano's queue. Required by `kueue`, optional for `volcano`."""
     lane_topology: LaneTopology | None = Field(default=None, json_schema_extra=restart())
-    """Keeps a lane's stages, which send activations to each other in every step, close together."""
+    """Keeps the stages of a lane, which send activations to each other in every step, close together."""
 
     @model_validator(mode="after")
     def _queue_belongs_to_gang(self) -> PlacementSpec:
@@ -133,14 +142,16 @@ class RouterReference(Model):
     name: Name
     """Name of the router's Service."""
     namespace: Name | None = None
-    """Default: the replica's own."""
+    """Namespace of the router's Service. Default: the replica's own."""
     secret: Name | None = None
-    """Secret in the replica's namespace with the router's public key and the enrolment token. Default: the router's name
-    and `-enrolment`."""
+    """Name of the Secret in the replica's namespace with the router's public key and the enrolment token.
+    Default: the router's name and `-enrolment`; if the router is in another namespace, a copy of that
+    Secret, which the operator makes."""
 
 
 class RestartSpec(Model):
-    """When the operator replaces all pods of a replica; a rank that dies alone is mended inside the pods."""
+    """Restart policy: when the operator replaces all pods of a replica. A rank that dies alone is
+    recovered inside the pods."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -154,12 +165,12 @@ class RestartSpec(Model):
     backoff_seconds: float = Field(default=30.0, gt=0, le=86400, json_schema_extra=live())
     """Wait before the second restart; the first is at once. Doubles each time."""
     backoff_limit_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=live())
-    """Longest wait."""
+    """Longest wait before a restart, in seconds."""
     stable_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=live())
-    """A replica that served as long as this begins with no wait again."""
+    """Seconds of serving after which a replica's next restart is immediate again."""
     node_lost_seconds: float = Field(default=120.0, ge=1, le=86400, json_schema_extra=live())
-    """How long a node may be unreachable before its pods are replaced. Shorter restarts replicas for nothing when a kubelet
-    is updated; longer leaves them down."""
+    """Seconds for which a node may be unreachable before its pods are replaced. A shorter time restarts
+    replicas needlessly when a kubelet is updated; a longer one leaves them down."""
 
     @model_validator(mode="after")
     def _limit_not_below_first(self) -> RestartSpec:
@@ -171,19 +182,21 @@ class RestartSpec(Model):
 
 
 class PodMetadata(Model):
-    """Labels and annotations beside those that the operator sets; labels by which it finds its objects stay as they are."""
+    """Labels and annotations in addition to those that the operator sets. Labels by which the operator
+    finds its objects cannot be changed."""
 
     labels: dict[str, str] = Field(default={}, max_length=64)
-    """Added to each object's own."""
+    """Labels that are added to each object's own."""
     annotations: dict[str, str] = Field(default={}, max_length=64)
-    """Added to each object's own."""
+    """Annotations that are added to each object's own."""
 
 
 class PodTemplate(Model):
-    """Laid over every pod that the operator makes: maps are merged, lists by their entries' `name`."""
+    """Overlay for every pod that the operator makes: maps are merged, and lists are merged by their
+    entries' `name`."""
 
     metadata: PodMetadata = Field(default=PodMetadata(), json_schema_extra=restart())
     """Labels and annotations of every pod."""
     spec: dict[str, Any] = Field(default={}, json_schema_extra=restart())
-    """Any field of a pod's spec that the cluster admits: tolerations, nodeSelector, volumes, a container's environment, ...
-    The chart's `admission` says what it does not admit."""
+    """Any field of a pod's spec that the cluster admits: tolerations, nodeSelector, volumes, a container's
+    environment, ... The chart's `admission` values define what is refused."""

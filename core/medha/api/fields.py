@@ -1,8 +1,9 @@
-"""What every model of the manifest is made of: spelling, quantities, and what a field says of itself.
+"""The building blocks of the manifest's models: spelling, quantities, and marks of fields.
 
-A field's description gives its unit, its default's reason and, in `x-apply`, whether a change is applied `live`,
-with the next `epoch` or by a `restart`. A rule over several fields is written twice, side by side: as a validator, for who reads manifests
-without a cluster, and as CEL in `x-kubernetes-validations`, for the API server.
+A field's description gives its unit, its default's reason and, in `x-apply`, whether a change is applied
+`live`, with the next `epoch` or by a `restart`. A rule over several fields is written twice, side by side: as
+a validator, for readers of manifests without a cluster, and as CEL in `x-kubernetes-validations`, for the API
+server.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _UNITS_BYTES = {
 Quantity = Annotated[
     str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$", max_length=24, examples=["2Gi"])
 ]
-"""Bytes as Kubernetes writes them."""
+"""Bytes in Kubernetes' notation."""
 
 
 def quantity_bytes(quantity: str) -> int:
-    """Bytes of a Kubernetes quantity such as `512Mi`."""
+    """Return the bytes of a Kubernetes quantity such as `512Mi`."""
     number = quantity.rstrip("kKMGTi")
     return int(float(number) * _UNITS_BYTES[quantity[len(number) :]])
 
@@ -41,11 +42,11 @@ ResourceQuantity = Annotated[
     Field(
         pattern=_RESOURCE_PATTERN,
         max_length=24,
-        # Pydantic leaves the pattern out of the schema of what a validator has before it.
+        # Pydantic omits the pattern from the schema of a type with a validator before it.
         json_schema_extra={"x-kubernetes-int-or-string": True, "pattern": _RESOURCE_PATTERN, "minimum": 0},
     ),
 ]
-"""An amount of a pod's resource as Kubernetes writes it: `500m` cores, `32Gi`, or a bare number."""
+"""An amount of a pod's resource in Kubernetes' notation: `500m` cores, `32Gi`, or a bare number."""
 
 Name = Annotated[
     str,
@@ -70,22 +71,22 @@ Label = Annotated[str, Field(max_length=63, pattern=r"^(([A-Za-z0-9][-A-Za-z0-9_
 
 
 def live() -> dict[str, Any]:
-    """Mark of a field whose change reaches a running replica."""
+    """Return the mark of a field whose change reaches a running replica."""
     return {"x-apply": "live"}
 
 
 def epoch() -> dict[str, Any]:
-    """Mark of a field whose change reaches a running replica with the next epoch, which it ends the present one for."""
+    """Return the mark of a field whose change ends the present epoch and reaches a running replica with the next."""
     return {"x-apply": "epoch"}
 
 
 def restart() -> dict[str, Any]:
-    """Mark of a field whose change replaces the replica's pods."""
+    """Return the mark of a field whose change replaces the replica's pods."""
     return {"x-apply": "restart"}
 
 
 def rules(*pairs: tuple[str, str]) -> dict[str, Any]:
-    """CEL rules and the message of each, as the API server checks them on the object that holds them."""
+    """Return CEL rules, each with its message, as the API server checks them on the object that holds them."""
     return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in pairs]}
 
 

@@ -34,7 +34,7 @@ _SOURCES = ("path", "huggingFace", "pvc", "hostPath", "image")
 
 
 class ModelSource(Model):
-    """Where the checkpoint comes from; exactly one field."""
+    """Source of the checkpoint; exactly one field must be set."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -46,8 +46,8 @@ class ModelSource(Model):
     )
 
     path: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Directory of a Hugging Face checkpoint: for `medha up` relative to the manifest's folder, in a pod a directory of
-    its image."""
+    """Directory of a Hugging Face checkpoint: relative to the manifest's folder for `medha up`, a
+    directory of the pod's image in a cluster."""
     hugging_face: HuggingFaceSource | None = None
     pvc: PersistentVolumeSource | None = None
     host_path: HostPathSource | None = None
@@ -70,43 +70,49 @@ class ModelSource(Model):
 
 
 class Architecture(Model):
-    """What the checkpoint's `config.json` says, for those who want a shape that cannot work refused when it is applied."""
+    """Sizes from the checkpoint's `config.json`. If they are given, a grid that cannot work is refused
+    when the resource is applied."""
 
     layers: int = Field(ge=1, le=100_000)
-    """Transformer layers, `num_hidden_layers`."""
+    """Number of transformer layers, `num_hidden_layers`."""
     query_heads: int = Field(ge=1, le=100_000)
-    """Heads of each layer, `num_attention_heads`."""
+    """Number of query heads in each layer, `num_attention_heads`."""
 
 
 class ModelSpec(Model):
-    """Which model is served, and how."""
+    """The model that is served."""
 
     name: str = Field(min_length=1, max_length=253, json_schema_extra=restart())
-    """The name that clients ask for in `model`, and `/v1/models` lists."""
+    """Name that clients request in `model` and that `/v1/models` lists."""
     source: ModelSource = Field(json_schema_extra=restart())
     max_model_len: int | None = Field(default=None, ge=16, le=2**31 - 1, json_schema_extra=restart())
-    """Longest prompt plus output, tokens. Default: the checkpoint's `max_position_embeddings`."""
+    """Largest number of tokens of a prompt plus its output. Default: the checkpoint's
+    `max_position_embeddings`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", json_schema_extra=restart()
     )
-    """Of weights, activations and KV. `auto` is the checkpoint's own."""
+    """Data type of weights, activations and KV. `auto` uses the checkpoint's own."""
     rope_scaling: dict[str, Any] | None = Field(default=None, json_schema_extra=restart())
-    """Replaces the checkpoint's RoPE scaling, in Hugging Face's spelling (`rope_type`, `factor`, ...)."""
+    """RoPE scaling that replaces the checkpoint's, in Hugging Face's spelling (`rope_type`, `factor`,
+    ...)."""
     architecture: Architecture | None = Field(default=None, json_schema_extra=restart())
-    """Default: read from the checkpoint when the ranks start."""
+    """Sizes from the checkpoint's `config.json`, for checks when the resource is applied. Default: read
+    from the checkpoint when the ranks start."""
 
 
 MOST_PODS = 256
-"""Pods of one replica, `stream` x `kv`: a typing error must not flood a cluster with them."""
+"""Largest number of pods of one replica, `stream` x `kv`: a typing error must not flood a cluster with
+pods."""
 MOST_RANKS = 2048
-"""Ranks of one replica: 256 pods of 8 accelerators, sixteen times the largest grids that were published (128)."""
+"""Largest number of ranks of one replica: 256 pods of 8 accelerators, sixteen times the largest published
+grids (128)."""
 _TOO_MANY_PODS = f"parallelism.stream x kv is more than {MOST_PODS} pods; make one of them smaller, or serve several replicas"
 _TOO_MANY_RANKS = f"parallelism.tensor x stream x kv is more than {MOST_RANKS} ranks; make one of them smaller, or serve several replicas"
 
 
 class ParallelismSpec(Model):
-    """The shape of the grid: tensor x stream x kv ranks, in stream x kv pods. At most 2,048 ranks in 256 pods: larger ones are
-    taken for typing errors."""
+    """Shape of the grid: tensor x stream x kv ranks, in stream x kv pods. At most 2,048 ranks in 256 pods:
+    larger grids are taken for typing errors."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -116,11 +122,11 @@ class ParallelismSpec(Model):
     )
 
     tensor: int = Field(default=1, ge=1, le=64, json_schema_extra=restart())
-    """Ranks that split each layer (TP)."""
+    """Number of ranks that split each layer (TP)."""
     stream: int = Field(default=1, ge=1, le=256, json_schema_extra=restart())
-    """Pipeline stages that the chunks of a prompt stream through (SPP)."""
+    """Number of pipeline stages that the chunks of a prompt stream through (SPP)."""
     kv: int = Field(default=1, ge=1, le=256, json_schema_extra=restart())
-    """Lanes that long contexts are spread over (KVP); each holds all weights."""
+    """Number of lanes that long contexts are spread over (KVP). Each lane holds all weights."""
 
     @model_validator(mode="after")
     def _is_bounded(self) -> ParallelismSpec:
@@ -132,69 +138,80 @@ class ParallelismSpec(Model):
 
 
 class KvCacheSpec(Model):
-    """The memory that holds keys and values."""
+    """Memory for keys and values."""
 
     size: Quantity | None = Field(default=None, json_schema_extra=restart())
-    """Bytes per rank, e.g. `2Gi`. Default: `memoryFraction` of what is free."""
+    """Bytes per rank, e.g. `2Gi`. Default: `memoryFraction` of the free memory."""
     memory_fraction: float = Field(default=0.8, gt=0, le=0.98, json_schema_extra=restart())
-    """Share of the memory left after weights and a warm-up step. 0.8 leaves room for the allocator's slack."""
+    """Share of the memory that is free after weights and a warm-up step. 0.8 leaves room for the overhead
+    of the allocator."""
     block_size_tokens: int = Field(default=16, ge=1, le=1024, json_schema_extra=restart())
-    """Tokens per block: the unit of allocation and of sharing."""
+    """Tokens per block, the unit of allocation and of sharing."""
     tokens_per_lane: int = Field(default=524_288, ge=1, le=2**31 - 1, json_schema_extra=restart())
-    """Prompt tokens of one request that a lane holds before the next lane joins (KVP). Shorter prompts stay on one."""
+    """Prompt tokens of one request that a lane holds before the next lane joins (KVP). Shorter prompts
+    stay on one lane."""
     prefix_caching: bool = Field(default=True, json_schema_extra=restart())
-    """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin alike."""
+    """Keep the KV of finished prompts until its blocks are needed, and share it with prompts that begin
+    with the same tokens."""
 
 
 class SchedulingSpec(Model):
-    """How steps are formed (DESIGN §5)."""
+    """Rules by which steps are formed (DESIGN §5)."""
 
     policy: Literal["fcfs", "edf", "lrs", "srpt", "lars", "guarded"] = Field(
         default="guarded", json_schema_extra=epoch()
     )
-    """Order of prefills. `guarded` keeps the largest set of requests that can still all be on time; `lars` is
-    length-aware relative slack (paper B §4); all are compared in docs/scheduling.md."""
+    """Order of prefills. `guarded` keeps the largest set of requests that can still all be on time; `lars`
+    is length-aware relative slack (paper B §4). docs/scheduling.md compares all policies."""
     lars_denominator: Literal["work", "deadline"] = Field(default="work", json_schema_extra=epoch())
-    """What LARS divides slack by: total prefill work (paper B) or the deadline (paper A eq. 7)."""
+    """Divisor of the slack in LARS: the total prefill work (`work`, paper B) or the deadline (`deadline`,
+    paper A eq. 7)."""
     given_up_share: float = Field(default=0.1, ge=0.01, le=0.5, json_schema_extra=epoch())
-    """What `guarded` guarantees to requests that can no longer all be on time, as a part of the time of prefills: one that
-    is given up ends within (the work given up before it + its own) / share. More means sooner, and more such requests."""
+    """Share of prefill time that `guarded` guarantees to demoted requests, those that can no longer all be
+    on time. A demoted request's prefill ends within (the demoted work before it + its own) / share. A
+    larger share ends them sooner, and demotes more requests."""
     profile: str | None = Field(default=None, min_length=1, json_schema_extra=restart())
-    """File that `medha profile` wrote; relative paths start at the manifest's folder. Default: a few steps that each
-    rank measures when it starts."""
+    """File that `medha profile` wrote; a relative path starts at the manifest's folder. Default: each rank
+    measures a few steps when it starts."""
     max_step_seconds: float = Field(default=0.5, ge=0.001, le=60, json_schema_extra=epoch())
-    """Bound of a step when nothing decodes, so that an arriving request is seen within it. Seconds."""
+    """Bound of a step when nothing decodes, in seconds; an arriving request is considered within it."""
     min_chunk_tokens: int = Field(default=32, ge=1, le=8192, json_schema_extra=epoch())
-    """Smallest efficient prefill chunk: below it attention loses efficiency (paper B: 11 % at 32)."""
+    """Smallest efficient prefill chunk, in tokens; attention loses efficiency below it (paper B: 11 % at
+    32)."""
     max_chunk_tokens: int = Field(default=2048, ge=1, le=1_048_576, json_schema_extra=restart())
-    """Largest prefill chunk of a step, all requests together; activations are sized by it."""
+    """Largest number of prefill tokens of a step on one lane, all requests together; activations are sized
+    by it."""
     prefill_strategy: Literal["ownerCompute", "passKv", "passQ", "auto", "striped"] = Field(
         default="ownerCompute", json_schema_extra=restart()
     )
-    """How lanes share the prefill of a prompt that is longer than `tokensPerLane`. `ownerCompute`: one lane runs the
-    linear layers, lanes join as the KV reaches them; it leaves the others free for short requests, so it is the default.
-    The others are context parallelism: all lanes compute a part of each chunk, and keys and values (`passKv`), or
-    queries (`passQ`), go around the ring of lanes; `auto` takes per chunk the one whose messages are better hidden, and
-    `striped` is `passKv` with positions dealt out one by one instead of in balanced runs (docs/parallelism.md)."""
+    """Strategy by which lanes share the prefill of a prompt longer than `tokensPerLane`. `ownerCompute`:
+    one lane runs the linear layers, and lanes join as the KV reaches them; it leaves the others free for
+    short requests, so it is the default. The others are context parallelism: every lane computes a part of
+    each chunk, and keys and values (`passKv`) or queries (`passQ`) go around the ring of lanes. `auto`
+    chooses for each chunk the one whose messages are better hidden. `striped` is `passKv` with positions
+    assigned round-robin instead of in balanced runs (docs/parallelism.md)."""
     min_prefill_share: float = Field(default=0.1, ge=0, le=0.9, json_schema_extra=epoch())
-    """Share of step time that the most urgent prefill gets even when decodes alone exceed their target."""
+    """Share of step time that the most urgent prefill gets even if decodes alone exceed their target."""
     space_sharing_cap: float = Field(default=0.4, ge=0, le=0.9, json_schema_extra=epoch())
     """Largest share of a step that a long prefill yields to others (paper B)."""
     long_threshold_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1, json_schema_extra=epoch())
-    """KV length from which a request is long. Default: where attention FLOPs pass linear FLOPs."""
+    """Number of tokens from which a request is long: those of its prompt that are not cached, and later
+    those of its KV. Default: the context length at which attention FLOPs exceed linear FLOPs."""
     max_running: int = Field(default=256, ge=1, le=65536, json_schema_extra=restart())
-    """Sequences that hold KV at a time."""
+    """Largest number of sequences that hold KV at the same time."""
     max_waiting: int = Field(default=1024, ge=0, le=1_000_000, json_schema_extra=epoch())
-    """Sequences that wait for KV in the replica before it refuses more with `capacity`."""
+    """Largest number of sequences that wait for KV in the replica; more are refused with `capacity`."""
     max_running_long: int = Field(default=32, ge=1, le=65536, json_schema_extra=epoch())
-    """Long prompts in prefill at a time. One that waits gets KV only at its turn, and their share of the pool is bounded
-    by `shortHeadroom`, so that few are half done; this bounds them whatever happens."""
+    """Largest number of long prompts in prefill at the same time. A waiting long prompt gets KV only at
+    its turn, and `shortHeadroom` bounds the share of the pool that long prompts hold, so few are half
+    done; this limit holds in any case."""
     short_headroom: float = Field(default=0.05, ge=0, le=0.5, json_schema_extra=epoch())
     """Share of the KV pool that long prompts leave to short ones at admission."""
 
 
 class ServiceClass(Model):
-    """What a class of requests is promised. TTFT deadline = max(ttftFloorSeconds, ttftFactor * predicted prefill)."""
+    """Latency targets of a class of requests. TTFT deadline = max(ttftFloorSeconds, ttftFactor * predicted
+    prefill)."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -208,17 +225,19 @@ class ServiceClass(Model):
     name: str = Field(
         min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", json_schema_extra=epoch()
     )
-    """What a request names in `service_tier`."""
+    """Name that requests give in `service_tier`."""
     ttft_floor_seconds: float = Field(default=2.0, gt=0, le=86400, json_schema_extra=epoch())
-    """Time to first token that even the shortest prompt is given. Seconds."""
+    """Time to first token that even the shortest prompt is given, in seconds."""
     ttft_factor: float = Field(default=3.0, ge=1, le=1000, json_schema_extra=epoch())
-    """Time to first token of longer ones, as a multiple of what their prefill would take alone."""
+    """Time to first token of longer prompts, as a multiple of the time that their prefill would take
+    alone."""
     tpot_target_seconds: float = Field(default=0.05, gt=0, le=60, json_schema_extra=epoch())
-    """Time per output token, from which the step budget is taken."""
+    """Target of the time per output token (TPOT), in seconds; the step budget is derived from it."""
     tpot_floor_seconds: float = Field(default=0.01, gt=0, le=60, json_schema_extra=epoch())
-    """Tightest TPOT target that a request of this class may ask for; tighter ones are clamped to it."""
+    """Tightest TPOT target that a request of this class may ask for, in seconds; tighter ones are clamped
+    to it."""
     default_output_tokens: int = Field(default=4096, ge=1, le=2**31 - 1, json_schema_extra=epoch())
-    """Output tokens that KV is reserved for when a request names no `max_tokens`."""
+    """Output tokens for which KV is reserved if a request sets no `max_tokens`."""
 
     @model_validator(mode="after")
     def _target_not_below_floor(self) -> ServiceClass:
@@ -231,44 +250,48 @@ class ServiceClass(Model):
 
 
 class RouterSpec(Model):
-    """The HTTP door that `medha up` starts."""
+    """The HTTP router that `medha up` starts."""
 
     host: str = "127.0.0.1"
-    """Address that it listens on; `0.0.0.0` is all of the machine's."""
+    """Address that the router listens on; `0.0.0.0` stands for all addresses of the machine."""
     port: int = Field(default=8000, ge=0, le=65535)
-    """0 takes any free port; the table that `medha up` prints names it."""
+    """Port that the router listens on. 0 takes any free port; the table that `medha up` prints names it."""
     max_body_bytes: Quantity = "64Mi"
-    """Larger bodies get status 413."""
+    """Largest request body in bytes, e.g. `64Mi`; larger ones get status 413."""
     max_waiting: int = Field(default=4096, ge=1, le=1_000_000)
-    """Requests that wait for a replica; more get status 429 with Retry-After."""
+    """Largest number of sequences that wait for a replica; more get status 429 with Retry-After."""
     allowed_hosts: tuple[HostName, ...] = Field(default=(), max_length=64)
-    """Names in `Host` headers by which it may be called, beside `localhost` and loopback addresses. Without any, all names
-    do, unless it listens on a loopback address."""
+    """Names in `Host` headers by which the router may be called, in addition to `localhost` and loopback
+    addresses. If empty, all names are allowed, unless the router listens on a loopback address."""
     allowed_origins: tuple[Origin, ...] = Field(default=(), max_length=64)
-    """Origins whose web pages may call it, such as `https://chat.example`; `*` for all. Pages of others get status 403."""
+    """Origins whose web pages may call the router, such as `https://chat.example`; `*` allows all. Pages
+    of other origins get status 403."""
 
 
 class MetricsSpec(Model):
-    """Where the replica controller serves its Prometheus metrics; the router serves its own on its HTTP port."""
+    """Address of the replica controller's Prometheus metrics. The router serves its own metrics on its
+    HTTP port."""
 
     host: str = Field(default="127.0.0.1", json_schema_extra=restart())
-    """Address that they are served on; `0.0.0.0` is all of the machine's. Pods always serve them on all."""
+    """Address that serves the metrics; `0.0.0.0` stands for all addresses of the machine. Pods always
+    serve them on all of theirs."""
     port: int = Field(default=0, ge=0, le=65535, json_schema_extra=restart())
-    """0 takes any free port; the table that `medha up` prints names it."""
+    """Port that serves the metrics. 0 takes any free port; the table that `medha up` prints names it."""
 
 
 class LifecycleSpec(Model):
-    """How long a replica's start and end may take, and when it is started again."""
+    """Time limits of a replica's start and stop, and its restart policy."""
 
     drain_seconds: float = Field(default=30.0, ge=0, le=86400, json_schema_extra=restart())
-    """How long running requests may take to finish after a stop was asked for."""
+    """Seconds that running requests get to finish after a stop is requested."""
     ready_seconds: float = Field(default=600.0, gt=0, le=86400, json_schema_extra=restart())
-    """How long weights, groups and warm-up may take before the start counts as failed."""
+    """Seconds that loading weights, forming process groups and warming up may take before the start counts
+    as failed."""
     restart: RestartSpec = Field(default=RestartSpec(), json_schema_extra=live())
 
 
 class MedhaReplicaSpec(Model):
-    """What one replica serves, on which grid, and what it promises."""
+    """Specification of a replica: its model, its grid and its latency targets."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -301,25 +324,28 @@ class MedhaReplicaSpec(Model):
         max_length=32,
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    """The first is the default one."""
+    """Service classes that requests may name. The first is the default."""
     router: RouterSpec = Field(default=RouterSpec(), json_schema_extra=restart())
-    """Read by `medha up` alone: in a cluster, routers are installed by themselves."""
+    """The HTTP router that `medha up` starts. Ignored in a cluster, where routers are installed
+    separately."""
     metrics: MetricsSpec = MetricsSpec()
     lifecycle: LifecycleSpec = LifecycleSpec()
     threads: int | None = Field(default=None, ge=1, le=1024, json_schema_extra=restart())
     """CPU threads of each rank. Default: the machine's cores, divided by the ranks on it."""
     image: str | None = Field(default=None, min_length=1, max_length=1024, json_schema_extra=restart())
-    """Of the pods. Default: the worker image of the operator's own release. Not read by `medha up`, nor are those below."""
+    """Image of the pods. Default: the worker image of the operator's own release. `medha up` ignores it,
+    and also `imagePullSecrets`, `resources`, `placement`, `routerRef`, `suspend` and `template`."""
     image_pull_secrets: tuple[ImagePullSecret, ...] = Field(
         default=(), max_length=16, json_schema_extra=restart()
     )
-    """Credentials of the registries that `image` and init containers come from."""
+    """Secrets with credentials of the registries that `image` and the images of init containers come from."""
     resources: ResourcesSpec = ResourcesSpec()
     placement: PlacementSpec = PlacementSpec()
     router_ref: RouterReference | None = Field(default=None, json_schema_extra=restart())
-    """Default: the replica answers whoever finds its Service, and announces itself to nobody."""
+    """The router that the replica announces itself to. Default: none, so that the replica receives no
+    requests."""
     suspend: bool = Field(default=False, json_schema_extra=live())
-    """Drain and remove the pods, keep everything else; `false` brings them back."""
+    """Drain and remove the pods, but keep everything else; `false` brings the pods back."""
     template: PodTemplate = PodTemplate()
 
     @model_validator(mode="after")
@@ -381,7 +407,8 @@ Surge = Annotated[int, Field(ge=0, le=10_000)] | Annotated[str, Field(pattern=r"
 
 
 class RolloutSpec(Model):
-    """How a change reaches the replicas of a deployment: whole replicas at a time, never two revisions in one."""
+    """Rollout of a change to the replicas of a deployment: whole replicas at a time, never two revisions
+    in one."""
 
     model_config = ConfigDict(
         json_schema_extra=rules(
@@ -393,11 +420,12 @@ class RolloutSpec(Model):
     )
 
     max_surge: Surge = Field(default=1, json_schema_extra={"x-kubernetes-int-or-string": True})
-    """Replicas beyond `replicas` during a rollout, where the cluster has room for them. Shares are rounded up."""
+    """Largest number of replicas beyond `replicas` during a rollout, if the cluster has room for them.
+    Percentages are rounded up."""
     max_unavailable: Surge = Field(default=0, json_schema_extra={"x-kubernetes-int-or-string": True})
-    """Replicas that may be missing during a rollout. Shares are rounded down."""
+    """Largest number of replicas that may be unavailable during a rollout. Percentages are rounded down."""
     partition: int = Field(default=0, ge=0, le=10_000)
-    """Replicas with a lower index stay at the old revision: a canary."""
+    """Index below which replicas stay at the old revision, for a canary."""
 
     @model_validator(mode="after")
     def _can_move(self) -> RolloutSpec:
@@ -409,7 +437,7 @@ class RolloutSpec(Model):
 
 
 class ReplicaTemplate(Model):
-    """What every replica of a deployment is made of."""
+    """Template of every replica of a deployment."""
 
     metadata: PodMetadata = PodMetadata()
     """Labels and annotations of every MedhaReplica."""
@@ -417,20 +445,20 @@ class ReplicaTemplate(Model):
 
 
 class MedhaDeploymentSpec(Model):
-    """A number of identical replicas."""
+    """Specification of a deployment: a number of identical replicas."""
 
     replicas: int = Field(default=1, ge=0, le=10_000)
-    """How many MedhaReplicas there should be; `kubectl scale`, HPA and KEDA set it."""
+    """Desired number of MedhaReplicas; `kubectl scale`, HPA and KEDA set it."""
     template: ReplicaTemplate
     rollout: RolloutSpec = RolloutSpec()
     paused: bool = False
-    """Changes of `template` wait; `replicas` is still followed."""
+    """Hold back changes of `template`; changes of `replicas` still take effect."""
     min_ready_seconds: float = Field(default=0.0, ge=0, le=86400)
-    """How long a new replica must have been ready before the next one is replaced."""
+    """Seconds for which a new replica must have been ready before the next one is replaced."""
     progress_deadline_seconds: float = Field(default=1800.0, gt=0, le=864000)
-    """A rollout without progress for as long is reported as stalled."""
+    """Seconds without progress after which a rollout is reported as stalled."""
     revision_history_limit: int = Field(default=10, ge=0, le=1000)
-    """Old revisions that are kept to go back to."""
+    """Number of old revisions that are kept for rolling back."""
 
 
 class MedhaDeployment(Model):
@@ -446,7 +474,7 @@ Parsed = TypeVar("Parsed", MedhaReplica, MedhaDeployment)
 
 
 def parse_replica(document: object) -> MedhaReplica:
-    """A `MedhaReplica` from a parsed YAML or JSON document.
+    """Return a `MedhaReplica` from a parsed YAML or JSON document.
 
     Raises:
         ConfigInvalid: names every wrong field, its value and what was expected.
@@ -455,7 +483,7 @@ def parse_replica(document: object) -> MedhaReplica:
 
 
 def parse_deployment(document: object) -> MedhaDeployment:
-    """A `MedhaDeployment` from a parsed YAML or JSON document.
+    """Return a `MedhaDeployment` from a parsed YAML or JSON document.
 
     Raises:
         ConfigInvalid: as `parse_replica`.

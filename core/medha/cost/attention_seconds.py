@@ -1,6 +1,6 @@
-"""Seconds of one sequence's attention in one layer: the formula alone, which decisions ask hundreds of times a second.
+"""Formula for the seconds of one sequence's attention in one layer, evaluated hundreds of times a second.
 
-Apart from `medha.cost.profile`, whose dataclasses pydantic reads, so that this can be compiled.
+It is separate from `medha.cost.profile`, whose dataclasses pydantic reads, so that it can be compiled.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from bisect import bisect_left
 
 
 class AttentionSeconds:
-    """The longer of computing a sequence's pairs and reading its KV; or what was measured. See `profile.Attention`."""
+    """The longer of computing a sequence's pairs and reading its KV, or measured times. See `profile.Attention`."""
 
     def __init__(
         self,
@@ -31,7 +31,10 @@ class AttentionSeconds:
         self._points = points
 
     def of(self, context: int, count: int, foreign: bool) -> float:
-        """Of `count` queries behind `context` tokens; `foreign`: the context is another lane's whole shard."""
+        """Return the seconds of `count` queries after `context` tokens.
+
+        `foreign`: the context is another lane's whole shard.
+        """
         keys: float = context if foreign else context + (count + 1) / 2
         if self._points:
             return self._sequence_seconds + keys * self._measured_slope(count)
@@ -40,7 +43,7 @@ class AttentionSeconds:
         return self._sequence_seconds + max(memory, compute)
 
     def padded(self, count: int) -> float:
-        """Query tokens, rounded up to whole tiles of rows."""
+        """Return the query tokens, rounded up to whole tiles of rows."""
         rows = count * self._rows_per_token
         if rows <= self._largest_small_tile:
             for tile in self._small_tiles:
@@ -49,7 +52,7 @@ class AttentionSeconds:
         return -(-rows // self._tile) * self._tile / self._rows_per_token
 
     def _measured_slope(self, count: int) -> float:
-        """Seconds a key for `count` queries: between measured points a line, beyond them in proportion."""
+        """Return the seconds per key for `count` queries: linear between measured points, proportional beyond them."""
         points = self._points
         index = bisect_left(points, (count,))
         if index == len(points):

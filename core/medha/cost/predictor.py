@@ -1,12 +1,13 @@
 """Predicted time of a whole step, and of a whole prefill, on one lane.
 
-A step's linear layers cost a function of its tokens, its attention a sum over its sequences, its output head a function
-of its sequences; `medha.cost.profile` says how much. The step's time is not the sum of its parts' times alone: two chunks
-share the reading of the weights, which is why a second prefill can be nearly free (paper B §4.2), and why the packer
-asks for whole batches. `Tally` answers that question in constant time.
+The cost of a step's linear layers depends on its tokens, that of its attention is a sum over its sequences,
+and that of its output head depends on the number of sequences; `medha.cost.profile` holds the numbers. A step
+is cheaper than the sum of its parts: two chunks share the reading of the weights. A second prefill can
+therefore be nearly free (paper B §4.2), and the packer asks for the time of whole batches. `Tally` answers
+that question in constant time.
 
-A slowly moving factor corrects every prediction by what steps really took, because an over-prediction shrinks chunks
-silently and an under-prediction breaks TPOT.
+A slowly moving factor corrects every prediction by the measured step times, because an over-prediction
+silently shrinks chunks and an under-prediction breaks TPOT.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from medha.wire.messages import StepProfile
 TOKENS_PER_LANE = 512 * 1024
 """KV tokens of one request that a lane holds before the next lane joins (DESIGN §5)."""
 
-_CORRECTION_WEIGHT = 0.05  # of one observation: about 20 steps to follow a change
-_CORRECTION_BOUNDS = (0.25, 4.0)  # beyond them a step is an accident or the profile wrong: no factor helps
+_CORRECTION_WEIGHT = 0.05  # weight of one observation: about 20 steps to follow a change
+_CORRECTION_BOUNDS = (0.25, 4.0)  # outside: an outlier, or the profile is wrong; no factor helps
 
 
-# Not frozen: each decision makes dozens, and freezing one takes longer than making it.
+# Not frozen: each decision makes dozens, and frozen dataclasses are slower to create.
 @dataclass(slots=True, unsafe_hash=True)
 class Work:
-    """The part of one sequence in a step on one lane: `count` query tokens behind `context` tokens of KV.
+    """The part of one sequence in a step on one lane: `count` query tokens after `context` tokens of KV.
 
-    `attention_only`: a helper lane's share, `count` foreign queries over its whole shard of `context` tokens; every
-    query sees all of it, and no linear layer runs for them here.
+    `attention_only`: a helper lane's share, `count` queries of another lane over its whole shard of `context`
+    tokens. Every query sees all of it, and no linear layer runs for them here.
     """
 
     context: int
@@ -44,21 +45,21 @@ class Work:
 
     @property
     def pairs(self) -> float:
-        """(query, key) pairs: causally, each query sees the context, itself and its predecessors."""
+        """Number of (query, key) pairs: causally, each query sees the context, itself and its predecessors."""
         keys = self.context if self.attention_only else self.context + (self.count + 1) / 2
         return self.count * keys
 
 
 @dataclass(frozen=True, slots=True)
 class StepTerms:
-    """A prediction, explained (seconds, after correction)."""
+    """The terms of a prediction (seconds, after correction)."""
 
     launch: float = 0.0  # fixed costs of a step, and of each layer's attention
     linear: float = 0.0  # linear and elementwise operations of the layers
     attention: float = 0.0
     collectives: float = 0.0  # all-reduces of tensor parallelism
     head: float = 0.0  # output head and sampling
-    hops: float = 0.0  # from stage to stage; of a latency alone
+    hops: float = 0.0  # from stage to stage; only in a latency
     exchange: float = 0.0  # queries and partials between coupled lanes
 
     @property
@@ -68,30 +69,30 @@ class StepTerms:
 
 
 class Tally:
-    """A step under construction: what has been added, and what the step would take with one part more.
+    """A step under construction. Predicts its time, also with one more part.
 
-    Every operation takes the same short time, however many sequences are in. Sums are of plain floats, so removing
-    what was added may leave a rounding error in the last digits.
+    Every operation takes the same short time, however many sequences the step has. Sums are of plain floats,
+    so removing a part may leave a rounding error in the last digits.
     """
 
     __slots__ = ("_asked", "_attention", "_predictor", "_works", "sequences", "tokens")
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
-        self.tokens = 0  # that pass the linear layers
-        self.sequences = 0  # that may be sampled
+        self.tokens = 0  # tokens that pass the linear layers
+        self.sequences = 0  # sequences that may be sampled
         self._works = 0
         self._attention = 0.0  # of one layer, before correction
-        self._asked = (0, 0, 0.0)  # the chunk that was asked for last, and its attention
+        self._asked = (0, 0, 0.0)  # the last chunk of `seconds_with`, and its attention
 
     def add(self, work: Work) -> None:
-        """Put `work` into the step."""
+        """Add `work` to the step."""
         self._count(work, 1)
 
     def add_chunk(self, context: int, count: int) -> None:
-        """Put in `count` query tokens of a sequence behind `context` tokens of KV."""
+        """Add `count` query tokens of a sequence after `context` tokens of KV."""
         asked_context, asked_count, seconds = self._asked
-        if asked_context != context or asked_count != count:  # else it was asked for, and is put in now
+        if asked_context != context or asked_count != count:  # else `seconds_with` has just computed it
             seconds = self._predictor._attention.of(context, count, False)
         self._works += 1
         self.tokens += count
@@ -99,11 +100,11 @@ class Tally:
         self._attention += seconds
 
     def remove(self, work: Work) -> None:
-        """Take out a `work` that was added."""
+        """Remove a `work` that was added."""
         self._count(work, -1)
 
     def add_decodes(self, contexts_sum: int, count: int) -> None:
-        """Put in `count` sequences of one query token each, behind `contexts_sum` tokens of KV together."""
+        """Add `count` sequences of one query token each, after `contexts_sum` tokens of KV in total."""
         self._works += count
         self.tokens += count
         self.sequences += count
@@ -111,23 +112,23 @@ class Tally:
         self._attention += (contexts_sum + count) * self._predictor._decode_seconds_per_token
 
     def seconds(self) -> float:
-        """`Predictor.stage_seconds` of all that is in."""
+        """Return `Predictor.stage_seconds` of the step."""
         if self._works == 0:  # sums may keep a rounding error
             return 0.0
         return self._predictor._stage(self.tokens, self.sequences, self._attention)
 
     def seconds_with(self, context: int, count: int) -> float:
-        """The same, with `count` query tokens behind `context` tokens of KV added."""
+        """Return the same, with `count` query tokens after `context` tokens of KV added."""
         predictor = self._predictor
         seconds = predictor._attention.of(context, count, False)
         self._asked = (context, count, seconds)
         return predictor._stage(self.tokens + count, self.sequences + 1, self._attention + seconds)
 
     def largest(self, context: int, most: int, budget_seconds: float) -> int:
-        """The largest count up to `most` behind `context` with which the step ends within the budget, or 0."""
+        """Return the largest count up to `most` after `context` with which the step ends within the budget, or 0."""
         if most <= 0 or self.seconds_with(context, most) <= budget_seconds:
             return max(most, 0)
-        low, high = 0, most  # fits at low (a chunk of none), not at high
+        low, high = 0, most  # low fits (an empty chunk), high does not
         while high - low > 1:
             middle = (low + high) // 2
             if self.seconds_with(context, middle) <= budget_seconds:
@@ -146,7 +147,7 @@ class Tally:
 
 
 class Predictor:
-    """Predicts one lane of a replica from a profile; `observe` moves the correction."""
+    """Predicts the times of one lane of a replica from a profile; `observe` updates the correction."""
 
     def __init__(
         self,
@@ -155,7 +156,11 @@ class Predictor:
         chunking: Chunking | None = None,
         tokens_per_lane: int = TOKENS_PER_LANE,
     ) -> None:
-        """`chunking`: how a lone prefill is cut, for `prefill_seconds`; it joins a lane each `tokens_per_lane`.
+        """Make a predictor from a profile.
+
+        Args:
+            chunking: how a lone prefill is cut, for `prefill_seconds`.
+            tokens_per_lane: KV tokens of a lone prefill after which the next lane joins.
 
         Raises:
             ConfigInvalid: the profile was made for another degree of tensor parallelism.
@@ -180,7 +185,7 @@ class Predictor:
         self._attention_launch = self.profile.attention.launch_seconds
         self._decode_seconds_per_token = self.profile.attention.decode_seconds_per_token
         self._per_layer_array: Seconds = np.zeros(0)  # seconds of one layer without attention, by tokens
-        self._per_layer: list[float] = []  # the same: reading one number of a list is faster
+        self._per_layer: list[float] = []  # the same: reading one number from a list is faster
         self._hops: list[float] = []  # from one stage to the next, by tokens
         self._head: list[float] = []  # by sequences
         self._table = PrefillTable(chunking or Chunking(), self._lone_stage, self._lone_drain)
@@ -188,25 +193,25 @@ class Predictor:
     # --- steps --------------------------------------------------------------------------------------
 
     def stage_seconds(self, works: Iterable[Work]) -> float:
-        """How long the slowest stage is busy with a step over `works`."""
+        """Return how long the slowest stage is busy with a step over `works`."""
         return self._tallied(works).seconds()
 
     def latency_seconds(self, works: Iterable[Work]) -> float:
-        """From the step's entry into stage 0 until the result of the last stage."""
+        """Return the seconds from the step's entry into stage 0 until the result of the last stage."""
         return self.explain(works, whole=True).total
 
     def coupled_seconds(self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int) -> float:
-        """How long the slowest stage is busy with a step of coupled lanes.
+        """Return how long the slowest stage is busy with a step of coupled lanes.
 
-        In each layer the lanes meet twice, when queries and when partials are exchanged: they wait for the slowest
-        linear part and for the slowest attention, which need not be the same lane's.
+        In each layer the lanes synchronise twice, when queries and when partials are exchanged. They wait for
+        the slowest linear part and for the slowest attention, which may be on different lanes.
         """
         return self.coupled_tally_seconds(
             [self._tallied(works) for works in works_by_lane], exchanged_queries
         )
 
     def coupled_tally_seconds(self, lanes: Sequence[Tally], exchanged_queries: int) -> float:
-        """`coupled_seconds` of tallies."""
+        """Return `coupled_seconds` of tallies."""
         if not any(lane._works for lane in lanes):
             return 0.0
         tokens = max(lane.tokens for lane in lanes)
@@ -216,24 +221,24 @@ class Predictor:
         return self._stage(tokens, sequences, attention)
 
     def hop_seconds(self, tokens: int) -> float:
-        """From one stage to the next; 0 if there is one stage."""
+        """Return the seconds of a transfer from one stage to the next; 0 if there is one stage."""
         if self.topology.stream == 1:
             return 0.0
         self._layer_seconds(tokens)
         return self._hops[tokens] * self.correction
 
     def tally(self) -> Tally:
-        """An empty step, to be filled."""
+        """Return an empty step, to be filled."""
         return Tally(self)
 
     def explain(self, works: Iterable[Work], *, whole: bool = False) -> StepTerms:
-        """The terms of `stage_seconds`, or where `whole`, of `latency_seconds`."""
+        """Return the terms of `stage_seconds`, or of `latency_seconds` if `whole`."""
         return self.explain_coupled([works], 0, whole=whole)
 
     def explain_coupled(
         self, works_by_lane: Sequence[Iterable[Work]], exchanged_queries: int, *, whole: bool = False
     ) -> StepTerms:
-        """The terms of `coupled_seconds`, each of the lane that the others wait for; `whole`: of all stages and hops."""
+        """Return the terms of `coupled_seconds`, each of the slowest lane in it; `whole`: of all stages and hops."""
         lanes = [self._tallied(works) for works in works_by_lane]
         if not any(lane._works for lane in lanes):
             return StepTerms()
@@ -261,25 +266,25 @@ class Predictor:
     # --- prefills -----------------------------------------------------------------------------------
 
     def prefill_seconds(self, context: int, tokens: int) -> float:
-        """Predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
+        """Return the predicted time to bring a sequence from `context` to `tokens` tokens of KV, alone."""
         return self.uncorrected_prefill(context, tokens).seconds * self.correction
 
     def uncorrected_prefill(self, context: int, tokens: int) -> Alone:
-        """The same before correction, in its parts."""
+        """Return the same before correction, in its parts."""
         return self._table.one(context, tokens, self._lone_stage_one, self._lone_drain_one)
 
     def prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
-        """`prefill_seconds` of many sequences at once."""
+        """Return `prefill_seconds` of many sequences at once."""
         return self.uncorrected_prefill_seconds_many(contexts, tokens) * self.correction
 
     def uncorrected_prefill_seconds_many(self, contexts: Counts, tokens: Counts) -> Seconds:
-        """The same before correction: a column of them stays valid while the correction moves."""
+        """Return the same before correction: a column of these stays valid while the correction changes."""
         return self._table.seconds(np.asarray(contexts, np.int64), np.asarray(tokens, np.int64))
 
     # --- correction ---------------------------------------------------------------------------------
 
     def observe(self, predicted_seconds: float, observed_seconds: float) -> None:
-        """Move the correction towards what a step really took."""
+        """Move the correction towards the measured time of a step."""
         if predicted_seconds <= 0 or observed_seconds <= 0:
             return
         wanted = self.correction * observed_seconds / predicted_seconds
@@ -295,11 +300,11 @@ class Predictor:
         return tally
 
     def _stage(self, tokens: int, sequences: int, attention: float) -> float:
-        """Of a step whose attention takes `attention` seconds in one layer, before its launch."""
+        """Return the stage seconds of a step from its attention seconds in one layer, without attention's launch."""
         try:
             in_layer = self._per_layer[tokens] + attention + self._attention_launch
             last = self._last_layers * in_layer + self._head[sequences]
-        except IndexError:  # more than was ever asked for
+        except IndexError:  # the lists end before these counts: extend them
             self._layer_seconds(tokens), self._head_seconds(sequences)
             return self._stage(tokens, sequences, attention)
         return (self._launch + max(self._most_layers * in_layer, last)) * self.correction
@@ -344,7 +349,7 @@ class Predictor:
     # --- a lone sequence's chunks, vectorised -------------------------------------------------------
 
     def _lone_layer(self, contexts: Counts, counts: Counts) -> Seconds:
-        """One layer of a chunk alone; once its KV passes a lane's share, the lanes that hold it work together."""
+        """Return the seconds of one layer of a lone chunk; if its KV exceeds a lane's share, several lanes share it."""
         profile = self.profile
         lanes = np.minimum(-(-(contexts + counts) // self.tokens_per_lane), self.topology.kv)
         shard = np.maximum(self.tokens_per_lane, -(-contexts // self.topology.kv))
@@ -360,7 +365,7 @@ class Predictor:
         return np.where(counts > 0, self._launch + np.maximum(self._most_layers * in_layer, last), 0.0)
 
     def _lone_drain(self, contexts: Counts, counts: Counts) -> Seconds:
-        """What a chunk's result takes beyond its time in the slowest stage: the other stages and the hops."""
+        """Return the seconds from the end of a chunk's slowest stage to its result: the other stages and the hops."""
         stages = self.topology.stream
         if stages == 1:
             return np.zeros(len(counts))

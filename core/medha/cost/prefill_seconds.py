@@ -1,8 +1,8 @@
-"""How long prompts take alone: cumulative seconds at chunk ends, in one pass.
+"""Prefill times of prompts alone: cumulative seconds at chunk ends, in one pass.
 
-Paper B's algorithm 3 simulates every length from zero, which is quadratic. The chunks of a long prompt begin with the
-chunks of each shorter one, so one walk over the chunks serves all lengths: the last, partial chunk is computed exactly,
-and a prompt that stands between two chunk ends first completes that chunk.
+Algorithm 3 of paper B simulates every length from zero, which is quadratic. The chunks of a long prompt begin
+with the chunks of each shorter one, so one pass over the chunks serves all lengths. The last, partial chunk
+is computed exactly, and a prompt that stands between two chunk ends first completes that chunk.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ import numpy.typing as npt
 Seconds = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Cost = Callable[[Counts, Counts], Seconds]
-"""(contexts, counts) -> seconds of one sequence's chunk alone in a step; never less for more."""
+"""Function (contexts, counts) -> seconds of one sequence's chunk alone in a step; non-decreasing in both."""
 OneCost = Callable[[int, int], float]
-"""The same of one chunk."""
+"""The same for one chunk."""
 
 
 class Alone(NamedTuple):
-    """How long a prefill takes if nothing else runs: it keeps a stage busy, and then drains from the pipeline.
+    """Duration of a prefill if nothing else runs: it keeps a stage busy, and then drains from the pipeline.
 
-    Others may use the pipeline while it drains, so what several prefills take together is the sum of `busy_seconds`.
+    Others may use the pipeline while it drains, so several prefills together take the sum of their
+    `busy_seconds`.
     """
 
     busy_seconds: float  # of the slowest stage
@@ -47,10 +48,10 @@ class Chunking:
 
     max_tokens: int = 2048
     min_tokens: int = 32
-    budget_seconds: float = inf  # of a stage
+    budget_seconds: float = inf  # budget of a stage
 
     def size_at(self, context: int, cost: Cost) -> int:
-        """The largest chunk behind `context` tokens that fits the budget; at least the smallest one."""
+        """Return the largest chunk after `context` tokens that fits the budget; at least the smallest chunk."""
         step = min(self.min_tokens, self.max_tokens)
         if _one(cost, context, self.max_tokens) <= self.budget_seconds:
             return self.max_tokens
@@ -65,13 +66,18 @@ class Chunking:
 
 
 class PrefillTable:
-    """Seconds between any two lengths of a lone prompt; grows to the longest one asked for."""
+    """Seconds between any two lengths of a lone prompt; grows to the longest requested length."""
 
     def __init__(self, chunking: Chunking, stage: Cost, drain: Cost) -> None:
-        """`stage`: how long a chunk keeps the slowest stage busy; `drain`: until its result, after that.
+        """Make an empty table.
 
-        Chunks do not overtake each other, so whoever drains longest holds up all behind it: a pipeline of equal stages
-        takes the sum of all chunks in one stage, and the longest chunk once more in each other stage.
+        Chunks do not overtake each other, so the chunk that drains longest delays all behind it. A pipeline
+        of equal stages takes the sum of all chunks in one stage, and the longest chunk once more in each
+        other stage.
+
+        Args:
+            stage: seconds for which a chunk keeps the slowest stage busy.
+            drain: seconds from then until its result.
         """
         self._chunking = chunking
         self._stage = stage
@@ -79,8 +85,8 @@ class PrefillTable:
         self._ends: Counts = np.zeros(1, dtype=np.int64)
         self._sums: Seconds = np.zeros(1)
         self._drains: Seconds = np.zeros(1)  # the longest so far
-        self._rows = [(0, 0.0, 0.0)]  # the same three, of which one row is read faster
-        self._end_list = [0]  # and the ends, in which one is found faster
+        self._rows = [(0, 0.0, 0.0)]  # the same three as rows: reading one row is faster
+        self._end_list = [0]  # and the ends as a list: searching for one is faster
 
     @property
     def ends(self) -> Counts:
@@ -88,13 +94,13 @@ class PrefillTable:
         return self._ends
 
     def seconds(self, contexts: Counts, tokens: Counts) -> Seconds:
-        """From each of `contexts` to the result at `tokens`; 0 where nothing is left."""
+        """Return the seconds from each of `contexts` to the result at `tokens`; 0 where nothing is left."""
         if len(tokens) == 0:
             return np.zeros(0)
         self._reach(int(tokens.max()))
         ends, sums = self._ends, self._sums
         contexts = np.minimum(contexts, tokens)
-        first = np.searchsorted(ends, contexts, side="left")  # the end of the chunk that is under way
+        first = np.searchsorted(ends, contexts, side="left")  # the end of the current chunk
         last = np.searchsorted(ends, tokens, side="right") - 1  # the last end that is passed
         within = last < first  # both lie inside one chunk
         tail_start = np.where(within, contexts, ends[last])
@@ -107,7 +113,10 @@ class PrefillTable:
         return np.where(tokens > contexts, total, 0.0)
 
     def one(self, context: int, tokens: int, stage: OneCost, drain: OneCost) -> Alone:
-        """`seconds` of one sequence, for which numpy's calls would take longer than the sums; of the same costs."""
+        """Return `seconds` of one sequence, in its parts; numpy's calls would take longer than the sums.
+
+        `stage` and `drain` are the same costs for single chunks.
+        """
         if tokens <= context:
             return NOTHING
         self._reach(tokens)
@@ -125,7 +134,7 @@ class PrefillTable:
         return Alone(total, max(waits + [longest] * (last > first)))
 
     def _reach(self, tokens: int) -> None:
-        """Walk on until a chunk ends at `tokens` or beyond; runs of equal chunks are one numpy call."""
+        """Extend the table until a chunk ends at `tokens` or beyond; runs of equal chunks are one numpy call."""
         if self._ends[-1] >= tokens:
             return
         goal = max(tokens, 2 * int(self._ends[-1]))
@@ -146,7 +155,7 @@ class PrefillTable:
         self._rows = list(zip(self._end_list, self._sums.tolist(), self._drains.tolist(), strict=True))
 
     def _last_start(self, position: int, size: int, goal: int) -> int:
-        """The last start before `goal` at which a chunk of `size` tokens still fits the budget."""
+        """Return the last start before `goal` at which a chunk of `size` tokens still fits the budget."""
         step = min(self._chunking.min_tokens, self._chunking.max_tokens)
         low, high = position, max(goal - 1, position)
         if size <= step or _one(self._stage, high, size) <= self._chunking.budget_seconds:

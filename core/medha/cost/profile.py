@@ -1,10 +1,12 @@
-"""What one layer, one output head and one link cost: the numbers that the predictor multiplies and adds.
+"""Costs of one layer, one output head and one link: the numbers that the predictor multiplies and adds.
 
-A `Profile` is data. It comes from a rank's warm-up (`Profile.of_warm_up`), from `medha profile`, which measures a
-machine, or from `medha.hardware.profile_for`, which knows a data sheet and what fraction of it is reached.
+A `Profile` is data. It comes from a rank's warm-up (`Profile.of_warm_up`), from `medha profile`, which
+measures a machine, or from `medha.hardware.profile_for`, which uses data sheets and the fraction of them that
+is reached.
 
-Every cost is a roofline: `launch + max(rows * compute, fixed + rows * memory)`, in seconds, of rows that are rounded
-up to whole tiles, or to whole waves of them. Where measured points exist, they hold inside their range, and the roofline continues them.
+Every cost is a roofline: `launch + max(rows * compute, fixed + rows * memory)`, in seconds, where rows are
+rounded up to whole tiles, or to whole waves of tiles. Measured points, where they exist, replace the roofline
+inside their range; beyond it the roofline continues them.
 """
 
 from __future__ import annotations
@@ -26,19 +28,18 @@ Counts = npt.NDArray[np.int64]
 
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _AtLeastOne = Annotated[int, Field(ge=1)]
-_STRICT = ConfigDict(extra="forbid")  # a typing error in a profile file must not become a silent zero
+_STRICT = ConfigDict(extra="forbid")  # a typo in a profile file must not become a silent zero
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A matrix kernel that computes whole tiles, `units` of them at a time: a wave that is not full takes as long as one
-    that is."""
+    """A matrix kernel that computes whole tiles, `units` at a time. A partial wave takes as long as a full one."""
 
     __pydantic_config__ = _STRICT
 
     tile_rows: _AtLeastOne
-    tiles_across: _AtLeastOne  # in each row of tiles
-    units: _AtLeastOne  # of the device, one tile each
+    tiles_across: _AtLeastOne  # tiles in each row of tiles
+    units: _AtLeastOne  # units of the device; each computes one tile
     wave_seconds: _NonNegative
 
     def seconds(self, rows: Counts | Seconds) -> Seconds:
@@ -48,7 +49,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Seconds of one operation of one layer, over `rows` of a step: the roofline, and a launch."""
+    """Seconds of one operation of one layer, over `rows` of a step: a launch and the roofline."""
 
     __pydantic_config__ = _STRICT
 
@@ -58,22 +59,22 @@ class Operation:
     fixed_seconds: _NonNegative = 0.0  # weights read from memory
     memory_seconds_per_row: _NonNegative = 0.0  # activations read and written
     tile_rows: _AtLeastOne = 1  # rows are computed in whole tiles
-    times: _AtLeastOne = 1  # in a layer
-    kernels: tuple[Kernel, ...] = ()  # the fastest of them computes the rows, instead of so much per row
+    times: _AtLeastOne = 1  # times that it runs in a layer
+    kernels: tuple[Kernel, ...] = ()  # the fastest computes the rows, in place of `compute_seconds_per_row`
 
     def seconds(self, rows: Counts | Seconds) -> Seconds:
-        """Seconds over each of `rows`; no rows cost nothing."""
+        """Return the seconds for each of `rows`; zero rows cost nothing."""
         busy = np.maximum(self.compute_seconds(rows), self.fixed_seconds + rows * self.memory_seconds_per_row)
         return np.where(rows > 0, self.times * (self.launch_seconds + busy), 0.0)
 
     def compute_seconds(self, rows: Counts | Seconds) -> Seconds:
-        """Of one time in a layer, were memory and launch free."""
+        """Return the seconds of a single run over each of `rows`, if memory and launch were free."""
         if self.kernels:
             return np.min([kernel.seconds(rows) for kernel in self.kernels], axis=0)  # type: ignore[no-any-return]
         return np.ceil(rows / self.tile_rows) * self.tile_rows * self.compute_seconds_per_row
 
     def slowed(self, launch: float, compute: float, fixed: float, memory: float) -> Operation:
-        """The same operation with each of its times so many times as long."""
+        """Return the same operation with each of its times multiplied by the given factor."""
         return replace(
             self,
             launch_seconds=self.launch_seconds * launch,
@@ -88,10 +89,10 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A transfer of rows (or bytes): the lowest of its lines `latency + rows * seconds_per_row`, one for each protocol,
-    but never less than a floor, which small transfers do not leave.
+    """A transfer of rows (or bytes).
 
-    A link without lines costs nothing.
+    Its time is the lowest of the lines `latency + rows * seconds_per_row`, one for each protocol, but at
+    least the floor, which bounds small transfers. A link without lines costs nothing.
     """
 
     __pydantic_config__ = _STRICT
@@ -106,33 +107,34 @@ class Link:
         return np.where(rows > 0, np.maximum(lowest, self.floor_seconds), 0.0)
 
     def seconds_one(self, rows: int) -> float:
-        """The same of one transfer, without numpy's calls."""
+        """Return the same for one transfer, without numpy's calls."""
         if not self.lines or rows <= 0:
             return 0.0
         return max(self.floor_seconds, min(a + rows * b for a, b in self.lines))
 
     def of_rows(self, bytes_per_row: float, times: float = 1) -> Link:
-        """This link of bytes as one of rows, used `times` times one after the other."""
+        """Return this link of bytes as a link of rows that is used `times` times in succession."""
         lines = tuple((times * a, times * b * bytes_per_row) for a, b in self.lines)
         return Link(lines, times * self.floor_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Attention of one layer: per sequence the longer of computing its pairs and reading its KV.
+    """Attention of one layer: for each sequence the longer of computing its pairs and reading its KV.
 
-    Seconds are linear in the context, for every count of queries; so many decodes are one multiplication. `points`, where
-    measured, are (queries, seconds a key) and stand for the roofline's slope up to their last one.
+    Seconds are linear in the context for every count of queries, so many decodes are one multiplication.
+    `points`, where measured, are (queries, seconds per key) and replace the roofline's slope up to the last
+    one.
     """
 
     __pydantic_config__ = _STRICT
 
-    launch_seconds: _NonNegative = 0.0  # once for each step
+    launch_seconds: _NonNegative = 0.0  # once per step
     sequence_seconds: _NonNegative = 0.0  # each sequence's own part
     seconds_per_pair: _NonNegative = 0.0  # one query token against one KV token
     kv_seconds_per_token: _NonNegative = 0.0  # reading one token's keys and values
     rows_per_token: _AtLeastOne = 1  # query heads that share a KV head, folded into rows
-    tiles: tuple[_AtLeastOne, ...] = (1,)  # rows of the tiles that a kernel offers; the last one repeats
+    tiles: tuple[_AtLeastOne, ...] = (1,)  # tile sizes, in rows, that a kernel offers; the last one repeats
     points: tuple[tuple[_AtLeastOne, _NonNegative], ...] = ()
 
     def __post_init__(self) -> None:
@@ -144,7 +146,7 @@ class Attention:
             raise ValueError(f"points must begin with one query, not with {self.points[0][0]}")
 
     def one(self) -> AttentionSeconds:
-        """The formula of one sequence with these numbers."""
+        """Return the formula of one sequence with these numbers."""
         return AttentionSeconds(
             sequence_seconds=self.sequence_seconds,
             seconds_per_pair=self.seconds_per_pair,
@@ -155,11 +157,14 @@ class Attention:
         )
 
     def seconds(self, context: int, count: int, *, foreign: bool = False) -> float:
-        """Of `count` queries behind `context` tokens; `foreign`: the context is another lane's whole shard."""
+        """Return the seconds of `count` queries after `context` tokens.
+
+        `foreign`: the context is another lane's whole shard.
+        """
         return self.one().of(context, count, foreign)
 
     def seconds_many(self, contexts: Counts, counts: Counts) -> Seconds:
-        """`seconds` of many sequences of a lane's own."""
+        """Return `seconds` of many sequences on their own lane."""
         keys = contexts + (counts + 1) / 2
         if self.points:
             known, slopes = (np.array(column, np.float64) for column in zip(*self.points, strict=True))
@@ -176,7 +181,7 @@ class Attention:
 
     @property
     def decode_seconds_per_token(self) -> float:
-        """What each token of KV, its own included, adds to a decode."""
+        """Seconds that each token of KV, its own included, adds to a decode."""
         if self.points:
             return self.points[0][1]
         return max(self.one().padded(1) * self.seconds_per_pair, self.kv_seconds_per_token)
@@ -184,17 +189,17 @@ class Attention:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Costs of one lane. Layers are spread evenly over its stages; the output head is the last stage's."""
+    """Costs of one lane. Layers are spread evenly over its stages; the output head is on the last stage."""
 
     __pydantic_config__ = _STRICT
 
     name: str
-    source: str  # where the numbers come from, in words
+    source: str  # origin of the numbers, in words
     layers: _AtLeastOne  # of the whole lane
     tensor: _AtLeastOne = 1  # ranks that share each layer; the numbers are of one of them
     launch_seconds: _NonNegative = 0.0  # of a step in one stage, however small
     linear: tuple[Operation, ...] = ()  # of one layer, over the step's tokens
-    linear_points: tuple[tuple[_AtLeastOne, _NonNegative], ...] = ()  # measured (tokens, seconds) of them all
+    linear_points: tuple[tuple[_AtLeastOne, _NonNegative], ...] = ()  # measured (tokens, seconds) of `linear`
     attention: Attention = field(default_factory=Attention)  # of one layer
     head: Operation = field(default_factory=lambda: Operation("head"))  # over the rows that may be sampled
     all_reduce: Link = field(default_factory=Link)  # all of one layer's, over the step's tokens
@@ -208,7 +213,7 @@ class Profile:
 
     @classmethod
     def of_warm_up(cls, measured: StepProfile, stages: int = 1, tensor: int = 1) -> Profile:
-        """What a rank measured over its own stage, as a profile of one layer a stage."""
+        """Return a rank's measurements of its own stage as a profile with one layer per stage."""
         return cls(
             name="warm-up",
             source="measured by a rank's warm-up steps",
@@ -226,7 +231,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes, where: str = "profile") -> Profile:
-        """A profile from its JSON; `where` names its file in errors.
+        """Return a profile from its JSON; `where` names its file in errors.
 
         Raises:
             ConfigInvalid: names every wrong field, its value and what was expected.
@@ -245,11 +250,11 @@ class Profile:
             raise ConfigInvalid("\n".join(lines)) from error
 
     def to_json(self) -> str:
-        """JSON that `from_json` reads back to an equal profile."""
+        """Return JSON from which `from_json` restores an equal profile."""
         return _ADAPTER.dump_json(self, indent=1).decode() + "\n"
 
     def linear_seconds(self, tokens: Counts) -> Seconds:
-        """Of one layer's linear and elementwise operations, over each of ascending `tokens`; never falls."""
+        """Return the seconds of one layer's linear and elementwise operations for ascending `tokens`; never falls."""
         total = np.zeros(len(tokens))
         for operation in self.linear:
             total += operation.seconds(tokens)
@@ -265,7 +270,7 @@ class Profile:
         return np.maximum.accumulate(total)
 
     def scaled(self, factor: float = 1.0, attention: float = 1.0) -> Profile:
-        """The same lane with every time `factor` as long, and its attention `attention` times that: a sensitivity band."""
+        """Return the lane with all times scaled by `factor`, and attention also by `attention`: a sensitivity band."""
         own = self.attention
         both = factor * attention
         return replace(

@@ -1,1 +1,1 @@
-"""Who holds which KV: blocks, pools, prefixes, and the lanes that a long context is spread over."""
+"""KV management: blocks, pools, prefixes, and the lanes over which a long context is spread."""

@@ -1,17 +1,18 @@
-"""The KV ledger of one lane: who holds which blocks. Numbers only, no tensors.
+"""The KV ledger of one lane: which sequence holds which blocks. It holds numbers only, no tensors.
 
-The controller and every rank of a lane own one ledger each, and apply the same operations in the same order
-(`medha.kv.pools` names them and replays them), so all of them agree on every block table without one ever crossing
-a wire. `state_hash` is a part of what makes a disagreement visible.
+The controller and every rank of a lane each own a ledger and apply the same operations in the same order
+(`medha.kv.pools` decides them, `medha.kv.lane_replay` replays them). So all of them agree on every block
+table although no table is ever sent. `state_hash` helps to detect a disagreement.
 
-A block is in one of three states: *held* by one or more sequences, *remembered* by nobody but the prefix cache, or
-*free*. A held block may be remembered too; it then stays when its last sequence releases it. Which blocks are worth
-remembering, and which of them go first, is decided by the controller's `medha.kv.prefix_cache`; a ledger is only told.
+A block is in one of three states: *held* by one or more sequences, *remembered* only by the prefix cache, or
+*free*. A held block may be remembered as well; it then stays cached when its last sequence releases it. The
+controller's `medha.kv.prefix_cache` decides which blocks to remember and which to evict first; a ledger only
+carries that out.
 
-A sequence holds the blocks of its whole reservation from admission on. That makes "no admitted sequence runs
-out" a fact of the ledger rather than a hope, and lets the ledger hand out *contiguous runs* of blocks: a
-CPU rank reads a contiguous run of KV in place, without gathering blocks. Tables are kept as runs, so that a million
-tokens cost no more than a thousand where the pool is not fragmented.
+A sequence holds the blocks of its whole reservation from admission on. The ledger can therefore guarantee
+that no admitted sequence runs out of them, and can hand out *contiguous runs* of blocks: a CPU rank reads a
+contiguous run of KV in place, without gathering blocks. Tables are stored as runs, so that a million tokens
+cost no more than a thousand where the pool is not fragmented.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ class BlockCopy:
 
 
 class BlockLedger:
-    """Which of `blocks` KV blocks, of `block_size_tokens` tokens each, belong to which sequence.
+    """Assigns `blocks` KV blocks, of `block_size_tokens` tokens each, to sequences.
 
-    A request is served from the smallest run of free blocks that holds it whole (best fit), else from the longest
-    runs first, so that tables stay in few runs. Cost per operation: O(runs touched * log(free runs)), and a numpy
-    pass over the blocks touched.
+    A request gets the smallest run of free blocks that holds it whole (best fit), else the longest runs
+    first, so that tables consist of few runs. Cost per operation: O(runs touched * log(free runs)), and a
+    numpy pass over the blocks touched.
     """
 
     def __init__(self, blocks: int, block_size_tokens: int) -> None:
@@ -55,14 +56,14 @@ class BlockLedger:
         self._table_blocks: dict[str, int] = {}
         self._encoded: dict[
             str, bytes
-        ] = {}  # tables as `state_hash` reads them, of those that have not changed
+        ] = {}  # encoded tables for `state_hash`, of sequences that have not changed since
         self._holders = np.zeros(blocks, dtype=np.int32)  # sequences that hold each block
         self._remembered = np.zeros(blocks, dtype=np.bool_)
-        self._remembered_digest: bytes | None = None  # as long as nothing of it changes
+        self._remembered_digest: bytes | None = None  # None after a change of `_remembered`
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody holds and nobody remembers."""
+        """Blocks that are neither held nor remembered."""
         return self._free_runs.blocks
 
     @property
@@ -72,7 +73,7 @@ class BlockLedger:
 
     @property
     def remembered(self) -> npt.NDArray[np.bool_]:
-        """Of each block whether it is kept for its content, held or not; to be read only."""
+        """Flags of the remembered blocks, held or not; read-only."""
         return self._remembered
 
     @property
@@ -90,7 +91,7 @@ class BlockLedger:
         return len(self._tables)
 
     def table(self, sequence: str) -> npt.NDArray[np.int64]:
-        """The block table of a sequence: token position p lies in block `table[p // block_size_tokens]`."""
+        """Return the block table of a sequence: position p lies in block `table[p // block_size_tokens]`."""
         runs = self._tables[sequence]
         if len(runs) == 1:
             return np.arange(runs[0][0], runs[0][0] + runs[0][1])
@@ -99,18 +100,18 @@ class BlockLedger:
         )
 
     def runs(self, sequence: str, start: int = 0, stop: int | None = None) -> list[Run]:
-        """Blocks `start .. stop` (exclusive) of a sequence's table, as runs in table order."""
+        """Return blocks `start .. stop` (exclusive) of a sequence's table, as runs in table order."""
         return cut_runs(self._tables[sequence], start, self._table_blocks[sequence] if stop is None else stop)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size_tokens)
 
     def reserved_tokens(self, sequence: str) -> int:
-        """Tokens that the sequence's blocks can hold."""
+        """Return how many tokens the sequence's blocks can hold."""
         return self._table_blocks[sequence] * self.block_size_tokens
 
     def fits(self, tokens: int) -> bool:
-        """Whether a new sequence of `tokens` tokens, sharing nothing, can be reserved now."""
+        """Return whether a new sequence of `tokens` tokens that shares nothing can be reserved now."""
         return self.blocks_for(tokens) <= self.free_blocks
 
     def reserve(self, sequence: str, tokens: int, cached: Sequence[Run] = ()) -> bool:
@@ -140,7 +141,7 @@ class BlockLedger:
         return True
 
     def grow(self, sequence: str, tokens: int) -> bool:
-        """Let the reservation of a sequence reach `tokens` tokens, or change nothing and return False."""
+        """Extend the reservation of a sequence to `tokens` tokens, or change nothing and return False."""
         held = self._table_blocks[sequence]
         wanted = self.blocks_for(tokens) - held
         if wanted > self.free_blocks:
@@ -153,8 +154,9 @@ class BlockLedger:
     def fork(self, parent: str, child: str, shared_tokens: int, tokens: int) -> list[BlockCopy] | None:
         """Let `child` share the first `shared_tokens` tokens of `parent`, and reserve `tokens` in all.
 
-        Whole blocks are shared by reference. A block that is shared only in part would be written by both,
-        so the child gets its own, and the copy to make is returned. None: nothing fits, nothing changed.
+        Whole blocks are shared by reference. A block that is shared only in part would be written by both, so
+        the child gets its own, and the copy to make is returned. Return None, and change nothing, if room is
+        short.
         """
         assert child not in self._tables, f"{child} already holds KV"
         assert shared_tokens <= min(tokens, self.reserved_tokens(parent))
@@ -172,7 +174,7 @@ class BlockLedger:
         return [BlockCopy(source, target)]
 
     def release(self, sequence: str) -> None:
-        """Give back what a sequence holds; blocks that others share stay theirs, remembered ones stay here."""
+        """Release the blocks of a sequence; shared ones stay held, and remembered ones stay cached."""
         runs = self._tables.pop(sequence)
         del self._table_blocks[sequence]
         self._encoded.pop(sequence, None)
@@ -193,7 +195,10 @@ class BlockLedger:
                 self._give(first, unheld & ~remembered)
 
     def remember(self, sequence: str, start: int, count: int) -> list[Run]:
-        """Keep blocks `start .. start + count` of a sequence's table for their content, also when it releases them."""
+        """Mark blocks `start .. start + count` of a sequence's table as remembered; return them as runs.
+
+        They keep their content when the sequence releases them.
+        """
         runs = self.runs(sequence, start, start + count)
         assert sum(length for _, length in runs) == count, f"{sequence} has no blocks {start}+{count}"
         for first, length in runs:
@@ -221,9 +226,9 @@ class BlockLedger:
                 self._give(first, unheld)
 
     def state_hash(self, also: bytes = b"") -> int:
-        """A 53-bit digest of every table, of what is remembered, and `also` of other state that goes with it.
+        """Return a 53-bit digest of all tables, the remembered blocks, and `also`, which is related state.
 
-        Equal on all replicas of this ledger.
+        It is equal on all replicas of this ledger.
         """
         tables: list[bytes] = []
         for sequence in sorted(self._tables):
@@ -253,7 +258,7 @@ class BlockLedger:
             assert not free[first : first + length].any()
             free[first : first + length] = True
         assert np.array_equal(free, (holders == 0) & ~self._remembered), "a block is lost"
-        # As Python's integer: compiled code takes no numpy one for a result of `==`.
+        # Converted to a Python integer: compiled code rejects a numpy value as the result of `==`.
         idle = int(np.count_nonzero(self._remembered & (holders == 0)))
         assert self._idle_blocks == idle
 
@@ -265,7 +270,7 @@ class BlockLedger:
             holders += 1
 
     def _extend(self, sequence: str, runs: list[Run], held: int, wanted: int, after: int | None) -> None:
-        """Let a sequence have the table `runs` (`held` blocks), then `wanted` free ones, best those from `after` on."""
+        """Set a sequence's table to `runs` (`held` blocks) and `wanted` free ones, if possible at `after`."""
         for run in self._free_runs.take(wanted, after):
             self._holders[run[0] : run[0] + run[1]] = 1
             append_run(runs, run)
@@ -274,7 +279,7 @@ class BlockLedger:
         self._encoded.pop(sequence, None)
 
     def _give(self, first: int, freed: npt.NDArray[np.bool_]) -> None:
-        """Blocks `first + i` become free where `freed[i]`."""
+        """Free the blocks `first + i` for which `freed[i]` is set."""
         inside = np.concatenate(([False], freed, [False]))
         borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()
         for start, stop in zip(borders[::2], borders[1::2], strict=True):
@@ -296,14 +301,14 @@ class _FreeRuns:
         return ((first, self._lengths[first]) for first in self._by_place)
 
     def take(self, wanted: int, after: int | None) -> list[Run]:
-        """Remove `wanted` of the free blocks; first those from block `after` on, if that one is free."""
+        """Remove and return `wanted` free blocks; the run at block `after` first, if one begins there."""
         taken: list[Run] = []
         while wanted:
             if after is not None and after in self._lengths:
                 first = after
             else:
                 index = bisect_left(self._by_length, (wanted, -1))
-                if index == len(self._by_length):  # no run holds all: the longest, of those the first
+                if index == len(self._by_length):  # no run holds all: take the first of the longest ones
                     index = bisect_left(self._by_length, (self._by_length[-1][0], -1))
                 first = self._by_length[index][1]
             if wanted < self._lengths[first]:
@@ -316,7 +321,7 @@ class _FreeRuns:
         return taken
 
     def give(self, first: int, length: int) -> None:
-        """Add a run, and join it with its neighbours."""
+        """Add a run and merge it with its neighbours."""
         behind = first + length
         if behind in self._lengths:
             length += self._remove(behind)
@@ -329,7 +334,7 @@ class _FreeRuns:
         self._insert(first, length)
 
     def _shorten(self, first: int, count: int) -> None:
-        """Take the first `count` blocks off a longer run, which keeps its place among the others."""
+        """Remove the first `count` blocks of a longer run, which keeps its place among the others."""
         length, by_length = self._lengths.pop(first), self._by_length
         behind, left = first + count, length - count
         self._lengths[behind] = left
@@ -353,7 +358,7 @@ class _FreeRuns:
 
 
 def append_run(runs: list[Run], run: Run) -> None:
-    """Append a run; where it continues the last one, as part of that."""
+    """Append a run, merged with the last one if it continues that."""
     if runs and _end(runs) == run[0]:
         runs[-1] = (runs[-1][0], runs[-1][1] + run[1])
     else:
@@ -361,12 +366,12 @@ def append_run(runs: list[Run], run: Run) -> None:
 
 
 def _end(runs: Sequence[Run]) -> int | None:
-    """The block behind the last one."""
+    """Return the block after the last one; None if there are no runs."""
     return runs[-1][0] + runs[-1][1] if runs else None
 
 
 def cut_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """Blocks `start .. stop` (exclusive) of the blocks that `runs` list."""
+    """Return blocks `start .. stop` (exclusive) of the blocks listed by `runs`."""
     if len(runs) == 1:
         first, length = runs[0]
         stop = min(stop, length)

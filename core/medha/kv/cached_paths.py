@@ -1,9 +1,10 @@
-"""What a rank knows of its lane's prefix cache: which remembered block follows which, and when each was last used.
+"""A rank's view of its lane's prefix cache: which remembered block follows which, and their last uses.
 
-The controller's `medha.kv.prefix_cache` knows prefixes by their hashes, and decides; a rank knows blocks alone. Of each remembered
-block it keeps the one that precedes it in its prefix, so that the last block of a prefix and a count name all of it. It
-counts locks and notes uses as the cache does, so that two numbers name everything that is least recently used. So what
-an `Admit` says of cached and evicted blocks is as small for a million tokens in a pool in crumbs as for a thousand.
+The controller's `medha.kv.prefix_cache` knows prefixes by their hashes and makes the decisions; a rank knows
+only blocks. For each remembered block it stores the block that precedes it in its prefix, so that the last
+block of a prefix and a count identify the whole prefix. It counts locks and records uses as the cache does,
+so that a few numbers identify the least recently used blocks. The part of an `Admit` about cached and evicted
+blocks is therefore as small for a million tokens in a fragmented pool as for a thousand.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ from medha.kv.blocks import Run
 from medha.wire.messages import Eviction
 
 NO_BLOCK = -1
-"""What the first block of a prefix follows."""
+"""Predecessor of the first block of a prefix."""
 
 
 class CachedPaths:
-    """Of each remembered block of one lane: what leads to it, who locks it, and when it was last used.
+    """Records for each remembered block of one lane its predecessors, its locks, and when it was last used.
 
-    What is said of blocks that are not remembered is stale, and never read. Cost per call: O(runs of consecutive blocks)
-    steps, and numpy passes over the blocks touched; an eviction passes over the pool.
+    Entries of blocks that are not remembered are stale and never read. Cost per call: O(runs of consecutive
+    blocks) steps, and numpy passes over the blocks touched; an eviction passes over the whole pool.
     """
 
     def __init__(self, blocks: int) -> None:
-        self._first = np.zeros(blocks, dtype=np.int32)  # of the consecutive blocks that lead to each
-        self._before = np.full(blocks, NO_BLOCK, dtype=np.int32)  # what the first one of those follows
+        self._first = np.zeros(blocks, dtype=np.int32)  # first of the consecutive blocks up to each
+        self._before = np.full(blocks, NO_BLOCK, dtype=np.int32)  # of a run's first block: its predecessor
         self._locks = np.zeros(blocks, dtype=np.int32)
         self._used_at = np.zeros(blocks, dtype=np.int64)
-        self._locked: dict[str, tuple[int, int]] = {}  # sequence -> last block, and how many lead to it
+        self._locked: dict[str, tuple[int, int]] = {}  # sequence -> last block of its prefix, and its length
         self._clock = 0  # releases of sequences on this lane
 
     def runs(self, last: int, count: int) -> list[Run]:
-        """The `count` blocks that lead to block `last`, in their order."""
+        """Return the last `count` blocks of the prefix that ends with block `last`, in order."""
         found: list[Run] = []
         while count > 0:
             first = max(int(self._first[last]), last - count + 1)
@@ -46,12 +47,15 @@ class CachedPaths:
         return found[::-1]
 
     def lock(self, sequence: str, last: int, count: int) -> None:
-        """A sequence begins to use this prefix; none: it uses none yet."""
+        """Lock the prefix that a new sequence uses; a `count` of 0 if it uses none yet."""
         self._locked[sequence] = (last, count)
         self._locks[_blocks(self.runs(last, count))] += 1
 
     def publish(self, sequence: str, runs: Sequence[Run], start: int, after: int) -> None:
-        """A sequence uses what leads to `after`, and behind that `runs`, which are the blocks from the `start`-th on."""
+        """Insert the blocks `runs` of a sequence behind block `after`, and lock the whole prefix for it.
+
+        `runs` are the blocks of the sequence's table from the `start`-th on.
+        """
         depth, last = start, after
         for first, length in runs:
             stop = first + length
@@ -67,14 +71,14 @@ class CachedPaths:
         self._locked[sequence] = (last, depth)
 
     def release(self, sequence: str) -> None:
-        """A sequence has ended: what it used alone may be evicted from now on."""
+        """Unlock the prefix of a sequence that has ended: blocks that only it used become evictable."""
         self._clock += 1
         blocks = _blocks(self.runs(*self._locked.pop(sequence)))
         self._locks[blocks] -= 1
         self._used_at[blocks] = self._clock
 
     def evicted(self, eviction: Eviction, remembered: npt.NDArray[np.bool_]) -> list[Run]:
-        """The blocks that the controller has given up; `remembered` says of each block of the pool whether it is."""
+        """Return the blocks that the controller has evicted; `remembered` flags the remembered blocks."""
         old = remembered & (self._locks == 0) & (self._used_at < eviction.used_before)
         inside = np.concatenate(([False], old, [False]))
         borders = np.flatnonzero(inside[1:] != inside[:-1]).tolist()

@@ -1,12 +1,13 @@
-"""Context parallelism (paper C): how a chunk of a prompt is cut over lanes, and what goes around the ring.
+"""Context parallelism (paper C): how a chunk is split over lanes, and what is passed around the ring.
 
-Every lane runs the linear layers of its own positions of the chunk. For attention either the keys and values go
-around the ring of lanes (*pass-KV*) or the queries do, and the partial results come back (*pass-Q*). Where K and V
-are kept is the shard map's matter, the same for every strategy: new ones go to the lane that holds their position, so
-the steps of one request may use different strategies, and owner-compute as well.
+Every lane runs the linear layers of its own positions of the chunk. For attention, either the keys and values
+go around the ring of lanes (*pass-KV*), or the queries do and the partial results come back (*pass-Q*). The
+shard map alone determines where K and V are stored: new ones go to the lane that holds their position. This
+is the same for every strategy, so the steps of one request may use different strategies, and owner-compute as
+well.
 
-Pure functions. Paper C's symbols: T new tokens, P cached ones, N lanes, N_H and N_KV heads, e bytes an element,
-C attention FLOP/s of a lane, BW bytes/s between two lanes.
+All functions are pure. Symbols of paper C: T new tokens, P cached ones, N lanes, N_H query and N_KV KV heads,
+e bytes per element, C attention FLOP/s of a lane, BW bytes/s between two lanes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ from typing import Literal
 from medha.wire.messages import Extent, StepEntry
 
 OWNER, PASS_KV, PASS_Q = "owner", "passKv", "passQ"
-"""What a `StepEntry.strategy` over several lanes may name."""
+"""Values of `StepEntry.strategy` for entries over several lanes."""
 
 PrefillStrategy = Literal["ownerCompute", "passKv", "passQ", "auto", "striped"]
 
 
 @dataclass(frozen=True, slots=True)
 class RingCosts:
-    """What decides between pass-KV and pass-Q. An unknown link counts as infinitely slow: then the smaller message wins."""
+    """The quantities that decide between pass-KV and pass-Q.
+
+    An unknown link counts as infinitely slow, so that the smaller message wins.
+    """
 
     query_heads: int  # N_H, of the whole model
     kv_heads: int  # N_KV
@@ -36,20 +40,23 @@ class RingCosts:
 
     @property
     def flops_per_byte(self) -> float:
-        """C / BW: what a lane computes while a byte travels; infinite where the link is not known."""
+        """C / BW: FLOPs that a lane computes while one byte is sent; infinite if the link is not known."""
         if self.link_bytes_per_second <= 0 or self.attention_flops_per_second <= 0:
             return inf
         return self.attention_flops_per_second / self.link_bytes_per_second
 
 
 def pass_kv_is_hidden(new_tokens: int, lanes: int, costs: RingCosts) -> bool:
-    """Whether attention takes as long as sending K and V: T >= N C N_KV e / (2 N_H BW) (eq. 2)."""
+    """Return whether attention hides the sending of K and V: T >= N C N_KV e / (2 N_H BW) (eq. 2)."""
     least = lanes * costs.flops_per_byte * costs.kv_heads * costs.element_bytes / (2 * costs.query_heads)
     return new_tokens >= least
 
 
 def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: RingCosts) -> bool:
-    """Algorithm 5, which counts the partial results that pass-Q sends back (eq. 5); without a known link, eq. 1."""
+    """Return whether pass-KV is the better choice, by algorithm 5.
+
+    It includes the partial results that pass-Q sends back (eq. 5); without a known link it is eq. 1.
+    """
     if pass_kv_is_hidden(new_tokens, lanes, costs):
         return True
     hidden = 4 * new_tokens / (lanes * costs.flops_per_byte * costs.element_bytes)
@@ -58,18 +65,18 @@ def prefers_pass_kv(new_tokens: int, cached_tokens: int, lanes: int, costs: Ring
 
 
 def balanced(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
-    """Positions `start .. stop` (exclusive) in 2N runs, of which lane i takes the i-th and the i-th last (§3.5.1).
+    """Split positions `start .. stop` (exclusive) into 2N runs; lane i gets the i-th and i-th last (§3.5.1).
 
-    The first of the lanes has the last position. A lane may get nothing of a chunk shorter than 2N.
+    The first lane has the last position. A lane may get nothing of a chunk shorter than 2N.
     """
     cuts = [start + (stop - start) * part // (2 * lanes) for part in range(2 * lanes + 1)]
     return [_runs(cuts, (lane, 2 * lanes - 1 - lane)) for lane in range(lanes)]
 
 
 def striped(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
-    """Positions `start .. stop` (exclusive) dealt out one by one (striped attention, Brandon et al. 2023).
+    """Distribute positions `start .. stop` (exclusive) round-robin (striped attention, Brandon et al. 2023).
 
-    The first of the lanes has the last position.
+    The first lane has the last position.
     """
     dealt: list[tuple[Extent, ...]] = []
     for lane in range(lanes):
@@ -80,24 +87,27 @@ def striped(start: int, stop: int, lanes: int) -> list[tuple[Extent, ...]]:
 
 
 def share_tokens(count: int, lanes: int) -> int:
-    """The most positions that a lane computes of a chunk of `count`; one that is too short to share is the owner's."""
+    """Return the most positions that a lane computes of a chunk of `count` positions.
+
+    The owner computes all of a chunk that is too short to share.
+    """
     return count if count < 2 * lanes else 2 * -(-count // (2 * lanes))
 
 
 def shared_tokens(share: int, lanes: int) -> int:
-    """The largest chunk of which no lane computes more than `share` positions, and of no smaller one either."""
+    """Return the largest chunk up to which no lane computes more than `share` positions."""
     return share if share < 2 * lanes else share // 2 * 2 * lanes
 
 
 @dataclass(frozen=True, slots=True)
 class ContextParallel:
-    """How the lanes of a replica prefill long prompts together."""
+    """The strategy by which the lanes of a replica prefill long prompts together."""
 
     strategy: PrefillStrategy
     costs: RingCosts
 
     def passes(self, new_tokens: int, cached_tokens: int, lanes: int) -> str:
-        """What goes around the ring for a chunk."""
+        """Return what is passed around the ring for a chunk: `PASS_KV` or `PASS_Q`."""
         if self.strategy == "auto":
             return PASS_KV if prefers_pass_kv(new_tokens, cached_tokens, lanes, self.costs) else PASS_Q
         return PASS_Q if self.strategy == "passQ" else PASS_KV
@@ -105,9 +115,10 @@ class ContextParallel:
     def entries(
         self, name: str, lanes: Sequence[int], start: int, stop: int, *, samples: bool, shard_map_version: int
     ) -> list[StepEntry]:
-        """The entries of positions `start .. stop` (exclusive) of a request: one for each lane that computes some.
+        """Return the entries of positions `start .. stop` (exclusive), one per lane that computes any.
 
-        The first of `lanes` has the last position, and so draws; a chunk too short to share is all its own.
+        The first of `lanes` has the last position and therefore samples. It computes all of a chunk that is
+        too short to share.
         """
         if stop - start < 2 * len(lanes):
             extents = (Extent(start, stop - start),)
@@ -122,7 +133,7 @@ class ContextParallel:
 
 
 def _runs(cuts: Sequence[int], parts: Sequence[int]) -> tuple[Extent, ...]:
-    """The runs between `cuts`, empty ones left out, neighbours joined."""
+    """Return the runs between `cuts`, without empty ones, and with neighbours merged."""
     found: list[Extent] = []
     for part in parts:
         start, count = cuts[part], cuts[part + 1] - cuts[part]

@@ -1,8 +1,8 @@
-"""A rank's part of KV: the ledger of its lane, which replays what `medha.kv.pools` decided.
+"""A rank's replica of its lane's ledger, which replays the decisions of `medha.kv.pools`.
 
-A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane. It needs no
-token ids, no hashes and no rule of eviction, so it cannot come to other conclusions than the controller; `state_hash`
-shows whether it did.
+A rank applies the numbers that `Admit`, `Grow`, `Publish` and a release carry to the ledger of its own lane.
+It needs no token ids, no hashes and no eviction policy, so it cannot decide differently from the controller;
+`state_hash` verifies that it has not.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from medha.wire.messages import Admit, Eviction, Grow, Publish
 
 
 class LaneReplica:
-    """A rank's ledger of its lane, which replays what `KvPools` decided.
+    """A rank's ledger of its lane, which replays the decisions of `KvPools`.
 
-    Each call applies one part of a `Step`, in the order that it names: publishes, releases, grows, admits.
+    Each call applies one part of a `Step`, in this order: publishes, releases, grows, admits.
     """
 
     def __init__(self, ledger: BlockLedger, lane: int = 0) -> None:
@@ -31,7 +31,7 @@ class LaneReplica:
         return self._shards[sequence]
 
     def state_hash(self) -> int:
-        """A 53-bit digest of the ledger and of every sequence's shard map, as `KvPools.state_hashes` has it."""
+        """Return a 53-bit digest of the ledger and all shard maps, to compare with `KvPools.state_hashes`."""
         return self.ledger.state_hash(digest_of(self._shards))
 
     def publish(self, publishes: Iterable[Publish]) -> None:
@@ -41,13 +41,17 @@ class LaneReplica:
                 self._paths.publish(publish.id, runs, publish.start, publish.after)
 
     def release(self, sequence: str) -> None:
-        """In the controller's order, which tells what is least recently used; of other lanes' sequences nothing is here."""
+        """Release a sequence; it is ignored if it has nothing on this lane.
+
+        Releases must come in the controller's order, because that determines which blocks are least recently
+        used.
+        """
         if self._shards.pop(sequence, None) is not None and sequence in self.ledger:
             self.ledger.release(sequence)
             self._paths.release(sequence)
 
     def grow(self, grow: Grow) -> bool:
-        """False if no KV is left, which means that the ledgers have parted."""
+        """Apply a grow; return False if no KV is left, which means that the ledgers have diverged."""
         self._evict(grow.evictions)
         shards = self._shards[grow.id] = grown_map(self._shards[grow.id], grow)
         tokens = shards.tokens_on(self.lane)
@@ -59,7 +63,10 @@ class LaneReplica:
         return self.ledger.reserve(grow.id, tokens)
 
     def admit(self, admit: Admit) -> list[BlockCopy] | None:
-        """The copies to be made before the step runs; None if no KV is left: the ledgers have parted."""
+        """Apply an admit; return the copies to make before the step runs.
+
+        Return None if no KV is left, which means that the ledgers have diverged.
+        """
         shards = self._shards[admit.id] = admitted_map(admit)
         tokens = shards.tokens_on(self.lane)
         cached: list[Run] = []
@@ -85,12 +92,12 @@ class LaneReplica:
 
 
 def admitted_map(admit: Admit) -> ShardMap:
-    """Where the KV of an admitted sequence lies."""
+    """Return the shard map of an admitted sequence."""
     return ShardMap(admit.segments or dealt(admit.deals) or (Segment(0, 0, admit.reserved_tokens),))
 
 
 def grown_map(shards: ShardMap, grow: Grow) -> ShardMap:
-    """The shard map of a sequence once it has grown."""
+    """Return the shard map of a sequence after a grow."""
     changed = grow.segments or dealt(grow.deals)
     if changed:
         kept = [segment for segment in shards.segments if segment.start < changed[0].start]
@@ -103,7 +110,7 @@ def grown_map(shards: ShardMap, grow: Grow) -> ShardMap:
 def fork_on(
     ledger: BlockLedger, parent: str, child: str, shared_tokens: int, tokens: int
 ) -> list[BlockCopy] | None:
-    """Fork on one lane, where the parent may hold nothing that is shared."""
+    """Fork a sequence on one lane, where the parent may hold nothing that is shared."""
     if shared_tokens == 0:
         return [] if ledger.reserve(child, tokens) else None
     return ledger.fork(parent, child, shared_tokens, tokens)

@@ -1,13 +1,16 @@
-"""The KV of all lanes of a replica, as its controller decides it.
+"""The controller's KV pools: reservations, shard maps and prefix caches of all lanes of a replica.
 
-`KvPools` places requests on lanes, shares what is cached, evicts what nobody uses, and names each change in the numbers
-that `Admit`, `Grow`, `Publish` and a release carry. `medha.kv.lane_replay` is what a rank makes of those.
+`KvPools` places requests on lanes, shares cached blocks, evicts unused ones, and describes each change by the
+numbers that `Admit`, `Grow`, `Publish` and a release carry. Ranks replay these with `medha.kv.lane_replay`.
 
-What keeps a cached block correct:
+Three rules keep cached blocks correct:
 
-* it is published only once its KV was computed (`Done`), whole, by a sequence whose entry did not fail;
-* it stays locked while a sequence that shares or published it runs, and so is never evicted under a reader;
-* at least the last token of a prompt is computed again, because it is what the first output is drawn from.
+* A block is inserted into the cache only once all of its KV is computed (`Done`), by a sequence whose entry
+  did not fail.
+* A block stays locked while a sequence runs that shares or inserted it, so it is never evicted under a
+  reader.
+* At least the last token of a prompt is always computed again, because the first output token is sampled from
+  it.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from medha.wire.messages import CachedPrefix, Eviction, Grow, Publish
 
 @dataclass(slots=True)  # not frozen, for speed: every admission makes one
 class Placed:
-    """KV that a request has been given: what its `Admit` says of it."""
+    """The KV given to a request, as its `Admit` describes it."""
 
     shards: ShardMap
     cached_tokens: int = 0
@@ -53,11 +56,11 @@ class _Lane:
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that a request can get: free ones, and remembered ones that nobody locks."""
+        """Blocks that a request can get: free ones, and remembered ones that no sequence locks."""
         return self.ledger.free_blocks + self.cache.evictable_blocks
 
     def make_free(self, blocks: int, lane: int) -> tuple[Eviction, ...]:
-        """Evict what is missing to `blocks` free ones, if not a little more; `lane` is this one's number."""
+        """Evict until `blocks` blocks are free, possibly a few more; `lane` is the number of this lane."""
         missing = blocks - self.ledger.free_blocks
         if missing <= 0:
             return ()
@@ -66,20 +69,20 @@ class _Lane:
         return (Eviction(evicted.used_before, evicted.last, evicted.count, lane),)
 
     def locked(self, sequence: str, lane: int) -> tuple[CachedPrefix, ...]:
-        """What a sequence that has just come uses of the cache."""
+        """Return the cached prefix that a newly admitted sequence uses on this lane; empty if none."""
         last, count = self.cache.end(sequence)
         return (CachedPrefix(last, count, lane),) if count else ()
 
 
 @dataclass(slots=True)
 class _Held:
-    """What a sequence holds."""
+    """The KV that one sequence holds."""
 
     shards: ShardMap
     prompt_tokens: int
     chains: dict[int, str]  # lane -> hashes of the prompt's whole blocks there, in order
-    unpublished: int  # whole prompt blocks that are not computed, or not published, yet
-    outputs: list[str] = field(default_factory=list)  # hashes of the blocks behind those of the prompt
+    unpublished: int  # whole prompt blocks that are not computed, or not yet in the cache
+    outputs: list[str] = field(default_factory=list)  # hashes of the blocks after those of the prompt
 
 
 class KvPools:
@@ -95,27 +98,27 @@ class KvPools:
         prefix_caching: bool = True,
         deals_prompts: bool = False,
     ) -> None:
-        """`deals_prompts`: long prompts lie in stripes on all lanes, and not on one after the other."""
+        """`deals_prompts`: stripe long prompts over all lanes instead of filling lane after lane."""
         self.block_size_tokens = block_size_tokens
         self._lane_tokens = kv_blocks * block_size_tokens
         self._tokens_per_lane = tokens_per_lane
         self._prefix_caching = prefix_caching
         self._deals_prompts = deals_prompts
-        # One length for all, or what is cached of one prompt would be of no use to another of another length.
+        # All prompts use one stripe length, so that prompts of different lengths can share cached blocks.
         blocks = min(PROMPT_STRIPE_TOKENS, tokens_per_lane) // block_size_tokens
         self._stripe_tokens = max(blocks, 1) * block_size_tokens
         self._lanes = [_Lane(BlockLedger(kv_blocks, block_size_tokens)) for _ in range(lanes)]
         self._held: dict[str, _Held] = {}
-        # Of all lanes together, in the order in which they happened: a lane's clock counts the releases there, and one
-        # that is told out of turn makes its ranks evict other blocks than `medha.kv.prefix_cache` has.
+        # Both cover all lanes, in the order in which they happened. A lane's clock counts its releases: if
+        # ranks got them in another order, they would evict other blocks than `medha.kv.prefix_cache` did.
         self._publishes: list[Publish] = []
         self._releases: dict[str, None] = {}
         self.queried_tokens = 0
         """Prompt tokens of admitted requests."""
         self.hit_tokens = 0
-        """Those of them whose KV was cached."""
+        """Prompt tokens of admitted requests whose KV was cached."""
 
-    # --- what is there --------------------------------------------------------------------------------
+    # --- queries --------------------------------------------------------------------------------------
 
     def __contains__(self, sequence: str) -> bool:
         return sequence in self._held
@@ -126,12 +129,12 @@ class KvPools:
 
     @property
     def blocks(self) -> int:
-        """Of all lanes together."""
+        """Blocks of all lanes together."""
         return sum(lane.ledger.blocks for lane in self._lanes)
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that can be reserved on all lanes together; what is only cached counts as free."""
+        """Tokens that can be reserved on all lanes together; blocks that are only cached count as free."""
         return sum(self.free_tokens_on(lane) for lane in range(len(self._lanes)))
 
     @property
@@ -141,7 +144,7 @@ class KvPools:
 
     @property
     def cached_blocks(self) -> int:
-        """Blocks that are kept for their content alone."""
+        """Blocks that no sequence holds and the prefix cache keeps, on all lanes together."""
         return sum(lane.ledger.remembered_blocks for lane in self._lanes)
 
     def ledger(self, lane: int = 0) -> BlockLedger:
@@ -158,17 +161,18 @@ class KvPools:
         return self._held[sequence].shards
 
     def reserved_tokens(self, sequence: str) -> int:
-        """Positions that the sequence's KV can hold: whole blocks."""
+        """Return how many positions the sequence's KV can hold: whole blocks."""
         return self._held[sequence].shards.tokens
 
     def _in_blocks(self, tokens: int) -> int:
-        """What is given for a reservation of `tokens`. All that is told of it, here and to ranks, is this number."""
+        """Round a reservation up to whole blocks. Everything here and all messages use the rounded number."""
         return -(-tokens // self.block_size_tokens) * self.block_size_tokens
 
     def expected(self, prompt_tokens: int, block_hashes: str, *, is_long: bool = False) -> tuple[int, int]:
-        """What a request that is admitted now would find: cached tokens, and those of its blocks that others hold.
+        """Return how many tokens of a prompt are cached now, and how many of their blocks sequences hold.
 
-        The latter cost it no room. Both are estimates for requests that wait: caches change, and so do lanes.
+        Blocks that sequences hold need no free room. Both numbers are estimates for waiting requests: caches
+        change, and a request may be placed on other lanes.
         """
         if not self._prefix_caching or not block_hashes:
             return 0, 0
@@ -182,7 +186,7 @@ class KvPools:
             tokens += match.blocks * self.block_size_tokens
             held_blocks += match.blocks - match.unlocked
             if match.blocks < self._tokens_per_lane // self.block_size_tokens:
-                break  # the next lane's part, if there is one, would begin behind a gap
+                break  # anything cached of the next shard would lie behind a gap
         return min(
             tokens, (prompt_tokens - 1) // self.block_size_tokens * self.block_size_tokens
         ), held_blocks
@@ -200,15 +204,16 @@ class KvPools:
         remaining_seconds: Callable[[int], float] | None = None,
         owners: Sequence[int] | None = None,
     ) -> Placed | None:
-        """Give a request the KV of `reserved_tokens` tokens on all of its lanes, or change nothing and return None.
+        """Reserve KV for `reserved_tokens` tokens of a request on all of its lanes at once.
 
-        It gets whole blocks, and its map says so. A short request goes where its first token is expected soonest: the
-        lane with the least prefill ahead (`pending_seconds`) plus its own, `remaining_seconds(cached tokens)`. One of
-        `owners` has to own it.
+        The reservation, and so the shard map, is rounded up to whole blocks. A short request goes to the lane
+        where its first token is expected soonest: where the prefill ahead of it (`pending_seconds`) plus its
+        own, `remaining_seconds(cached tokens)`, is least. If `owners` is given, one of these lanes must own
+        the request. Return None, and change nothing, if room is short.
         """
         assert sequence not in self._held, f"{sequence} already holds KV"
         if sequence in self._releases:
-            return None  # ranks have still to release the earlier sequence of this name
+            return None  # ranks have yet to release an earlier sequence of this name
         reserved_tokens = self._in_blocks(reserved_tokens)
         whole_blocks = prompt_tokens // self.block_size_tokens
         usable = self._prefix_caching and hash_count(block_hashes) == whole_blocks
@@ -226,19 +231,22 @@ class KvPools:
         return None
 
     def fork(self, parent: str, child: str, shared_tokens: int, reserved_tokens: int) -> Placed | None:
-        """Let `child` share the first `shared_tokens` tokens of a parent of the same prompt; None if room is short."""
+        """Let `child` share the first `shared_tokens` tokens of `parent`, which has the same prompt.
+
+        Return None, and change nothing, if KV is short.
+        """
         assert child not in self._held, f"{child} already holds KV"
         reserved_tokens = self._in_blocks(reserved_tokens)
         held = self._held[parent]
         free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
         shared = held.shards.local_lengths(shared_tokens)
         size = self.block_size_tokens
-        for lane, tokens in shared.items():  # whole blocks cost nothing again
+        for lane, tokens in shared.items():  # shared whole blocks need no free room
             free[lane] += tokens // size * size
         shards = held.shards.cut(shared_tokens, reserved_tokens, free, block_size_tokens=size)
         if shards is None:
             return None
-        # From where on the child's part of the prompt lies elsewhere than its parent's, the parent's hashes are not its own.
+        # The parent's hashes hold for the child only as far as both maps place the prompt alike.
         whole = self._whole_blocks(shards, _placed_alike(held.shards, shards, held.prompt_tokens))
         chains = {lane: hash_range(chain, 0, whole.get(lane, 0)) for lane, chain in held.chains.items()}
         prefixes: list[CachedPrefix] = []
@@ -256,7 +264,7 @@ class KvPools:
         return Placed(shards, 0, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def grow(self, sequence: str, tokens: int) -> Grow | None:
-        """Let a reservation reach `tokens` tokens, in whole blocks, or change nothing and return None."""
+        """Extend a reservation to `tokens` tokens, in whole blocks, or change nothing and return None."""
         held = self._held[sequence]
         tokens = self._in_blocks(tokens)
         free = [self.free_tokens_on(lane) for lane in range(len(self._lanes))]
@@ -280,7 +288,7 @@ class KvPools:
         return Grow(sequence, tokens, segments, tuple(evictions), deals)
 
     def computed(self, sequence: str, tokens: int) -> None:
-        """The KV of the first `tokens` tokens is there and good: whole blocks of the prompt may be shared."""
+        """Insert the whole prompt blocks among the first `tokens` tokens, now computed, into the caches."""
         held = self._held[sequence]
         if not held.unpublished:
             return
@@ -310,9 +318,10 @@ class KvPools:
         held.unpublished = left
 
     def extend(self, sequence: str, hashes: str, known_tokens: int) -> None:
-        """An output token, the last of `known_tokens`, filled the block with this hash; it is published at the end.
+        """Note the hash of a block that an output token, the last of `known_tokens`, has filled.
 
-        Output of a request on several lanes is dealt out in stripes, and not shared.
+        `release` inserts these blocks into the cache. The output of a request on several lanes lies in
+        stripes and is not shared.
         """
         held = self._held[sequence]
         if len(held.chains) != 1 or len(held.shards.lanes) != 1:
@@ -322,13 +331,14 @@ class KvPools:
             held.outputs.append(hashes)
 
     def forget_outputs(self, sequence: str) -> None:
-        """KV of its output may be wrong: none of it is published."""
+        """Keep the output of a sequence out of the cache, because its KV may be wrong."""
         self._held[sequence].outputs.clear()
 
     def release(self, sequence: str, computed_tokens: int = 0) -> None:
-        """The sequence has ended and no step in flight has it: what only it held is free, or stays cached.
+        """Release the KV of a sequence that has ended and is in no step in flight.
 
-        Of its output, whole blocks among the first `computed_tokens` tokens are published.
+        Blocks that only it held become free or stay cached. Whole output blocks among the first
+        `computed_tokens` tokens are inserted into the cache first.
         """
         held = self._held[sequence]
         if held.outputs and len(held.shards.lanes) == 1:
@@ -342,27 +352,31 @@ class KvPools:
             here.cache.unlock(sequence)
         self._releases[sequence] = None
 
-    # --- what the ranks are told ----------------------------------------------------------------------
+    # --- messages to the ranks ------------------------------------------------------------------------
 
-    # Every step tells every rank, whichever lanes it runs on: what concerns several lanes is one event for all of them.
+    # Every step reaches every rank, whichever lanes it runs on: a change on several lanes is one event for
+    # all.
 
     def take_publishes(self) -> tuple[Publish, ...]:
-        """What ranks have to remember before they apply anything else, in order; of all lanes."""
+        """Take the pending cache insertions of all lanes, in order; ranks apply them first in a step."""
         publishes, self._publishes = self._publishes, []
         return tuple(publishes)
 
     def take_releases(self) -> tuple[str, ...]:
-        """Sequences that ranks have to release, in the order in which they ended here; of all lanes."""
+        """Take the sequences of all lanes that ranks must release, in the order in which they ended here."""
         releases, self._releases = self._releases, {}
         return tuple(releases)
 
     @property
     def has_news(self) -> bool:
-        """Whether ranks have something to publish or to release."""
+        """True if there are insertions or releases that the ranks have not received."""
         return bool(self._publishes or self._releases)
 
     def state_hashes(self) -> tuple[int, ...]:
-        """For each lane a 53-bit digest of what its ranks replay: its ledger, and the shard maps of all sequences."""
+        """Return a 53-bit digest for each lane, over its ledger and the shard maps of all sequences.
+
+        These are the state that the lane's ranks replay.
+        """
         maps = digest_of({name: held.shards for name, held in self._held.items()})
         return tuple([lane.ledger.state_hash(maps) for lane in self._lanes])
 
@@ -377,7 +391,7 @@ class KvPools:
         remaining_seconds: Callable[[int], float] | None,
         owners: Sequence[int] | None,
     ) -> Iterable[ShardMap]:
-        """Maps to be tried in this order: the one that finds most in the caches, and one that counts on none."""
+        """Yield the maps to try, in order: the one that uses the caches best, then one that ignores them."""
         lanes = range(len(self._lanes))
         if len(lanes) == 1:
             if reserved_tokens <= self._lane_tokens:
@@ -419,10 +433,10 @@ class KvPools:
     def _views(
         self, prompt_tokens: int, hashes: str, free: list[int], *, is_long: bool
     ) -> Iterable[tuple[list[int], list[int], list[int]]]:
-        """Room and cached tokens of each lane, and lanes that come first: as the caches have it, and without them.
+        """Yield room and cached tokens of each lane, and preferred lanes: with the caches, then without them.
 
-        What a lane has cached for this prompt and others hold costs no room there. A long prompt is led to the lanes
-        that hold its shards, in their order.
+        Cached blocks of this prompt that other sequences hold need no room on their lane. For a long prompt,
+        the lanes that hold its shards are preferred, in the order of the shards.
         """
         size = self.block_size_tokens
         rooms, cached, preferred = list(free), [0] * len(free), list[int]()
@@ -440,7 +454,7 @@ class KvPools:
             yield free, [0] * len(free), []
 
     def _shards_found(self, hashes: str, *, is_long: bool) -> Iterator[list[Match]]:
-        """What each lane has cached of the prompt, shard by shard where it is cut."""
+        """Yield what each lane has cached of the prompt: once, or for each shard of a long prompt."""
         blocks = hash_count(hashes)
         step = self._tokens_per_lane // self.block_size_tokens if is_long else blocks
         for shard in range(0, blocks, max(step, 1)):
@@ -448,7 +462,10 @@ class KvPools:
             yield [lane.cache.match(chain, hash_count(chain)) for lane in self._lanes]
 
     def _chains(self, shards: ShardMap, prompt_tokens: int, hashes: str) -> dict[int, str]:
-        """The hashes of each lane's part of the prompt; a lane holds one run of it."""
+        """Return the hashes of each lane's part of the prompt, in order; empty if there are none to use.
+
+        A lane holds one run of the prompt, or every n-th stripe where prompts are striped.
+        """
         if not hashes:
             return {}
         if len(shards.lanes) == 1:
@@ -457,7 +474,7 @@ class KvPools:
         if self._deals_prompts:
             lanes, stripe = len(self._lanes), self._stripe_tokens
             if not is_dealt(shards, prompt_tokens, lanes, stripe):
-                return {}  # a lane's blocks could be those of a regular map again further on, after others
+                return {}  # later blocks could match those of a regular map again, behind different ones
             parts: dict[int, list[str]] = {}
             for piece in shards.pieces(0, prompt_tokens):
                 part = hash_range(hashes, piece.start // size, piece.stop // size)
@@ -469,7 +486,7 @@ class KvPools:
         }
 
     def _matches(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
-        """What is cached of the prompt on each of its lanes, without a gap, and never its last token."""
+        """Return what each lane has cached of the prompt: a prefix without gaps, without the last token."""
         matches: dict[int, Match] = {}
         if self._deals_prompts and len(chains) > 1:
             return self._without_gap(prompt_tokens, chains)
@@ -482,12 +499,12 @@ class KvPools:
                 break
         return matches
 
-    # Where prompts are dealt out, the first lane's turn may be any lane's.
+    # A striped prompt may begin on any lane.
 
     def _dealt_maps(
         self, prompt_tokens: int, reserved_tokens: int, hashes: str, free: list[int]
     ) -> Iterator[ShardMap]:
-        """The map that finds most in the caches, then those of other first lanes, which may have room."""
+        """Yield the striped map that uses the caches best, then those with other first lanes."""
         size = self.block_size_tokens
         for lanes, matches in self._dealt_matches(prompt_tokens, hashes):
             rooms = list(free)
@@ -507,7 +524,10 @@ class KvPools:
     def _dealt_matches(
         self, prompt_tokens: int, hashes: str
     ) -> list[tuple[tuple[int, ...], dict[int, Match]]]:
-        """Lanes in turn, and what is cached so, for each first lane: the longest prefix first, then the most room."""
+        """Return, for each possible first lane, the lanes in turn and what they have cached of the prompt.
+
+        The longest cached prefix comes first; ties go to the first lane with the most room.
+        """
         count = len(self._lanes)
         found = []
         for first in range(count):
@@ -525,12 +545,12 @@ class KvPools:
         return [(lanes, matches) for _, _, lanes, matches in found]
 
     def _without_gap(self, prompt_tokens: int, chains: dict[int, str]) -> dict[int, Match]:
-        """What is cached of a prompt whose parts, dealt out regularly in the order of `chains`, are these."""
+        """Return the cached prefix of a prompt that is striped over the lanes of `chains` in their order."""
         lanes, step = len(chains), self._stripe_tokens // self.block_size_tokens
         usable = (prompt_tokens - 1) // self.block_size_tokens
         for turn, (lane, chain) in enumerate(chains.items()):
             blocks = self._lanes[lane].cache.match(chain, hash_count(chain)).blocks
-            if blocks < hash_count(chain):  # the first block that is missing here ends the prefix
+            if blocks < hash_count(chain):  # the first block that is missing on a lane ends the prefix
                 usable = min(usable, (blocks // step * lanes + turn) * step + blocks % step)
         matches = {}
         for turn, (lane, chain) in enumerate(chains.items()):
@@ -540,7 +560,7 @@ class KvPools:
         return matches
 
     def _whole_blocks(self, shards: ShardMap, tokens: int) -> dict[int, int]:
-        """Whole blocks on each lane of the first `tokens` tokens."""
+        """Return how many whole blocks of the first `tokens` tokens lie on each lane."""
         blocks: dict[int, int] = {}
         for piece in shards.pieces(0, tokens):
             whole = (piece.stop - piece.start) // self.block_size_tokens
@@ -582,7 +602,7 @@ class KvPools:
         return Placed(shards, cached_tokens, *self._told(shards.segments), tuple(prefixes), tuple(evictions))
 
     def _admit_on_only_lane(self, sequence: str, prompt: int, reserved: int, hashes: str) -> Placed | None:
-        """`admit` where there is nothing to choose, which makes it twice as fast."""
+        """Do the same as `admit` on a replica of one lane; twice as fast, as there is nothing to choose."""
         here, size = self._lanes[0], self.block_size_tokens
         blocks, unlocked = 0, 0
         runs: tuple[Run, ...] = ()
@@ -618,19 +638,19 @@ class KvPools:
             self._publishes.append(Publish(sequence, stop - new, new, lane, after))
 
     def _told(self, segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Deal, ...]]:
-        """What a message says of a map: few segments as they are, many as deals, nothing where there is only one lane."""
+        """Return segments as messages carry them: few as they are, many as deals, none with only one lane."""
         if len(self._lanes) == 1:
             return (), ()
         return (segments, ()) if len(segments) <= MAX_SEGMENTS_TOLD else ((), deals_of(segments))
 
 
 def _best(found: Sequence[Match]) -> int:
-    """The lane that has most; of several the first."""
+    """Return the lane that has most blocks cached; the first of several."""
     return max(range(len(found)), key=lambda lane: (found[lane].blocks, -lane))
 
 
 def _placed_alike(one: ShardMap, other: ShardMap, tokens: int) -> int:
-    """How many of the first `tokens` positions lie at the same places in both maps."""
+    """Return up to which of the first `tokens` positions both maps place the tokens alike."""
     for here, there in zip(one.pieces(0, tokens), other.pieces(0, tokens), strict=False):
         if here.lane != there.lane:
             return here.start
@@ -640,7 +660,7 @@ def _placed_alike(one: ShardMap, other: ShardMap, tokens: int) -> int:
 
 
 def _changed(before: Sequence[Segment], after: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The segments of `after` from the first one on that `before` has not."""
+    """Return the segments of `after` from the first one that differs from `before`."""
     same = 0
     while same < len(before) and before[same] == after[same]:
         same += 1

@@ -1,20 +1,21 @@
-"""Prefix caching: which prompts begin alike, and which blocks hold the KV of their beginning.
+"""Prefix caching: block hashes that identify equal prefixes, and a tree of the blocks that hold their KV.
 
-**Hashes.** `PrefixHasher` gives each whole block of a prompt a 128-bit hash of *all* token ids up to its end, so that
-equal hashes mean equal prefixes. It is a keyed universal hash: multilinear over the ids of a block, then over the
-blocks (Lemire and Kaser, "Strongly universal string hashing is fast", 2014), so that the chain is one cumulative sum
-and numpy computes it whole. Two different prefixes collide with a probability of about 2^-120 for any who does not
-know the key, and the key never leaves the process: nobody can craft a prompt that is answered from another's KV.
-A prompt with a *cache salt* starts its sums at a point that the key and the salt choose. So equal prompts share a prefix
-under one salt, and under two salts they collide no more than different prompts do.
+**Hashes.** `PrefixHasher` gives each whole block of a prompt a 128-bit hash of *all* token ids up to its end,
+so that equal hashes mean equal prefixes. It is a keyed universal hash: multilinear over the ids of a block,
+then over the blocks (Lemire and Kaser, "Strongly universal string hashing is fast", 2014). The chain is
+therefore one cumulative sum, which numpy computes in one pass. For anyone who does not know the key, two
+different prefixes collide with a probability of about 2^-120. The key never leaves the process, so nobody can
+craft a prompt that is answered from another prompt's KV. A prompt with a *cache salt* starts its sums at a
+point that the key and the salt determine. Equal prompts share a prefix under one salt; under two salts they
+collide no more often than different prompts.
 
-**Cache.** `PrefixCache` remembers, for one lane, which block holds the KV behind which hash. It is a radix tree whose
-nodes are spans of blocks, so that its costs grow with the branches that a prompt passes and not with its length.
-Sequences lock the path that they use or have published; what nobody locks is free-but-remembered, and is evicted
-when its blocks are needed: the least recently used branch first, from its end.
+**Cache.** `PrefixCache` records, for one lane, which block holds the KV of which hash. It is a radix tree
+whose nodes are spans of blocks, so its costs grow with the number of branches on a prompt's path and not with
+the prompt's length. Sequences lock the path that they use or have inserted. Blocks that no sequence locks are
+free but remembered, and are evicted when they are needed: the least recently used branch first, from its end.
 
-A lane's tree holds the blocks of that lane alone, and a hash names an absolute position in its prompt, so a shard map
-that cuts elsewhere finds less, but never the wrong block.
+A lane's tree holds only the blocks of that lane, and a hash stands for an absolute position in its prompt. A
+shard map that cuts the prompt elsewhere therefore finds fewer blocks, but never a wrong one.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ HASH_CHARACTERS = 32
 """Hexadecimal characters of one block's hash; the hashes of a prompt are one string, block after block."""
 
 _ROWS = 4  # independent 32-bit hashes that make up the 128 bits
-_FIRST_KEYS = 4096  # blocks for which keys are drawn at once
+_FIRST_KEYS = 4096  # blocks for which keys are derived at first
 
 TokenIds = npt.NDArray[np.int32]
 
 
 class PrefixHasher:
-    """Hashes prompts under one secret key; equal prompts get equal hashes from one hasher only."""
+    """Hashes prompts under one secret key. Only hashes of the same hasher can be compared."""
 
     def __init__(self, block_size_tokens: int, secret: bytes) -> None:
         self.block_size_tokens = block_size_tokens
@@ -48,13 +49,13 @@ class PrefixHasher:
         self._block_keys = self._draw(b"blocks", _FIRST_KEYS)  # uint64 [blocks, rows]
 
     def start(self, salt: str = "") -> PromptHash:
-        """A prompt of which no id has come yet; it shares prefixes with prompts of the same `salt` only."""
+        """Return an empty prompt hash to be fed with ids; it equals only prompts of the same `salt`."""
         if not salt:
             return PromptHash(self)
         return PromptHash(self, _sums=self._draw(b"salt", 1, salt.encode())[0])
 
     def hashes(self, ids: TokenIds, salt: str = "") -> str:
-        """The hashes of a whole prompt, int32 [n]: `n // block_size_tokens` of them."""
+        """Return the hashes of a whole prompt, int32 [n]: `n // block_size_tokens` of them."""
         prompt = self.start(salt)
         prompt.update(ids)
         return prompt.hashes
@@ -62,10 +63,13 @@ class PrefixHasher:
     def digest_blocks(
         self, ids: TokenIds, first_block: int, sums: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
-        """The running sums, uint64 [blocks, rows], behind each block of `ids`, after `first_block` blocks of `sums`."""
+        """Return the running sums, uint64 [blocks, rows], after each block of `ids`.
+
+        `sums` are those of the `first_block` blocks before.
+        """
         blocks = ids.astype(np.uint32).reshape(-1, self.block_size_tokens).astype(np.uint64)
         digests = (blocks @ self._token_keys) >> np.uint64(33)
-        digests += np.uint64(1)  # none is 0, so that a block of zeros makes another prefix too
+        digests += np.uint64(1)  # never 0, so that a block of zeros changes the sums, too
         digests *= self._keys(first_block, first_block + len(blocks))
         digests[0] += sums
         return np.cumsum(digests, axis=0, dtype=np.uint64)
@@ -76,14 +80,14 @@ class PrefixHasher:
         return self._block_keys[start:stop]
 
     def _draw(self, purpose: bytes, count: int, salt: bytes = b"") -> npt.NDArray[np.uint64]:
-        """Keys, uint64 [count, rows]; more of them begin with the same ones."""
+        """Derive keys, uint64 [count, rows]; a larger `count` gives the same keys first."""
         stream = shake_256(purpose + self._secret + salt).digest(8 * _ROWS * count)
         return np.frombuffer(stream, dtype="<u8").reshape(count, _ROWS)
 
 
 @dataclass(slots=True)
 class PromptHash:
-    """The hashes of a prompt whose ids come piece by piece."""
+    """Incremental hashes of a prompt whose ids arrive in pieces."""
 
     hasher: PrefixHasher
     blocks: int = 0
@@ -91,31 +95,31 @@ class PromptHash:
     _sums: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(_ROWS, dtype=np.uint64))
     _rest: TokenIds = field(
         default_factory=lambda: np.empty(0, dtype=np.int32)
-    )  # ids of a block not yet whole
+    )  # ids of the incomplete block
 
     @property
     def hashes(self) -> str:
-        """Of the whole blocks that have come, `HASH_CHARACTERS` each."""
+        """Hashes of the whole blocks since the start, the fork or the last `take`, `HASH_CHARACTERS` each."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     @property
     def missing_tokens(self) -> int:
-        """Ids until the next block is whole."""
+        """Number of ids that complete the current block."""
         return self.hasher.block_size_tokens - len(self._rest)
 
     def fork(self) -> PromptHash:
-        """What follows these ids is hashed apart from here on; `hashes` of it are those of the blocks to come."""
+        """Return an independent copy for a continuation; its `hashes` begin with the next block."""
         return PromptHash(self.hasher, self.blocks, [], self._sums, self._rest)
 
     def take(self) -> str:
-        """The hashes so far; `hashes` begins anew behind them."""
+        """Return the hashes so far and clear them; `hashes` continues with the next block."""
         taken, self._parts = self.hashes, []
         return taken
 
     def update(self, ids: TokenIds) -> None:
-        """Take the next ids, int32 [n]."""
+        """Append the next ids, int32 [n]."""
         ids = np.concatenate([self._rest, ids]) if len(self._rest) else ids
         whole = len(ids) // self.hasher.block_size_tokens
         used = whole * self.hasher.block_size_tokens
@@ -129,7 +133,7 @@ class PromptHash:
 
 
 def hash_count(hashes: str) -> int:
-    """Blocks that `hashes` name."""
+    """Return the number of blocks in `hashes`."""
     return len(hashes) // HASH_CHARACTERS
 
 
@@ -138,7 +142,7 @@ def hash_at(hashes: str, block: int) -> str:
 
 
 def hash_range(hashes: str, start: int, stop: int) -> str:
-    """The hashes of blocks `start .. stop` (exclusive)."""
+    """Return the hashes of blocks `start .. stop` (exclusive)."""
     return hashes[start * HASH_CHARACTERS : stop * HASH_CHARACTERS]
 
 
@@ -147,9 +151,9 @@ def hash_range(hashes: str, start: int, stop: int) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A span of remembered blocks behind those of its parent: hashes `start .. start + blocks` of `hashes`.
+    """A span of remembered blocks that follows its parent's: hashes `start .. start + blocks` of `hashes`.
 
-    `hashes` is the string of the prompt that published it, shared and not copied.
+    `hashes` is the string of the prompt that inserted the node, shared and not copied.
     """
 
     parent: _Node | None
@@ -167,16 +171,16 @@ class _Node:
 
     @property
     def last_block(self) -> int:
-        """-1 of the root."""
+        """The last block of the span; -1 for the root."""
         if not self.runs:
             return -1
         first, length = self.runs[-1]
         return first + length - 1
 
     def common_blocks(self, hashes: str, position: int, stop: int) -> int:
-        """How many blocks of this node are those of `hashes` in `position .. stop`, of which the first one is.
+        """Return how many blocks of this node match `hashes` in `position .. stop`; the first one must match.
 
-        A hash covers everything before it, so that equality at a block means equality up to it.
+        A hash covers everything before it, so equality at a block means equality up to it.
         """
         most = min(self.blocks, stop - position)
         low, high = 1, most  # equal up to low
@@ -196,7 +200,7 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A remembered beginning of a prompt: the blocks that hold it, and how many of them nobody locks."""
+    """A remembered prefix of a prompt: the blocks that hold it, and how many of them no sequence locks."""
 
     blocks: int
     runs: tuple[Run, ...]
@@ -205,7 +209,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """Blocks that are forgotten: all that were last used before `used_before`, and `count` of a branch that end at `last`."""
+    """Evicted blocks: all last used before `used_before`, and `count` of one branch that end at `last`."""
 
     runs: list[Run]
     used_before: int = 0
@@ -214,9 +218,9 @@ class Evicted:
 
 
 class PrefixCache:
-    """Which blocks of a lane hold the KV of which prefixes; the controller's part of prefix caching.
+    """Maps prefixes to the blocks of a lane that hold their KV; the controller's part of prefix caching.
 
-    It names blocks and moves none: the caller lets the ledgers `remember`, share and `evict` what it says. Cost per
+    It only names blocks: the caller has the ledgers `remember`, share and `evict` them accordingly. Cost per
     call: O(branches on the path), and O(log cached branches) per evicted branch.
     """
 
@@ -232,12 +236,12 @@ class PrefixCache:
         self._nodes = 0
         self._clock = 0
         self.blocks = 0
-        """Blocks that are remembered."""
+        """Remembered blocks."""
         self.evictable_blocks = 0
-        """Those of them that no sequence locks."""
+        """Remembered blocks that no sequence locks."""
 
     def match(self, hashes: str, stop: int) -> Match:
-        """The longest remembered prefix of the first `stop` of `hashes`."""
+        """Return the longest remembered prefix of the first `stop` of `hashes`."""
         position, unlocked, node = 0, 0, self._root
         runs: list[Run] = []
         while position < stop:
@@ -255,7 +259,7 @@ class PrefixCache:
         return Match(position, tuple(runs), unlocked)
 
     def lock(self, sequence: str, hashes: str, stop: int) -> None:
-        """Keep what is remembered of the first `stop` of `hashes` while `sequence` runs."""
+        """Lock the remembered part of the first `stop` of `hashes` while `sequence` runs."""
         assert sequence not in self._locked, f"{sequence} has locked a prefix already"
         if stop == 0:
             self._locked[sequence] = (self._root, 0)
@@ -265,16 +269,16 @@ class PrefixCache:
         self._add_lock(node, None)
 
     def end(self, sequence: str) -> tuple[int, int]:
-        """The last block of what a sequence locks, and how many lead to it; -1 and 0 if it locks none."""
+        """Return the last block of the path that a sequence locks, and its length; -1 and 0 if empty."""
         node, blocks = self._locked[sequence]
         return (node.last_block if blocks else -1), blocks
 
     def publish(self, sequence: str, hashes: str, stop: int, runs: Sequence[Run]) -> tuple[int, int] | None:
-        """Remember what `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
+        """Insert blocks that `sequence` has computed: `runs` are the blocks of the first `stop` of `hashes`.
 
-        Blocks of which another sequence has published the like stay that one's. Returns how many blocks at the end of
-        `runs` are remembered from now on, which the ledgers must keep, and the block that they follow, -1 if none; None
-        if the sequence had locked as much.
+        Where another sequence has inserted blocks of the same hashes, those stay in the cache. Return how
+        many blocks at the end of `runs` are newly remembered, which the ledgers must keep, and the block that
+        they follow (-1: none). Return None if the sequence has locked that many blocks already.
         """
         before, known = self._locked[sequence]
         if stop <= known:
@@ -298,7 +302,7 @@ class PrefixCache:
         return new, after
 
     def unlock(self, sequence: str) -> None:
-        """`sequence` has ended: what it locked alone may be evicted from now on."""
+        """Unlock the path of a sequence that has ended: blocks that only it locked become evictable."""
         deepest, _ = self._locked.pop(sequence)
         self._clock += 1
         for node in _upwards(deepest):
@@ -309,14 +313,15 @@ class PrefixCache:
                 self._offer(node)
 
     def evict(self, blocks: int) -> Evicted:
-        """Forget `blocks` of the evictable blocks or more, the least recently used branch first and from its end.
+        """Evict at least `blocks` blocks, the least recently used branch first and from its end.
 
-        A branch that is not longer than what is asked for goes whole: its rest would only be a hole in the pool.
+        A branch no longer than `blocks` is evicted whole: what was left of it would only fragment the pool.
         """
         assert blocks <= self.evictable_blocks
         evicted: list[Run] = []
         missing = blocks
-        # Whoever uses a branch uses what leads to it, so that equally old nodes are one path, and go from its end.
+        # A sequence uses a branch with all that leads to it, so equally old nodes form one path, evicted from
+        # its end.
         used_at, last, count_there = 0, -1, 0
         while missing > 0:
             if not _is_current(self._leaves[0]):
@@ -344,7 +349,7 @@ class PrefixCache:
         return Evicted(evicted, used_at, last, count_there)
 
     def check(self) -> None:
-        """Assert that the counts are those of the tree; O(nodes), for tests."""
+        """Assert that the counters match the tree; O(nodes), for tests."""
         locks: dict[int, int] = {}
         for deepest, _ in self._locked.values():
             for node in _upwards(deepest):
@@ -364,7 +369,10 @@ class PrefixCache:
         assert (blocks, evictable) == (self.blocks, self.evictable_blocks)
 
     def _walk(self, node: _Node, hashes: str, position: int, stop: int) -> tuple[_Node, int]:
-        """The deepest node below `node` that hashes `position .. stop` reach, cut so that they fill it."""
+        """Return the deepest node below `node` on the path of hashes `position .. stop`, and where it ends.
+
+        A node that matches only in part is split there.
+        """
         while position < stop:
             child = node.children.get(hash_at(hashes, position))
             if child is None:
@@ -377,7 +385,7 @@ class PrefixCache:
         return node, position
 
     def _split(self, node: _Node, blocks: int) -> _Node:
-        """Cut a node behind its first `blocks`; the new one in front, which has the same locks."""
+        """Split a node after its first `blocks` blocks; return the new front node, with the same locks."""
         assert node.parent is not None
         self._nodes += 1
         front = _Node(node.parent, node.hashes, node.start, blocks, cut_runs(node.runs, 0, blocks))
@@ -391,14 +399,14 @@ class PrefixCache:
         return front
 
     def _lengthen(self, node: _Node, hashes: str, position: int, added: list[Run], new: int) -> None:
-        """Let a node that only its publisher locks go on, so that a prompt of many chunks stays one node."""
+        """Extend a leaf that only the inserting sequence locks: a prompt of many chunks stays one node."""
         node.hashes, node.start = hashes, position - node.blocks
         node.blocks += new
         for run in added:
             append_run(node.runs, run)
 
     def _add_lock(self, deepest: _Node, above: _Node | None) -> None:
-        """Lock the nodes from `deepest` up to, but without, `above`."""
+        """Lock the nodes from `deepest` up to, but not including, `above`."""
         for node in _upwards(deepest):
             if node is above:
                 break
@@ -407,24 +415,24 @@ class PrefixCache:
             node.locks += 1
 
     def _offer(self, node: _Node) -> None:
-        """Name a node for eviction if it is a branch's end that nobody locks."""
+        """Queue a node for eviction if it is a leaf that no sequence locks."""
         if node.parent is None or node.locks or node.children:
             return
         self._ties += 1
         heappush(self._leaves, (node.used_at, self._ties, node))
-        if len(self._leaves) > 4 * self._nodes + 64:  # drop the stale entries, at most one of four stays
+        if len(self._leaves) > 4 * self._nodes + 64:  # drop stale entries; at most one in four is current
             valid = {id(entry[2]): entry for entry in self._leaves if _is_current(entry)}
             self._leaves = sorted(valid.values())
 
 
 def _upwards(node: _Node) -> Iterator[_Node]:
-    """The node and those above it, without the root."""
+    """Yield the node and its ancestors, without the root."""
     while node.parent is not None:
         yield node
         node = node.parent
 
 
 def _is_current(entry: tuple[int, int, _Node]) -> bool:
-    """Whether a node that was named for eviction is still a branch's end, not used since."""
+    """Return whether a queued node is still an unlocked leaf that was not used since."""
     used_at, _, node = entry
     return node.parent is not None and not node.locks and not node.children and node.used_at == used_at

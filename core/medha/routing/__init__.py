@@ -1,1 +1,1 @@
-"""Which replica serves which sequence, and when: the decisions of a router."""
+"""The decisions of a router: which replica serves which sequence, and when."""

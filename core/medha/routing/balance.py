@@ -1,12 +1,13 @@
-"""Which replica a sequence should go to: where its first token is expected soonest.
+"""Load balancing: a sequence goes to the replica where its first token is expected soonest.
 
-The expectation is the prefill work ahead of it, as the replica announced it and as was forwarded since, plus its own
-prefill without the prefix that the replica is thought to have cached. So a prefix pulls a sequence to where it is
-cached exactly as long as the replicas' loads differ by less than the seconds that the hit saves; a popular prefix
-spreads to other replicas as soon as its first one is busy. No constant has to be chosen for that.
+The expected time is the prefill work ahead of the sequence, as announced by the replica plus what was
+forwarded since, plus its own prefill without the prefix that the replica is thought to have cached. So a
+sequence follows its cached prefix as long as the replicas' loads differ by less than the seconds that the hit
+saves, and a popular prefix spreads to other replicas as soon as its first one is busy. No constant has to be
+tuned for that.
 
-A router cannot see the caches. It remembers which prefixes it sent where lately, at marks that lie about one and a
-half times as far from the start as the one before: a few dozen per prompt, however long.
+A router cannot see the caches. It remembers which prefixes it recently sent to which replica, at marks that
+lie about one and a half times as far from the start as the one before: a few dozen per prompt, however long.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from math import log
 from medha.kv.prefix_cache import hash_at, hash_count
 
 MARK_BLOCK_TOKENS = 64
-"""Prefixes shorter than this are not worth remembering; also the block size of the hasher that marks are made with."""
+"""Block size of the hasher for marks, tokens; shorter prefixes are not worth remembering."""
 REMEMBERED_MARKS = 16_384
-"""Of one replica: some thousand prompts."""
+"""Most marks remembered per replica: some thousand prompts."""
 
 Prefix = tuple[tuple[int, str], ...]
-"""Marks of a prompt: (tokens, hash of all ids up to there), ascending."""
+"""The marks of a prompt: (tokens, hash of all ids up to there), ascending."""
 
 
 def marks(hashes: str, block_size_tokens: int = MARK_BLOCK_TOKENS) -> Prefix:
-    """Marks at 1, 2, 3, 4, 6, 8, 12, ... blocks of a prompt with these block hashes, and at its last whole block."""
+    """Return the marks of a prompt with these block hashes.
+
+    They are at 1, 2, 3, 4, 6, 8, 12, ... blocks, and at its last whole block.
+    """
     blocks = hash_count(hashes)
     powers = [2**power for power in range(blocks.bit_length())]
     ends = {end for power in powers for end in (power, 3 * power // 2) if end <= blocks}
@@ -38,7 +42,7 @@ def marks(hashes: str, block_size_tokens: int = MARK_BLOCK_TOKENS) -> Prefix:
 
 
 class PrefixMemory:
-    """Prefixes that a replica has been sent lately; the least recently sent marks are forgotten first."""
+    """Prefixes recently sent to a replica; the least recently sent marks are forgotten first."""
 
     def __init__(self, limit: int = REMEMBERED_MARKS) -> None:
         self._limit = limit
@@ -55,7 +59,7 @@ class PrefixMemory:
             self._marks.popitem(last=False)
 
     def known_tokens(self, prefix: Prefix) -> int:
-        """Tokens up to the last mark that is remembered, 0 if none is."""
+        """Return the tokens up to the last mark that is remembered, 0 if none is."""
         for tokens, mark in reversed(prefix):
             if mark in self._marks:
                 return tokens
@@ -63,10 +67,10 @@ class PrefixMemory:
 
 
 def prefill_seconds(points: Sequence[tuple[int, float]], tokens: int) -> float:
-    """Prefill time of `tokens` tokens alone, interpolated between a replica's announced (tokens, seconds).
+    """Return the prefill time of `tokens` tokens alone, interpolated between a replica's announced (tokens, seconds).
 
-    Below the first point it is taken as proportional; beyond the last as quadratic, as attention makes it. Without
-    points it is 0, so that only what the replicas announce of their load tells them apart.
+    Below the first point the time is proportional; beyond the last it is quadratic, as that of attention.
+    Without points it is 0, so that only the replicas' announced loads tell them apart.
     """
     if not points or tokens <= 0:
         return 0.0

@@ -1,17 +1,17 @@
-"""RouterCore: which replica serves which sequence, and when. Decisions only; `medha_router.link` does the I/O.
+"""RouterCore: decides which replica serves which sequence, and when. `medha_router.link` does the I/O.
 
-Late binding: a sequence waits here, not in a replica, until a ready replica of its model has room. The core
-keeps what every open sequence has emitted, so that it can be resumed by a new epoch or by another replica with
-the same seed: the client sees one stream. A sequence never gets lost: it ends with a `Deliver` that has a finish
-reason, with one `Fail`, or because its client has gone.
+Binding is late: a sequence waits here, not in a replica, until a ready replica of its model has room. The
+core keeps the tokens that every open sequence has emitted, so that a new epoch or another replica can resume
+it with the same seed, and the client sees one stream. A sequence is never lost. It ends with a `Deliver` that
+has a finish reason, with one `Fail`, or because its client has gone.
 
-A sequence goes where its first token is expected soonest (`medha.routing.balance`), among the replicas whose free KV holds it;
-samples of one prompt stay together. The most urgent sequence chooses first: the one with the least slack, that is the
-earliest time at which its prefill would have to begin. It is reckoned once, when the sequence arrives, with the
-replica's own targets (`medha.slo`) and prefill times, and does not move whatever is announced or lost later, so
-that everybody's turn comes.
+A sequence goes to the replica where its first token is expected soonest (`medha.routing.balance`), if possible
+to one whose free KV holds it; samples of one prompt stay together. The most urgent sequence chooses first: the
+one with the least slack, that is, whose prefill would have to begin first. Slack is computed once, when the
+sequence arrives, from the replicas' own targets (`medha.slo`) and prefill times. Later announcements and losses
+do not change it, so no sequence starves.
 
-Time comes in as `now` (seconds of the driver's monotonic clock); the same events give the same commands.
+Time comes in as `now` (seconds of the driver's monotonic clock). The same events give the same commands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from medha.wire.messages import (
 
 @dataclass(frozen=True, slots=True)
 class NewSequence:
-    """One sequence to generate; the driver holds the token ids of `prompt`."""
+    """A sequence to generate; the driver holds the token ids of `prompt`."""
 
     id: str
     prompt: str
@@ -53,7 +53,7 @@ class NewSequence:
     seed: int
     sampling: Sampling = field(default_factory=Sampling)
     sample_index: int = 0
-    prefix: Prefix = ()  # marks of the prompt (`medha.routing.balance`); none: no replica is preferred for its cache
+    prefix: Prefix = ()  # marks of the prompt (`medha.routing.balance`); empty: no replica is preferred for its cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,24 @@ class Arrive:
     """The sequences of one client request (`n` samples of each of its prompts)."""
 
     model: str
-    digest: str  # of the bundle that the prompts were tokenised with
+    digest: str  # digest of the bundle that the prompts were tokenised with
     sequences: tuple[NewSequence, ...]
     service_class: str = "default"
     deadline_after_seconds: float | None = None
     tpot_target_seconds: float | None = None
-    cache_salt: str = ""  # the prompts share KV with prompts of the same salt only
+    cache_salt: str = ""  # the prompts share KV only with prompts of the same salt
 
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Nobody wants the rest of this sequence: its client has gone, or a stop string was found."""
+    """The rest of this sequence is not needed: its client has gone, or a stop string was found."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message of a replica."""
+    """A message from a replica."""
 
     replica: str
     message: Announce | Refused | Emit | Failed
@@ -86,7 +86,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class BundleKnown:
-    """The bundle of this digest is loaded: its replicas can be used."""
+    """The bundle of this digest is loaded, so its replicas can be used."""
 
     digest: str
 
@@ -100,7 +100,7 @@ class LinkLost:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The models that manifests name now; each list takes the place of the one before."""
+    """The models that manifests name now; each list replaces the one before."""
 
     models: tuple[DeclaredModel, ...]
 
@@ -118,7 +118,7 @@ class SendPrompt:
     prompt: str
     source: str
     emitted: tuple[int, ...] = ()
-    sequences: int = 1  # `Submit`s that name it in the same pass
+    sequences: int = 1  # number of `Submit`s that name it in the same pass
     cache_salt: str = ""
 
 
@@ -146,7 +146,7 @@ FailureKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A sequence ends with an error; nothing follows."""
+    """The sequence ends with an error; nothing follows."""
 
     id: str
     kind: FailureKind
@@ -156,7 +156,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """A replica is not used; for the log."""
+    """A replica is not used; goes to the log."""
 
     replica: str
     reason: str
@@ -172,38 +172,42 @@ class KnownModel:
     """A model that a manifest names or that a replica has announced, whether or not anything serves it now."""
 
     service_classes: tuple[str, ...]
-    """Names, at least one; the first is the default one."""
+    """Names of the service classes, at least one; the first is the default."""
     wanted_replicas: int | None = None
-    """How many manifests ask for; None if it was announced alone."""
+    """Replicas that the manifests ask for; None if the model is known from announcements only."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingLimits:
     max_waiting: int = 4096
-    """Sequences that wait here; more are answered `overloaded`."""
+    """Most sequences that wait here; more are answered `overloaded`."""
     silence_seconds: float = 10.0
-    """A replica that announced nothing for so long is taken for dead. Replicas announce every second."""
+    """Seconds without an announcement after which a replica counts as dead. Replicas announce every second."""
     unserved_seconds: float = 60.0
-    """How long a sequence that was taken waits for a replica to come back, before it ends `unavailable`."""
+    """Seconds that an accepted sequence waits for a replica to come back, before it ends as `unavailable`."""
     mending_seconds: float = 3600.0
-    """The same while a replica of its model announces that it is not ready: it is being mended, and reads its weights.
+    """The same while a replica of its model announces that it is not ready: it is restarting and loads its weights.
 
-    How long that may take its manifest says, and its controller sees to; this bounds it whatever happens.
+    The manifest says how long that may take, and the controller enforces it; this is the upper bound in any
+    case.
     """
     fetch_seconds: float = 10.0
-    """After which a bundle that was asked for is asked for again."""
+    """Seconds after which a bundle that was asked for is asked for again."""
     max_losses: int = 2
-    """Losses in a row after which a sequence is taken for what its replicas die of, and ends.
+    """Losses in a row after which a sequence is taken for the cause of its replicas' failures, and fails.
 
-    A loss is a replica's end while a step had the sequence, before it drew a token there. From the first one on it is a
-    suspect: a replica gets one suspect at a time, so that the second loss has no other. The third death of a process
-    within a minute ends the replica.
+    A loss is a failure of the replica during a step that contained the sequence, before it sampled a token
+    for it. From the first loss on the sequence is a suspect. A replica gets one suspect at a time, so that
+    the second loss has no other suspect. The third death of a process within a minute ends the replica.
     """
     trial_seconds: float = 30.0
-    """Who was sent to a replica so long ago does not kill it at once: its losses begin anew. No process dies thrice in a
-    minute of what needs longer."""
+    """Seconds after which a sequence is no longer suspected of killing the replica that it was sent to.
+
+    If that replica is lost later, the loss counts as the sequence's first. A process that needs longer to die
+    cannot die three times in a minute.
+    """
     max_attempts: int = 16
-    """Attempts in a row that may end with their replicas for whatever reason, without a token of the sequence."""
+    """Attempts in a row, without a token of the sequence, that may end with their replicas for any reason."""
 
 
 @dataclass(slots=True)
@@ -211,15 +215,15 @@ class _Sequence:
     new: NewSequence
     request: Arrive
     arrived_at: float
-    order: tuple[float, int]  # queue key: when its prefill would have to begin, then arrival
+    order: tuple[float, int]  # queue key: latest start of its prefill, then order of arrival
     emitted: list[int] = field(default_factory=list)
     attempts: int = 0
-    lost_attempts: int = 0  # that ended because the replica did, since its last token
-    losses: int = 0  # of those, what speaks against it (`RoutingLimits.max_losses`)
-    gets_on: bool = False  # this attempt has drawn a token
+    lost_attempts: int = 0  # attempts since its last token that ended because the replica did
+    losses: int = 0  # those of them that count against it (`RoutingLimits.max_losses`)
+    gets_on: bool = False  # this attempt has sampled a token
     sent_at: float = 0.0  # when this attempt began
     replica: str | None = None
-    wire_id: str = ""  # differs from attempt to attempt, so that a late message of an old one is recognised
+    wire_id: str = ""  # differs between attempts, so that a late message of an old attempt is recognised
 
     @property
     def tokens(self) -> int:
@@ -235,10 +239,10 @@ class _Replica:
     card: Announce
     heard_at: float
     open: dict[str, _Sequence] = field(default_factory=dict)  # by wire id
-    forwarded: int = 0  # since the card was written
-    forwarded_tokens: int = 0  # KV that those will reserve
-    forwarded_seconds: float = 0.0  # prefill of those
-    full: bool = False  # it refused one since
+    forwarded: int = 0  # sequences forwarded since the card was written
+    forwarded_tokens: int = 0  # KV tokens that those will reserve
+    forwarded_seconds: float = 0.0  # prefill seconds of those
+    full: bool = False  # it has refused a sequence since
     prefixes: PrefixMemory = field(default_factory=PrefixMemory)
 
     @property
@@ -247,11 +251,11 @@ class _Replica:
 
     @property
     def seconds_ahead(self) -> float:
-        """Prefill work ahead of a new sequence."""
+        """Seconds of prefill ahead of a new sequence."""
         return self.card.pending_prefill_seconds + self.forwarded_seconds
 
     def own_seconds(self, tokens: int, cached_tokens: int) -> float:
-        """Prefill of a new sequence here, without what is cached."""
+        """Return the seconds of prefill of a new sequence here, without the part that is cached."""
         points = self.card.prefill_points
         return prefill_seconds(points, tokens) - prefill_seconds(points, min(cached_tokens, tokens - 1))
 
@@ -271,7 +275,7 @@ class RouterCore:
         self._declared: dict[str, DeclaredModel] = {}
         self._announced: dict[str, tuple[str, ...]] = {}  # model -> its service classes, as last announced
         self._withdrawn: set[str] = set()  # announced models that no manifest names any more
-        self._rejected: dict[str, str] = {}  # replica -> reason, so that each is told once
+        self._rejected: dict[str, str] = {}  # replica -> reason, so that each is reported once
         self._arrivals = 0
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterCommand]:
@@ -294,10 +298,10 @@ class RouterCore:
             case Tick():
                 return self._tick(now)
 
-    # What the HTTP side may ask -------------------------------------------------------------------
+    # Queries of the HTTP side ---------------------------------------------------------------------
 
     def cards(self, model: str | None = None) -> list[Announce]:
-        """The replicas that are heard, whose bundle is known; of `model`, if one is named."""
+        """Return the announcements of live replicas whose bundle is known; only those of `model`, if one is named."""
         return [
             replica.card
             for replica in self._replicas.values()
@@ -305,7 +309,10 @@ class RouterCore:
         ]
 
     def known(self, model: str) -> KnownModel | None:
-        """Return the facts of a known model, or None. If nothing serves a known model, that is an outage and no wrong name."""
+        """Return what is known of a model, or None.
+
+        If nothing serves a known model, that is an outage, not a wrong name.
+        """
         declared, announced = self._declared.get(model), self._announced.get(model)
         if declared is None and announced is None:
             return None
@@ -314,7 +321,7 @@ class RouterCore:
         return KnownModel(classes or (FALLBACK_TERMS.name,), wanted)
 
     def known_models(self) -> dict[str, KnownModel]:
-        """Every model that a manifest names or that was announced, by name."""
+        """Return every model that a manifest names or that was announced, by name."""
         names = sorted({*self._declared, *self._announced})
         return {name: found for name in names if (found := self.known(name)) is not None}
 
@@ -327,7 +334,7 @@ class RouterCore:
         return len(self._waiting)
 
     def waiting_by_model(self) -> dict[str, int]:
-        """Sequences that wait here, for each model that is known."""
+        """Return the number of sequences that wait here, for each known model."""
         counts = dict.fromkeys((*self._declared, *self._announced), 0)
         for model, digest in self._waiting:
             counts[model] = counts.get(model, 0) + len(self._waiting.of((model, digest)))
@@ -338,11 +345,12 @@ class RouterCore:
         return len(self._sequences)
 
     def ttft_target_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """When the first token of a prompt is due, from its arrival: as the client asks, else as its class gives it.
+        """Return the seconds from arrival until a prompt's first token is due: the client's deadline, else its class's.
 
-        Replicas of one model may differ in speed. The tightest target of those that serve and can hold the prompt
-        counts, so that it waits here no longer than any of them would let it. It is reckoned from the announced prefill
-        times and so differs from the replica's own by a few per cent; infinite if none serves.
+        Replicas of one model may differ in speed. The tightest target among the serving replicas that can
+        hold the prompt counts, so that it waits here no longer than any of them would let it. It is computed
+        from the announced prefill times, so it differs from the replica's own target by a few per cent.
+        Infinite if no replica serves the request.
         """
         if request.deadline_after_seconds is not None:
             return request.deadline_after_seconds
@@ -360,7 +368,7 @@ class RouterCore:
         )
 
     def _slack_seconds(self, request: Arrive, prompt_tokens: int) -> float:
-        """How long a prompt that arrives now may wait: its target without its own prefill, where that takes least."""
+        """Return how long a new prompt may wait: its TTFT target minus its own prefill on the fastest replica."""
         own = min(
             (
                 prefill_seconds(replica.card.prefill_points, prompt_tokens)
@@ -428,7 +436,7 @@ class RouterCore:
         self._forget_withdrawn()
 
     def _forget_withdrawn(self) -> None:
-        """Forget models that manifests named once and name no more, once the last of their replicas has gone."""
+        """Forget models that manifests no longer name, once the last of their replicas has gone."""
         if self._withdrawn:
             heard = {replica.card.model for replica in self._replicas.values()}
             for model in self._withdrawn - heard:
@@ -494,11 +502,11 @@ class RouterCore:
     def _emit(self, replica: str, emit: Emit) -> list[RouterCommand]:
         sequence = self._assigned(replica, emit.id)
         if sequence is None:
-            # An attempt that was given up: its replica was silent, or the router has restarted.
+            # This attempt was abandoned: its replica was silent, or the router has restarted.
             return [Send(replica, Cancel(emit.id))] if emit.finish_reason is None else []
         sequence.emitted.extend(emit.tokens)
         if emit.tokens:
-            sequence.gets_on = True  # so it is not what its replicas die of
+            sequence.gets_on = True  # so it is not what kills its replicas
             sequence.losses = sequence.lost_attempts = 0
         if emit.finish_reason is not None:
             self._forget(sequence)
@@ -524,7 +532,7 @@ class RouterCore:
         if sequence is None:
             return []
         if failed.reason == "rank_lost":
-            self._replicas[replica].full = True  # until it announces how it goes on
+            self._replicas[replica].full = True  # until it announces how it continues
             self._count_loss(sequence, now)
             is_cause = sequence.losses >= self._limits.max_losses
             return (self._convict(sequence) if is_cause else self._resume(sequence)) + self._dispatch(now)
@@ -548,7 +556,7 @@ class RouterCore:
         return commands + self._end_hopeless(now)
 
     def _end_hopeless(self, now: float) -> list[RouterCommand]:
-        """End queued sequences that nothing serves for too long, or that no replica left can hold."""
+        """End queued sequences that had no serving replica for too long, or that no remaining replica can hold."""
         longest: dict[Key, int] = {}
         mending: set[Key] = set()
         for replica in self._replicas.values():
@@ -581,8 +589,8 @@ class RouterCore:
     def _dispatch(self, now: float) -> list[RouterCommand]:
         """Forward queued sequences, the most urgent first, while replicas have room.
 
-        It looks at a sequence only while a replica that could serve it has room, so that its cost follows from what it
-        forwards, and from long sequences that only a full replica could hold.
+        A sequence is examined only while a replica that could serve it has room. The cost is therefore that
+        of the forwarded sequences, plus long sequences that only a full replica could hold.
         """
         commands: list[RouterCommand] = []
         for key in self._waiting:
@@ -625,7 +633,7 @@ class RouterCore:
     def _choose(
         self, sequence: _Sequence, replicas: Iterable[_Replica], sent: tuple[str, str] | None, now: float
     ) -> _Replica | None:
-        """The replica for `sequence`: where its prompt just went, else where its first token is expected soonest."""
+        """Return the replica for `sequence`: where its prompt was just sent, else with the soonest first token."""
         tokens, prefix = sequence.tokens, sequence.new.prefix
         fitting = [replica for replica in replicas if replica.card.longest_request_tokens > tokens]
         whole = sequence.new.prompt_length + (sequence.new.sampling.max_tokens or 1)
@@ -633,8 +641,8 @@ class RouterCore:
         if len(able) < len(fitting) and any(
             replica.card.longest_request_tokens >= whole for replica in self._serving(sequence.request)
         ):
-            fitting = able  # the others would end the output before its time
-        if sequence.losses:  # beside another suspect nobody could say which of them it was
+            fitting = able  # the others would cut the output short
+        if sequence.losses:  # with two suspects in a replica, its loss could not be attributed
             fitting = [
                 one for one in fitting if not any(self._is_on_trial(it, now) for it in one.open.values())
             ]
@@ -657,7 +665,7 @@ class RouterCore:
         return min(fitting, key=preference)
 
     def _is_on_trial(self, sequence: _Sequence, now: float) -> bool:
-        """Whether a sequence that is open in a replica is a suspect who may still kill it at once."""
+        """Return whether an open sequence is a suspect that may still kill its replica soon after being sent."""
         return sequence.losses > 0 and now - sequence.sent_at < self._limits.trial_seconds
 
     def _forward(
@@ -727,7 +735,7 @@ class RouterCore:
         return sequence if sequence is not None and sequence.replica == replica else None
 
     def _resume(self, sequence: _Sequence) -> list[RouterCommand]:
-        """Queue a sequence again whose replica lost it, after the tokens it has emitted; or end it."""
+        """Requeue a sequence that its replica lost, to continue after its emitted tokens; or end it."""
         sequence.lost_attempts += 1
         if sequence.lost_attempts >= self._limits.max_attempts:
             detail = (
@@ -739,14 +747,14 @@ class RouterCore:
         return []
 
     def _count_loss(self, sequence: _Sequence, now: float) -> None:
-        """A replica was lost while a step had the sequence: what has got on is not the cause."""
+        """Count the loss of a replica against a sequence of the interrupted step, unless it has sampled a token."""
         if sequence.gets_on:
             return
         is_quick = now - sequence.sent_at < self._limits.trial_seconds
         sequence.losses = sequence.losses + 1 if is_quick else 1
 
     def _convict(self, sequence: _Sequence) -> list[RouterCommand]:
-        """End a sequence that its replicas die of, and with it the suspects that are samples of the same prompt."""
+        """End a sequence that kills its replicas, and with it the suspects that are samples of the same prompt."""
         detail = (
             f"{sequence.losses} replicas in a row were lost within {self._limits.trial_seconds:g} s of being sent this "
             "request, while they computed it; it is taken for the cause and not tried again"
@@ -780,13 +788,16 @@ class RouterCore:
         return Fail(sequence.new.id, kind, detail, retry_after)
 
     def _retry_after(self, request: Arrive) -> int:
-        """Seconds after which the least loaded replica has worked off what is ahead; from 1 to 60."""
+        """Return the seconds until the least loaded replica has finished its pending prefills; from 1 to 60."""
         pending = [card.pending_prefill_seconds for card in self.cards(request.model)]
         return min(60, max(1, ceil(min(pending, default=1.0))))
 
 
 def _reservation(sequence: _Sequence, card: Announce) -> int:
-    """KV tokens that a sequence will reserve in a replica: its output is counted in full, or as its class does."""
+    """Return the KV tokens that a sequence will reserve in a replica, counting its whole output.
+
+    The output is `max_tokens`, or else the default of its service class.
+    """
     output = sequence.new.sampling.max_tokens
     if output is None:
         output = class_terms(card.service_classes, sequence.request.service_class).default_output_tokens

@@ -1,4 +1,4 @@
-"""Sequences that wait in a router, by what can serve them, the most urgent first."""
+"""Queues of the sequences that wait in a router, by model and bundle, the most urgent first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Waiting(Protocol):
-    """What can wait: its order never changes, and is its own alone."""
+    """An element of the queues: its order never changes, and is unique."""
 
     @property
     def order(self) -> tuple[float, int]: ...
 
 
 Key = tuple[str, str]
-"""Model, and digest of its bundle."""
+"""Name of a model, and digest of its bundle."""
 
 _Sequence = TypeVar("_Sequence", bound=Waiting)
 
@@ -25,7 +25,7 @@ def _order(sequence: Waiting) -> tuple[float, int]:
 
 
 class WaitingQueues(Generic[_Sequence]):
-    """One queue for each key, so that a model without replicas holds up no other. O(log n) comparisons per change."""
+    """A queue for each key, so that a model without replicas delays no other. O(log n) comparisons per change."""
 
     def __init__(self) -> None:
         self._queues: dict[Key, list[_Sequence]] = {}
@@ -35,11 +35,11 @@ class WaitingQueues(Generic[_Sequence]):
         return self._count
 
     def __iter__(self) -> Iterator[Key]:
-        """Every key for which something waits, as it is now."""
+        """Iterate over a snapshot of the keys for which sequences wait."""
         return iter(tuple(self._queues))
 
     def of(self, key: Key) -> list[_Sequence]:
-        """What waits for a key, the most urgent first; not to be changed."""
+        """Return the sequences that wait for a key, the most urgent first; the caller must not change the list."""
         return self._queues.get(key, [])
 
     def add(self, key: Key, sequence: _Sequence) -> None:
@@ -56,7 +56,7 @@ class WaitingQueues(Generic[_Sequence]):
             del self._queues[key]
 
     def replace_front(self, key: Key, count: int, kept: Iterable[_Sequence]) -> None:
-        """Of the first `count` of a queue only `kept` stay, in their order."""
+        """Replace the first `count` sequences of a queue by `kept`, in their order."""
         queue = self._queues[key]
         before = len(queue)
         queue[:count] = kept

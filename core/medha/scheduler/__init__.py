@@ -1,1 +1,1 @@
-"""What a replica runs next: admission, order, and the filling of steps."""
+"""The scheduler of a replica: admission, order, and the filling of steps."""

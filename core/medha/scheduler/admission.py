@@ -1,16 +1,18 @@
-"""Who gets KV, and when: the ledgers of all lanes, the caps on long requests, and what a late one may claim.
+"""Admission: decides which requests get KV, and when.
 
-A request gets all of its KV at once, when the step that computes its first chunk is formed, so that nobody holds KV
-that does not move. Three rules keep shorts and longs out of each other's way (DESIGN §5):
+A request gets all of its KV at once, when the step that computes its first chunk is formed, so that no
+request holds KV without making progress. Three rules keep short and long requests from blocking each other
+(DESIGN §5):
 
-* Longs are capped in number and in their share of the pool. The first long always passes, however large:
-  otherwise a stream of shorts could keep it out for ever.
-* A request that finds no room, or no share of longs, is overtaken by smaller ones, until it is late. Then it *claims*
-  what becomes free. What a long one claims is taken off the share of longs, and one off their number, for all others.
-* Beside a claim others are still admitted, so that no convoy forms behind it, but all of them together hold no more
-  than the head-room for shorts; and none any more once they alone stand between the claim and its KV. What the
-  claim waits for is then held by requests that end, so it does not starve. While it waits for longs to end, others may
-  also have what is free beyond it.
+* Long requests are capped in number and in their share of the pool. The first long request always passes,
+  however large. Otherwise a stream of short ones could keep it out for ever.
+* A request that finds no room, or no room in the share of long requests, is overtaken by smaller ones until
+  it is late. Then it *claims* KV that becomes free. The claim of a long request counts against the caps for
+  all other long ones.
+* Beside a claim, others are still admitted, so that no convoy forms behind it. Together they hold no more
+  than the headroom for short requests, and none is admitted once only they stand between the claim and its
+  KV. The claim then waits only for requests that end, so it does not starve. While it waits for long requests
+  to end, others may also use the free KV beyond the claim.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from medha.wire.messages import Admit, Grow
 from medha.wire.quick import new_admit
 
 LATE_SHARE = 0.35
-"""Of the KV pool: while long requests hold more, one that was given up waits, unless its promise is near."""
+"""Share of the KV pool; while longs hold more, a demoted long waits until its revised deadline is near."""
 GROWTH_TOKENS = 1024
-"""How far an unreserved request's KV grows at a time: large enough to stay in long runs of blocks."""
+"""Tokens by which KV grows at a time beyond its reservation: large enough to stay in long runs of blocks."""
 
 
 @dataclass(slots=True)
 class _Claim:
-    """A late request to which freed KV of `lanes` goes, and what those admitted beside it hold there (blocks)."""
+    """A late request that gets the freed KV of `lanes`, and the blocks of requests admitted beside it."""
 
     request: Request
     lanes: tuple[int, ...]
@@ -58,8 +60,8 @@ class Admission:
         self._lanes = tuple(range(config.topology.kv))
         self._has_one_lane = len(self._lanes) == 1
         self._prefilling_longs: set[str] = set()  # ids
-        self._taken_by_longs: dict[str, int] = {}  # blocks that were free until a long one got them
-        self._held_by_shorts = 0  # blocks, those counted twice that they share
+        self._taken_by_longs: dict[str, int] = {}  # free blocks that each long request took
+        self._held_by_shorts = 0  # blocks; shared ones count once for each short request
         self._pool_blocks = config.topology.kv * config.kv_blocks
         self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
         self._claim: _Claim | None = None
@@ -70,7 +72,7 @@ class Admission:
         return -(-tokens // self._config.block_size_tokens)
 
     def wanted_blocks(self, request: Request) -> int:
-        """Free blocks that a waiting request needs, by what is held and shared now."""
+        """Return how many free blocks a waiting request needs, given what others hold and share now."""
         wanted = self.blocks_for(request.reservation_tokens)
         if request.prompt.sharing is not None:
             return wanted - (request.submit.tokens - 1) // self._config.block_size_tokens
@@ -81,12 +83,12 @@ class Admission:
         return wanted - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
     def free_room(self) -> Room:
-        """What is free on the emptiest lane and on all, and of the share of longs, without regard to claims."""
+        """Return the room on the emptiest lane, on all lanes, and in the share of longs, ignoring claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
         return Room(max(free), sum(free), self._left_for_longs(), self._starts_long())
 
     def room(self, lanes: Sequence[int]) -> Room:
-        """What requests that `lanes` compute may take now, at most."""
+        """Return the most that requests computed by `lanes` may take now."""
         free = max(self._free_blocks(lane) for lane in lanes)
         together = sum(self._free_blocks(lane) for lane in self._lanes)
         claim = self._claim
@@ -100,7 +102,7 @@ class Admission:
     def lane_for(
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
-        """Which of `lanes` should take a waiting request now; None: none of them, or there is no room."""
+        """Return which of `lanes` should take a waiting request now; None if none should or room is short."""
         wanted, sibling = request.wanted_blocks, request.prompt.sharing
         if request.is_long and not self._has_share_for(request):
             return None
@@ -124,16 +126,16 @@ class Admission:
         return self.pools.free_blocks_on(lane)
 
     def _lanes_open_to(self, request: Request) -> Sequence[int]:
-        """Lanes whose free KV is not claimed by somebody else; one that may spread needs all."""
+        """Return the lanes on which no claim keeps out the request; one that may spread needs all lanes."""
         claim = self._claim
         if claim is None or claim.request is request or request.wanted_blocks <= self._room_beside(claim):
             return self._lanes
         return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
 
-    # The caps on longs, beside a claim: what a long claimant is to have is not for others.
+    # The caps on long requests, beside a claim: what a long claimant is to get is not available to others.
 
     def _left_for_longs(self, claim: _Claim | None = None) -> int | None:
-        """Blocks that another long request may take; None: any number."""
+        """Return how many blocks another long request may take; None: any number."""
         claimed = claim.request.wanted_blocks if claim is not None and claim.request.is_long else 0
         if not self._taken_by_longs and not claimed:
             return None
@@ -142,21 +144,22 @@ class Admission:
 
     @property
     def _held_by_longs(self) -> int:
-        """Blocks; those that several of them share count once.
+        """Blocks that long requests hold; shared ones count once.
 
-        Each took what was free until then. What one took that is gone, and others still share, is held by no short.
+        Each request counts with the free blocks that it took. Blocks taken by a long request that has ended,
+        which others still share, are counted as held by no short request.
         """
         if not self._taken_by_longs:
             return 0
         return max(sum(self._taken_by_longs.values()), self.pools.held_blocks - self._held_by_shorts)
 
     def _starts_long(self, claim: _Claim | None = None) -> bool:
-        """Whether another long request may begin its prefill."""
+        """Return whether another long request may begin its prefill."""
         claimed = 1 if claim is not None and claim.request.is_long else 0
         return len(self._prefilling_longs) + claimed < self._config.scheduling.max_running_long
 
     def _has_share_for(self, request: Request) -> bool:
-        """Whether the caps on longs let a long request in."""
+        """Return whether the caps on long requests admit this one."""
         claim = None if self.claimant is request else self._claim
         left = self._left_for_longs(claim)
         return self._starts_long(claim) and (left is None or request.wanted_blocks <= left)
@@ -165,18 +168,18 @@ class Admission:
 
     @property
     def claimant(self) -> Request | None:
-        """The late request that freed KV goes to."""
+        """The late request that gets freed KV."""
         return None if self._claim is None else self._claim.request
 
     def claim(self, request: Request) -> None:
-        """From now on freed KV goes to `request`, until it is admitted or gone."""
+        """Give freed KV to `request` from now on, until it is admitted or gone."""
         assert self._claim is None
         emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
         self._claim = _Claim(request, (emptiest,), request.wanted_blocks)
         self.look_at_claim()
 
     def look_at_claim(self) -> None:
-        """What the claimant wants, or from whom it forks, may have changed."""
+        """Update the claim after a change in what the claimant wants or which request it forks."""
         claim = self._claim
         assert claim is not None
         request, sibling = claim.request, claim.request.prompt.sharing
@@ -187,12 +190,12 @@ class Admission:
             claim.lanes = (sibling.lane,)
 
     def withdraw(self, request: Request) -> None:
-        """A waiting request is gone, or waits for something else."""
+        """Drop the claim of a waiting request, if it has one: it is gone, or waits for something else."""
         if self.claimant is request:
             self._claim = None
 
     def _room_beside(self, claim: _Claim) -> int:
-        """Blocks that may still be given to others beside a claim."""
+        """Return how many blocks other requests may still get beside a claim."""
         held = sum(claim.beside.values())
         headroom = max(self._headroom_blocks - held, 0)
         beyond = sum(map(self._free_blocks, claim.lanes)) - claim.blocks
@@ -200,7 +203,7 @@ class Admission:
             return max(headroom, beyond)
         return 0 if beyond + held >= 0 else headroom
 
-    # --- KV is given and taken ----------------------------------------------------------------------
+    # --- giving and releasing KV --------------------------------------------------------------------
 
     def admit(
         self,
@@ -208,10 +211,10 @@ class Admission:
         pending_seconds: Sequence[float],
         remaining_seconds: Callable[[int], float],
     ) -> Admit | None:
-        """Give KV to a request for which there is a lane; None: the pools have no place for it, and nothing has changed.
+        """Give KV to a request for which there is a lane; return None, reserving nothing, if no place fits.
 
-        `pending_seconds` are the prefill seconds ahead of a new request on each lane, `remaining_seconds(cached)` its
-        own behind `cached` tokens that need not be computed.
+        `pending_seconds` is the prefill time ahead of a new request on each lane, `remaining_seconds(cached)`
+        its own after `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
         shared_tokens = 0
@@ -232,7 +235,7 @@ class Admission:
             )
         if placed is None:
             if self._claim is not None and self._claim.request is request:
-                # It is not a number of blocks that it lacks: it waits until its lanes are empty, if need be.
+                # It lacks a suitable place, not blocks: if need be it waits until its lanes are empty.
                 self._claim.blocks = len(self._claim.lanes) * self._config.kv_blocks
             return None
         request.enter(
@@ -268,7 +271,10 @@ class Admission:
         )
 
     def grow(self, request: Request) -> Grow | None:
-        """Let a request that has used up its KV go on: by a large piece, else by what it needs now, else None."""
+        """Grow the KV of a request that has used it up: by `GROWTH_TOKENS`, or else by what it needs now.
+
+        Return None if there is no room for either.
+        """
         for tokens in (min(request.length + GROWTH_TOKENS, request.limit_tokens), request.length):
             grow = self.pools.grow(request.id, tokens)
             if grow is not None:
@@ -281,15 +287,15 @@ class Admission:
 
     @property
     def longs_crowd(self) -> bool:
-        """Whether long requests hold so much of the pool that one who is late anyway should not add to it."""
+        """True if long requests hold so much of the pool that a demoted one should not take more."""
         return self._held_by_longs > LATE_SHARE * self._pool_blocks
 
     def prefilled(self, request: Request) -> None:
-        """All of a request's prompt is dispatched: it counts no more as a long one in prefill."""
+        """Record that a prompt is wholly dispatched: its request no longer counts as a long prefill."""
         self._prefilling_longs.discard(request.id)
 
     def release(self, request: Request) -> None:
-        """Take back all that a request holds."""
+        """Release all KV that a request holds."""
         self.pools.release(request.id, request.computed)
         if request.is_long:
             self.prefilled(request)

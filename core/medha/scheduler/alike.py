@@ -1,9 +1,9 @@
-"""Requests whose prompts begin alike: who waits for whose prefill, and whom to tell that a prefix is shareable.
+"""Requests whose prompts begin alike: which waits for whose prefill, and which to notify of shared prefixes.
 
-Several questions about one document that nobody has computed arrive together. Each could start at once; then each
-would compute the document. So a request *follows* a running prefill (its leader) that is about to compute what both
-share, if that is due no later than itself, and waits until the shared part is computed, the leader has ended, or the
-leader was given up, so that it is due only behind the follower's own deadline.
+When several questions about one document arrive together and the document is not cached, each could start at
+once, but then each would compute the document. Instead, a request *follows* a running prefill (its leader)
+that is about to compute the shared part and is due no later than itself. It waits until the shared part is
+computed, the leader has ended, or the leader is demoted and due only after the follower's own deadline.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from medha.kv.prefix_cache import hash_at, hash_count
 from medha.scheduler.request import Request
 
 WORTH_TELLING_TOKENS = 256
-"""Less than this that is cached in addition changes nobody's plans."""
+"""Fewest additional cached tokens for which a request waits or is notified."""
 MOST_ASKED = 32
-"""Requests that one event looks at, the longest here first; the others find out when they are admitted."""
+"""Most requests that one event examines, oldest first; the others learn of cached prefixes when admitted."""
 
 
 class Alike:
     """Waiting requests and running prefills with a hashed prompt, grouped by its first block."""
 
     def __init__(self, block_size_tokens: int, due: Callable[[Request], float]) -> None:
-        """`due` says by when a running prefill will be done."""
+        """`due` returns the time by which a running prefill will be done."""
         self._due = due
         self._size = block_size_tokens
         self._worth_blocks = -(-WORTH_TELLING_TOKENS // block_size_tokens)
@@ -33,13 +33,13 @@ class Alike:
         self._followers: dict[str, dict[str, tuple[Request, int]]] = {}  # leader -> (request, tokens shared)
 
     def wait(self, request: Request) -> None:
-        """It has come: it follows a prefill, if there is one to follow."""
+        """Add a waiting request, and let it follow a prefill if there is one to follow."""
         if request.submit.block_hashes:
             self._waiting.setdefault(_first(request), {})[request.id] = request
             self._find_leader(request, self._prefilling.get(_first(request), {}).values())
 
     def enter(self, request: Request) -> list[Request]:
-        """It has been admitted and starts its prefill; returns who follows it from now on."""
+        """Record that a request is admitted and starts its prefill; return those that now follow it."""
         if not request.submit.block_hashes:
             return []
         self.remove(request)
@@ -50,7 +50,7 @@ class Alike:
         return [other for other in asked if other.leader is None and self._find_leader(other, [request])]
 
     def computed(self, request: Request) -> list[Request]:
-        """A chunk of it is computed; returns its followers for whom that is enough."""
+        """Record a computed chunk; detach and return the followers whose shared part is now computed."""
         followers = self._followers.get(request.id)
         if not followers:
             return []
@@ -60,7 +60,10 @@ class Alike:
         return ready
 
     def ended(self, request: Request) -> list[Request]:
-        """It prefills no more; returns who has to look again at what is cached, and followed it or shares more."""
+        """Record that a prefill has ended; return the requests that must recheck what is cached for them.
+
+        These are its followers, and waiting requests that share enough beyond what they counted as cached.
+        """
         group = self._prefilling.get(_first(request), {})
         if group.pop(request.id, None) is None:
             return []
@@ -79,7 +82,7 @@ class Alike:
         return list(told.values())
 
     def leave_given_up(self) -> list[Request]:
-        """Who follows a leader that is no longer due in time follows it no more; returns them."""
+        """Detach and return the followers of leaders that are now due after the follower's deadline."""
         late = [
             other
             for followers in self._followers.values()
@@ -92,13 +95,13 @@ class Alike:
         return late
 
     def awaited_tokens(self, request: Request) -> int:
-        """Tokens of its prompt that its leader will have computed by the time that it follows no more; else 0."""
+        """Return up to which prompt token a request waits for its leader to compute; 0 without a leader."""
         if request.leader is None:
             return 0
         return self._followers[request.leader.id][request.id][1]
 
     def remove(self, request: Request) -> None:
-        """It waits no more; nothing happens to a request that does not."""
+        """Remove a request that no longer waits; a request that does not wait is ignored."""
         self._unfollow(request)
         group = self._waiting.get(_first(request), {})
         if group.pop(request.id, None) is not None and not group:
@@ -107,7 +110,7 @@ class Alike:
     def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
         for leader in islice(candidates, MOST_ASKED):
             if leader.deadline > request.deadline or self._due(leader) > request.deadline:
-                continue  # it may be left behind, or is
+                continue  # it may be demoted, or is
             known = max(leader.computed, request.cached_tokens) // self._size
             shared = self._shared_blocks(leader, request, known)
             if shared - known >= self._worth_blocks:
@@ -126,9 +129,9 @@ class Alike:
                 del self._followers[leader.id]
 
     def _shared_blocks(self, one: Request, other: Request, known: int) -> int:
-        """Blocks that two prompts share; if fewer than is worth waiting for beyond `known`, none.
+        """Return how many blocks two prompts share; 0 if too few beyond `known` to be worth waiting for.
 
-        A hash covers everything before it, so that a search by halves finds where they part.
+        A hash covers everything before it, so bisection finds where the prompts diverge.
         """
         first, second = one.submit.block_hashes, other.submit.block_hashes
         low = known + self._worth_blocks  # shared up to here

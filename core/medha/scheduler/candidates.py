@@ -1,8 +1,8 @@
 """The table of prefills: every request that has prompt positions left to dispatch, as a struct of arrays.
 
-A decision looks at all of them at once, so each fact that it needs is one numpy column. Rows are dense: the last row
-takes the place of one that goes. The order of the rows by due time is kept while requests come and go, at the price of
-a short `memmove` each.
+A decision examines all of them at once, so each property that it needs is a numpy column. Rows are dense: the
+last row replaces a removed one. The order of the rows by due time is maintained as requests are added and
+removed, at the cost of a short `memmove` each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medha.scheduler.request import NOWHERE, Request
 
 _FIRST_CAPACITY = 64
 NEAR_PROMISE = 3.0
-"""Times its own work: from so long before its promise a request that was given up lets nobody else take KV first."""
+"""Time before its revised deadline, in multiples of its work, from which a demoted request yields no KV."""
 
 _Lanes = npt.NDArray[np.int16]
 _Item = TypeVar("_Item", bound=np.generic)
@@ -33,26 +33,26 @@ class Room:
     """Blocks of KV that waiting requests may take now."""
 
     of_one_lane: int
-    of_all_lanes: int  # for requests that may be cut over several lanes
-    of_longs: int | None = None  # what is left of the share of long ones; None: no limit
-    starts_long: bool = True  # whether another long one may begin its prefill
+    of_all_lanes: int  # for requests that may be split over several lanes
+    of_longs: int | None = None  # what is left of the share of long requests; None: no limit
+    starts_long: bool = True  # whether another long request may begin its prefill
 
 
 class Candidates:
     """Waiting requests, and running ones whose prefill is not wholly dispatched."""
 
     def __init__(self, *, by_due: bool = False) -> None:
-        """`by_due`: keep the order of due times, for a policy that reads it."""
+        """`by_due`: maintain the order by due time, for a policy that reads it."""
         self._keeps_order = by_due
         self.requests: list[Request] = []  # by row
-        # Columns of one type lie in one array, so that a row moves in four operations.
+        # Columns of one type share one array, so that a row moves in four operations.
         self._seconds: Floats = np.zeros((9, _FIRST_CAPACITY), dtype=np.float64)
         self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
         self._lane: _Lanes = np.zeros(_FIRST_CAPACITY, dtype=np.int16)  # NOWHERE while it waits
         self._flags: Bools = np.zeros((4, _FIRST_CAPACITY), dtype=np.bool_)
-        self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, in that order
-        self._most_wanted = 0  # no row wants more blocks; fewer, perhaps
-        self._any_misfit = False  # or none any more
+        self._by_due: Ints = np.zeros(_FIRST_CAPACITY, dtype=np.int64)  # rows, sorted by due time
+        self._most_wanted = 0  # upper bound of the blocks that any row wants
+        self._any_misfit = False  # False only if no row is a misfit
         self._name_columns()
 
     def __len__(self) -> int:
@@ -64,31 +64,31 @@ class Candidates:
         self._deadline: Floats = deadline
         self._work: Floats = work
         self._remaining: Floats = remaining  # before the predictor's correction
-        self._busy: Floats = busy  # of it, in a stage
-        self._busy_until: Floats = busy_until  # the deadline of that
+        self._busy: Floats = busy  # the part of it that keeps a stage busy
+        self._busy_until: Floats = busy_until  # the deadline of that part
         self._due: Floats = due
         self._promise: Floats = promise
-        self._patience: Floats = patience  # until then one that was given up claims no share of longs
+        self._patience: Floats = patience  # time before which a demoted request claims no share of longs
         tie, wanted = self._counts
         self._tie: Ints = tie
-        self._wanted: Ints = wanted  # blocks of KV to be admitted; 0 once it is
+        self._wanted: Ints = wanted  # KV blocks needed for admission; 0 once admitted
         long, spread, held, misfit = self._flags
         self._long: Bools = long
-        self._spread: Bools = spread  # may be cut over several lanes
+        self._spread: Bools = spread  # may be split over several lanes
         self._held: Bools = held  # waits for a prefill that it will share
-        self._misfit: Bools = misfit  # finds no place, though there is as much KV as it wants
+        self._misfit: Bools = misfit  # found no place although as much KV as it wants was free
 
     def _double(self) -> None:
-        """Room for twice as many rows."""
+        """Double the capacity."""
         self._seconds, self._counts = _doubled(self._seconds), _doubled(self._counts)
         self._flags, self._lane = _doubled(self._flags), _doubled(self._lane)
         self._by_due = _doubled(self._by_due)
         self._name_columns()
 
-    # --- rows come, change and go -------------------------------------------------------------------
+    # --- adding, changing and removing rows ---------------------------------------------------------
 
     def add(self, request: Request, left: Alone, busy_until: float, wanted_blocks: int) -> None:
-        """A new row; `left` is before correction, and its busy part should end by `busy_until`."""
+        """Add a row; `left` is uncorrected, and its busy part should end by `busy_until`."""
         row = len(self.requests)
         if row == len(self._tie):
             self._double()
@@ -116,7 +116,7 @@ class Candidates:
         self._most_wanted = max(self._most_wanted, blocks)
 
     def remove(self, requests: Iterable[Request]) -> None:
-        """Their rows go; nothing happens to a request that has none."""
+        """Remove the rows of these requests; a request without a row is ignored."""
         by_row = self.requests
         before = len(by_row)
         gone: list[int] = []
@@ -143,36 +143,36 @@ class Candidates:
             self._lane[to] = self._lane[source]
 
     def _leave_order(self, before: int, gone: list[int], moved: dict[int, int]) -> None:
-        """Take `gone` of the `before` rows out of the order, and give those that will move their new names."""
+        """Remove `gone` of the `before` rows from the order, and renumber the rows that will move."""
         order = self._by_due[:before]
         found = self._places(before, [*gone, *moved.values()])
         places, renamed = sorted(found[: len(gone)]), found[len(gone) :]
         if moved:
             order[renamed] = [*moved]
         to = places[0]
-        for place, following in zip(places, [*places[1:], before], strict=True):  # runs that stay close up
+        for place, following in zip(places, [*places[1:], before], strict=True):  # close the gaps
             stay = following - place - 1
             if stay:
                 order[to : to + stay] = order[place + 1 : following]
                 to += stay
 
     def _places(self, before: int, rows: list[int]) -> list[int]:
-        """Where `rows` of the first `before` ones stand in the order."""
+        """Return the places of `rows`, out of `before` rows, in the order by due time."""
         due, order = self._due[:before], self._by_due[:before]
         wanted = np.array(rows)
         places = due.searchsorted(due[wanted], sorter=order)
-        for index in (order[places] != wanted).nonzero()[0].tolist():  # several are due at once
+        for index in (order[places] != wanted).nonzero()[0].tolist():  # several rows have one due time
             places[index] = (order == wanted[index]).argmax()
         found: list[int] = places.tolist()
         return found
 
     def admitted(self, request: Request) -> None:
-        """It holds KV now, and runs on its lane."""
+        """Record that a request now holds KV and runs on its lane."""
         self._lane[request.row] = request.lane
         self._wanted[request.row] = 0
 
     def wants(self, request: Request, blocks: int, left: Alone, busy_until: float, *, held: bool) -> None:
-        """What a waiting request needs to be admitted, and whether it must wait for a prefill that it shares."""
+        """Update the needs of a waiting request; `held`: it must wait for a prefill that it will share."""
         row = request.row
         self._want(request, blocks)
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
@@ -184,11 +184,11 @@ class Candidates:
                 self._fall_due(row, busy_until)
 
     def misfits(self, request: Request) -> None:
-        """A waiting request found no place, though there was as much KV as it wants: it lacks KV, for all that."""
+        """Record that a waiting request lacks KV: it found no place although as much as it wants was free."""
         self._misfit[request.row] = self._any_misfit = True
 
     def _fall_due(self, row: int, due: float) -> None:
-        """Give a row another due, and its place by it."""
+        """Set another due time for a row and update the order."""
         self._due[row] = due
         if self._keeps_order:
             rows = len(self.requests)
@@ -198,13 +198,13 @@ class Candidates:
             self._by_due[:rows] = np.insert(others, place, row)
 
     def progressed(self, request: Request, left: Alone) -> None:
-        """What is left of a prefill has changed; before correction."""
+        """Update the uncorrected remaining work of a prefill."""
         self._remaining[request.row], self._busy[request.row] = left.seconds, left.busy_seconds
 
-    # --- what a decision looks at -------------------------------------------------------------------
+    # --- views and queries for decisions ------------------------------------------------------------
 
     def columns(self, correction: float) -> Columns:
-        """A view for policies; remaining work is corrected."""
+        """Return a view for policies, with corrected remaining work."""
         rows = len(self.requests)
         return Columns(
             arrival=self._arrival[:rows],
@@ -216,7 +216,10 @@ class Candidates:
 
     @property
     def stage_columns(self) -> Columns:
-        """The same with what prefills keep a stage busy, which adds up, and by when that should end; not corrected."""
+        """A view of the stage-busy part of the work, which adds up over prefills, and of its deadline.
+
+        The work is uncorrected.
+        """
         rows = len(self.requests)
         return Columns(
             arrival=self._arrival[:rows],
@@ -228,39 +231,42 @@ class Candidates:
 
     @property
     def plan(self) -> Plan:
-        """When each row is due: for `Guarded`, which brings it up to date."""
+        """The due times of all rows, for `Guarded`, which updates them."""
         rows = len(self.requests)
         return Plan(due=self._due[:rows], promise=self._promise[:rows], by_due=self._by_due[:rows])
 
     def dispatched_by(self, request: Request) -> float:
-        """By when all of its prefill is to be dispatched: long ago if it is, later than its deadline if it was given up."""
+        """Return the time by which a prefill is to be wholly dispatched: -inf if it is already.
+
+        It is later than the deadline if the request is demoted.
+        """
         return float(self._due[request.row]) if request.row != NOWHERE else -inf
 
     def remaining_seconds(self, request: Request) -> float:
-        """What is left of one prefill, before correction."""
+        """Return the uncorrected remaining work of one prefill."""
         return float(self._remaining[request.row]) if request.row != NOWHERE else 0.0
 
     def due(self, request: Request) -> float:
-        """When one is due: its deadline, or a later promise."""
+        """Return the due time of a request: its deadline or a revised one."""
         return float(self._due[request.row]) if request.row != NOWHERE else request.deadline
 
     def busy_seconds(self, requests: Iterable[Request]) -> float:
-        """How long what is left of these would keep a stage busy if each were alone; before correction."""
+        """Return the uncorrected time for which these prefills, each alone, would still keep a stage busy."""
         return sum([float(self._busy[request.row]) for request in requests if request.row != NOWHERE])
 
     def total_remaining_seconds(self) -> float:
-        """Of all rows, before correction."""
+        """Return the uncorrected remaining work of all rows."""
         return float(self._remaining[: len(self.requests)].sum())
 
     def remaining_by_lane(self, lanes: int) -> Floats:
-        """Of rows that hold KV, by the lane that computes them; before correction."""
+        """Return the uncorrected remaining work of rows that hold KV, by the lane that computes them."""
         rows = len(self.requests)
-        lane = self._lane[:rows] - NOWHERE  # those that wait come first
+        lane = self._lane[:rows] - NOWHERE  # 0: waiting rows; i + 1: lane i
         seconds = np.bincount(lane, weights=self._remaining[:rows], minlength=lanes + 1)
         return np.asarray(seconds[1:], dtype=np.float64)
 
     def running(self, lanes: Sequence[int]) -> Bools:
-        """Rows that hold KV and are computed by one of `lanes`."""
+        """Return flags of the rows that hold KV and are computed by one of `lanes`."""
         lane = self._lane[: len(self.requests)]
         found: Bools = lane == lanes[0]
         for other in lanes[1:]:
@@ -268,7 +274,7 @@ class Candidates:
         return found
 
     def admissible(self, room: Room) -> Bools:
-        """Waiting rows that find room, and share no prefill that still runs."""
+        """Return flags of the waiting rows that find room and wait for no prefill that they will share."""
         rows = len(self.requests)
         refused = self._without(room)
         if not room.starts_long:
@@ -280,10 +286,11 @@ class Candidates:
         return np.logical_not(refused, out=refused)
 
     def late_without_room(self, room: Room, now: float, correction: float) -> Request | None:
-        """The waiting request of the earliest deadline that has no slack left and lacks nothing but free KV.
+        """Return the late waiting request that lacks only free KV and has the earliest deadline.
 
-        Long ones may lack their share of it. Of those, one that was given up is not late before its promise is near,
-        or has been: others can still be in time.
+        A request is late if it has no slack left. A long one may lack its share of KV instead. A demoted
+        long request that lacks its share counts as late only once its revised deadline is, or was, near:
+        before that, others can still be on time.
         """
         rows = len(self.requests)
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
@@ -296,7 +303,7 @@ class Candidates:
         if self._any_misfit:
             self._any_misfit = bool(self._misfit[:rows].any())
             lacking |= self._misfit[:rows]
-        found = lacking.nonzero()[0]  # few, as a rule, of whom all else is asked
+        found = lacking.nonzero()[0]  # usually few; only these are examined further
         found = found[(self._lane[found] == NOWHERE) & ~self._held[found]]
         wanted, is_long = self._wanted[found], self._long[found]
         together = np.where(self._spread[found], max(room.of_all_lanes, room.of_one_lane), room.of_one_lane)
@@ -317,7 +324,10 @@ class Candidates:
         return self._earliest(found[late])
 
     def late(self, now: float, correction: float) -> Request | None:
-        """The waiting request of the earliest deadline that has no slack left, and shares no prefill that still runs."""
+        """Return the waiting request with the earliest deadline among those without slack.
+
+        Requests that wait for a prefill that they will share do not count.
+        """
         rows = len(self.requests)
         late = self._deadline[:rows] - self._remaining[:rows] * correction < now
         late &= self._lane[:rows] == NOWHERE
@@ -325,18 +335,18 @@ class Candidates:
         return self._earliest(late.nonzero()[0])
 
     def _earliest(self, rows: Ints) -> Request | None:
-        """The one of `rows` with the earliest deadline."""
+        """Return the request of `rows` with the earliest deadline."""
         if not len(rows):
             return None
         order = np.lexsort((self._tie[rows], self._deadline[rows]))
         return self.requests[int(rows[order[0]])]
 
     def _without(self, room: Room) -> Bools:
-        """Rows that want more than is free."""
+        """Return flags of the rows that want more KV than is free."""
         rows = len(self.requests)
         wanted = self._wanted[:rows]
         found: Bools
-        if self._most_wanted <= room.of_one_lane:  # as long as KV is not short
+        if self._most_wanted <= room.of_one_lane:  # KV is not short
             found = np.zeros(rows, dtype=np.bool_)
         else:
             found = wanted > room.of_one_lane

@@ -14,7 +14,7 @@ from medha.wire.messages import RankReady
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """What the controller must know to decide; nothing in it changes while an epoch lasts."""
+    """The settings that the controller needs for its decisions; they do not change during an epoch."""
 
     topology: Topology
     scheduling: SchedulingSpec
@@ -24,26 +24,29 @@ class ReplicaConfig:
     block_size_tokens: int
     kv_blocks: int  # of one lane
     long_threshold_tokens: int  # KV length from which a request is long
-    tokens_per_lane: int = TOKENS_PER_LANE  # of one request's prompt, before the next lane joins
+    tokens_per_lane: int = TOKENS_PER_LANE  # prompt tokens of one request, before the next lane joins
     prefix_caching: bool = True
     context_parallel: ContextParallel | None = None  # None: owner-compute
 
     @property
     def kv_tokens(self) -> int:
-        """Of one lane."""
+        """Tokens that the KV pool of one lane holds."""
         return self.kv_blocks * self.block_size_tokens
 
     @property
     def pool_tokens(self) -> int:
-        """Of all lanes together."""
+        """Tokens that the KV pools of all lanes hold together."""
         return self.topology.kv * self.kv_tokens
 
 
 def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
-    """Settings of a replica whose smallest rank reported `ready`.
+    """Derive the settings of a replica whose smallest rank reported `ready`.
 
-    A request counts as long where attention FLOPs pass linear FLOPs, unless the manifest says otherwise:
-    from there on the time of a chunk is governed by the context and not by the chunk (DESIGN §5).
+    Unless the manifest sets a threshold, a request is long from the KV length at which attention FLOPs exceed
+    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk (DESIGN §5).
+
+    Raises:
+        ConfigInvalid: `maxChunkTokens` is below `minChunkTokens`.
     """
     topology = Topology(spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv)
     crossover = int(ready.linear_flops_per_token / max(ready.attention_flops_per_pair, 1e-9))
@@ -68,14 +71,12 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
 
 
 def _context_parallel(spec: MedhaReplicaSpec, topology: Topology, ready: RankReady) -> ContextParallel | None:
-    """How lanes prefill together, by what a rank has measured."""
+    """Return how lanes prefill together, from a rank's measurements; None for owner-compute or one lane."""
     strategy = spec.scheduling.prefill_strategy
     if strategy == "ownerCompute" or topology.kv == 1:
         return None
     rate = 0.0
-    if (
-        ready.profile.attention_seconds_per_pair > 0
-    ):  # that a rank takes for its share of the layers and heads
+    if ready.profile.attention_seconds_per_pair > 0:  # measured for a rank's share of the layers and heads
         share = ready.attention_flops_per_pair / (topology.stream * topology.tensor)
         rate = share / ready.profile.attention_seconds_per_pair
     costs = RingCosts(

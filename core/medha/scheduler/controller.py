@@ -4,25 +4,28 @@ The controller is a state machine over messages. It owns no socket, no thread an
 it in real time, the simulator under a virtual clock, and a recorded list of (time, event) fed to a fresh
 controller gives the same commands again.
 
-How a request moves::
+The life of a request::
 
     Submit -> waiting -> admitted: holds KV, prefills, decodes -> ended -> released
                   \\                                            /
                    `---------------- Cancel -----------------'
 
-* `StageFree` and `Done` are two events. A step leaves stage 0 long before it leaves the last stage, and the next
-  chunk of the same prompt may enter as soon as stage 0 is free; so `dispatched` moves when a step is launched and
-  `computed` when it is done.
-* The ledgers are changed only when a step is launched (grows, admits) or a request has left the pipeline (releases),
-  and each change rides on the next step, in the order that the ranks replay it. Every rank of every lane sees every
-  step, so that all ledgers see all changes in one order; it computes only the steps that name its lane.
-* A request that ends while a step with it is in flight waits in quarantine: its blocks are not reused before then.
-* With one stage, ranks would wait for the controller between two steps. Where no prefill could take part in the next one,
-  decodes go ahead: it is launched before the tokens that it begins with are drawn. What a sequence that has drawn its stop
-  token computes beyond it is dropped.
+* `StageFree` and `Done` are two events. A step leaves stage 0 long before it leaves the last stage, and the
+  next chunk of the same prompt may enter as soon as stage 0 is free. So `dispatched` moves when a step is
+  launched and `computed` when it is done.
+* The ledgers change only when a step is launched (grows, admits) or a request has left the pipeline
+  (releases). Each change is sent with the next step, in the order in which the ranks replay it. Every rank of
+  every lane receives every step, so all ledgers see all changes in one order. A rank computes only the steps
+  that name its lane.
+* A request that ends while a step with it is in flight waits in quarantine: its blocks are reused only after
+  that step.
+* With one stage, ranks would wait for the controller between two steps. If no prefill could take part in the
+  next step, decodes *go ahead*: the step is launched before the tokens that it starts from are sampled.
+  Anything that a sequence computes beyond its stop token is dropped.
 
-The parts: `validation` says what a request is entitled to, `requests` knows who is here, `candidates` is the table of prefills, `order`
-orders them, `admission` gives KV, `lanes` knows what can take a step, and `step_builder` fills it with the `packer`.
+The parts: `validation` checks a request and derives its limits, `requests` keeps the requests,
+`candidates` holds the prefills, `order` sorts them, `admission` gives KV, `lanes` tracks which lanes can
+take a step, and `step_builder` fills the step with the `packer`.
 """
 
 from __future__ import annotations
@@ -64,14 +67,17 @@ from medha.wire.messages import (
 from medha.wire.quick import new_emit, new_step
 
 STATE_HASH_EVERY_STEPS = 31
-"""Odd, so that a hash seldom falls on a decision that looks at far dues as well, which is one in eight (`guarded`)."""
+"""Steps between state hashes. Odd, so that hashes seldom coincide with `guarded`'s far decisions (1 in 8)."""
 SHORT_STEP = 0.025
-"""Of the strictest floor of TTFT targets: by so much a step that goes ahead at once may keep an arrival waiting."""
+"""Longest step behind which decodes go ahead at once, as a share of the strictest TTFT floor.
+
+It bounds how long the step launched ahead keeps a new arrival waiting.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a replica tells routers of itself, and exports as gauges."""
+    """The load that a replica announces to routers and exports as gauges."""
 
     running: int
     waiting: int
@@ -82,7 +88,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Launched:
-    """A step in flight, and whom it computes."""
+    """A step in flight, and the requests that it computes."""
 
     step: Step
     filling: Filling
@@ -94,7 +100,7 @@ class ReplicaController:
     def __init__(
         self, config: ReplicaConfig, profile: StepProfile | Profile | Predictor, epoch: int = 0
     ) -> None:
-        """A controller that knows no request; after a lost rank, a new one with the next `epoch` takes its place."""
+        """Start without requests. After a rank is lost, a new controller with the next `epoch` takes over."""
         self.config = config
         self.epoch = epoch
         self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
@@ -112,7 +118,7 @@ class ReplicaController:
         self._draining = False
         self._next_step_id = 0
 
-    # --- what others may read -----------------------------------------------------------------------
+    # --- read-only state ----------------------------------------------------------------------------
 
     @property
     def draining(self) -> bool:
@@ -120,13 +126,13 @@ class ReplicaController:
 
     @property
     def idle(self) -> bool:
-        """Nothing waits, runs, or is still to be told to the ranks."""
+        """True if no request waits or runs, no step is in flight, and nothing is to be sent to the ranks."""
         roster = self._roster
         return not (roster.waiting or roster.running or self._in_flight or self._has_news)
 
     @property
     def _has_news(self) -> bool:
-        """Ranks are still to be told of something that has ended, or can be shared."""
+        """True if ranks have yet to receive releases, cache insertions, or prompts to forget."""
         return bool(self._roster.forgets) or self._pools.has_news
 
     @property
@@ -136,24 +142,24 @@ class ReplicaController:
 
     @property
     def ledger(self) -> BlockLedger:
-        """Of lane 0."""
+        """The ledger of lane 0."""
         return self._pools.ledger(0)
 
     def knows_prompt(self, prompt: str) -> bool:
-        """Whether a request here names this prompt."""
+        """Return whether a request here names this prompt."""
         return prompt in self._roster.prompts
 
     def requests(self) -> Iterable[Request]:
-        """Every request known here, waiting ones first."""
+        """Return every request known here, waiting ones first."""
         return [*self._roster.waiting.values(), *self._roster.running.values()]
 
     def find(self, request_id: str) -> Request | None:
-        """The request of this id, if it is here."""
+        """Return the request with this id, if it is here."""
         return self._roster.find(request_id)
 
     @property
     def lanes(self) -> Lanes:
-        """The lanes, to be looked at: only the controller changes them."""
+        """The lanes, read-only: only the controller changes them."""
         return self._lanes
 
     @property
@@ -162,13 +168,13 @@ class ReplicaController:
         return [launched.step for launched in self._in_flight.values()]
 
     def packed(self, step: Step) -> Packed:
-        """How a step in flight was filled."""
+        """Return how a step in flight was filled."""
         return self._in_flight[step.step_id].filling.packed
 
     def due(self, request: Request) -> float:
-        """When the first token of a request is due, on the clock of `now`.
+        """Return the time at which the first token of a request is due, on the clock of `now`.
 
-        Its deadline; later while it is given up (`medha.scheduler.guarded`), which is then what it was promised instead.
+        This is its deadline, or its revised deadline while it is demoted (`medha.scheduler.guarded`).
         """
         return self._candidates.due(request)
 
@@ -182,20 +188,20 @@ class ReplicaController:
         )
 
     def slack_seconds(self, request: Request, now: float) -> float:
-        """Deadline - now - remaining work, of a request that has not finished its prefill."""
+        """Return deadline - now - remaining work of a request that has not finished its prefill."""
         return request.deadline - now - self._remaining_seconds(request)
 
     def relative_slack(self, request: Request, now: float) -> float:
-        """rho of a request that has not finished its prefill."""
+        """Return rho of a request that has not finished its prefill."""
         return request.relative_slack(self._remaining_seconds(request), now)
 
     def _remaining_seconds(self, request: Request) -> float:
         return self._candidates.remaining_seconds(request) * self.predictor.correction
 
-    # --- the one entry ------------------------------------------------------------------------------
+    # --- entry point --------------------------------------------------------------------------------
 
     def handle(self, event: ControllerEvent, now: float) -> list[ControllerCommand]:
-        """Take one event at `now` (seconds, any monotonic origin); return what is to be done, in order."""
+        """Process an event at `now` (seconds, any monotonic origin) and return the commands, in order."""
         commands: list[ControllerCommand] = []
         match event:
             case StageFree():
@@ -209,7 +215,7 @@ class ReplicaController:
             case Drain():
                 self._draining = True
         for lanes in self._lanes.coupled:
-            # A launch may couple lanes that come later; they move together from the next event on.
+            # A launch may couple lanes that come later here; they move together from the next event on.
             if lanes in self._lanes.coupled and self._lanes.take_step(lanes):
                 commands += self._launch(lanes, now)
             if lanes in self._lanes.coupled and self._go_ahead(lanes):
@@ -217,12 +223,17 @@ class ReplicaController:
         return commands
 
     def _go_ahead(self, lanes: tuple[int, ...]) -> bool:
-        """Let the decodes of `lanes` go into a step before the last one has drawn their tokens, if they can; whether they do.
+        """Let the decodes of `lanes` go ahead if they can: into a step before the last samples their tokens.
 
-        Not where a prefill might take part in it: which one may depend on who ends, or can be shared, in the one before. Nor
-        behind a prefill: whose first token it draws would have to wait for the step after the next. Who arrives meanwhile
-        waits for both; so where steps are long, it is not launched before all that is left of the one before is the drawing.
-        Nor does anybody go ahead while KV is looked for, or while who waits can have the place of one that ends.
+        Return whether any does. They do not:
+
+        * if a prefill might take part in the step: the choice of prefill may depend on which requests end, or
+          become shareable, in the step before;
+        * behind a step with a prefill: its request, whose first token is sampled there, would have to wait
+          for the step after the next;
+        * if the step before is long and still in stage 0: a request that arrives meanwhile waits for both
+          steps, so a long one must have nothing left but the sampling;
+        * while a decode lacks KV, or while a waiting request can take the place of one that ends.
         """
         if self._roster.prefills or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
@@ -247,7 +258,7 @@ class ReplicaController:
         return bool(going)
 
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
-        """Launch a step on `lanes` if there is something to compute or to tell the ranks."""
+        """Launch a step on `lanes` if there is something to compute or to send to the ranks."""
         if not (len(self._candidates) or self._lanes.decode(lanes) or self._has_news):
             self._filler.rested(lanes)
             return []
@@ -265,7 +276,7 @@ class ReplicaController:
         self._in_flight[step.step_id] = _Launched(step, filling)
         for lane in lanes:
             self._lanes[lane].launched(step.step_id, step.predicted_seconds)
-        # Not before: ranks apply a step's releases first, so that these have to ride on a later one.
+        # Only now: ranks apply a step's releases first, so these must be sent with a later step.
         for request in exhausted:
             self._end(request)
         return [*ends, step]
@@ -273,7 +284,7 @@ class ReplicaController:
     def _new_step(
         self, lanes: tuple[int, ...], filling: Filling, grows: list[Grow], admits: list[Admit]
     ) -> Step:
-        """The next step, with all that ranks are still to be told."""
+        """Build the next step, with all pending messages to the ranks."""
         hashes: tuple[int, ...] = ()
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = self._pools.state_hashes()
@@ -296,9 +307,10 @@ class ReplicaController:
         return step
 
     def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request]]:
-        """Let requests that have used up their KV grow on; name one for which none is left.
+        """Grow the KV of requests that have used it up; return the grows, and requests that must end instead.
 
-        The others that find none wait for the blocks of that one, or of those in quarantine.
+        At most one request per lane must end. The others without KV wait for its blocks, or for those of
+        requests in quarantine.
         """
         grows: list[Grow] = []
         exhausted: list[Request] = []
@@ -320,16 +332,17 @@ class ReplicaController:
         return grows, exhausted
 
     def _admit_late(self, now: float) -> list[Admit]:
-        """Let the claimant in as soon as there is room for it, and find the next one.
+        """Admit the claimant as soon as there is room for it; if there is none, choose one first.
 
-        One that lacks no KV claims what it wants all the same if it is its turn to have a place.
+        A late request that lacks no KV also becomes the claimant if late requests are owed a place
+        (`owes_place`).
         """
         admits: list[Admit] = []
         if not self._roster.waiting or self._roster.is_full:
             return admits
         claimant = self._admission.claimant
         if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
-            self._admission.withdraw(claimant)  # it will share that prefill, and lacks no KV until then
+            self._admission.withdraw(claimant)  # it will share that prefill and needs no KV until then
             claimant = None
         if claimant is None:
             room, correction = self._admission.free_room(), self.predictor.correction
@@ -345,7 +358,7 @@ class ReplicaController:
         self._filler.admit(claimant, admits)
         return admits
 
-    # --- requests come and go -----------------------------------------------------------------------
+    # --- arrivals, cancellations, ends --------------------------------------------------------------
 
     def _submit(self, submit: Submit, now: float) -> list[ControllerCommand]:
         refusal = self._roster.refusal(submit)
@@ -353,7 +366,7 @@ class ReplicaController:
             refusal = ("draining", "the replica is stopping")
         if refusal is not None:
             return [Refused(submit.id, *refusal)]
-        if submit.tokens >= validation.limit_tokens(self.config, submit):  # resumed with nothing left to draw
+        if submit.tokens >= validation.limit_tokens(self.config, submit):  # resumed, nothing left to sample
             return [Emit(id=submit.id, tokens=(), finish_reason="length")]
         self._roster.arrive(submit, now)
         return []
@@ -369,7 +382,7 @@ class ReplicaController:
             self._end(request)
 
     def _stop(self, request: Request) -> None:
-        """No more steps for a running request; its KV waits in quarantine."""
+        """Give a running request no more steps; its KV waits in quarantine."""
         request.ended = True
         for lane in request.held_lanes:
             self._lanes[lane].quarantined += 1
@@ -379,7 +392,7 @@ class ReplicaController:
         self._roster.stop(request)
 
     def _end(self, request: Request) -> None:
-        """No more steps for it; its KV is free once no step in flight has it."""
+        """Give a running request no more steps, and release its KV once it is in no step in flight."""
         if not request.ended:
             self._stop(request)
         if request.steps_in_flight == 0:
@@ -388,7 +401,7 @@ class ReplicaController:
             self._admission.release(request)
             self._roster.leave(request)
 
-    # --- a step moves through the pipeline ----------------------------------------------------------
+    # --- progress of steps --------------------------------------------------------------------------
 
     def _stage_free(self, stage_free: StageFree) -> None:
         launched = self._in_flight.get(stage_free.step_id)
@@ -426,14 +439,14 @@ class ReplicaController:
         return commands
 
     def _prefill_done(self, request: Request) -> None:
-        """A chunk is computed: its whole blocks may be shared, and its whole prompt forked."""
+        """Record a computed chunk: its whole blocks can be shared, and a complete prompt can be forked."""
         self._pools.computed(request.id, request.computed)
         self._roster.computed(request)
 
     def _take_sample(self, sample: Sample) -> Emit | None:
         request = self._roster.running[sample.id]
         if request.ended:
-            return None  # cancelled while the step ran, or drawn behind its end
+            return None  # cancelled while the step ran, or sampled beyond its end
         went_ahead, request.goes_ahead = request.goes_ahead, False
         request.length += not went_ahead
         finish_reason = sample.finish_reason

@@ -1,13 +1,16 @@
-"""The policy `guarded`: keep every deadline that can still be kept, and never leave the others behind.
+"""The policy `guarded`: meet every deadline that can still be met, and starve no request that misses its own.
 
-Every request has a *due* time, and the order is by due time. At first that is its deadline. All dues can be met when,
-for each, the work due until then fits before it. When an arrival (or a step that took longer than predicted) makes
-that impossible, the request with most remaining work among those whose removal helps is *given up*: its due moves
-from the deadline to a *promise*, the time at which it would end if those given up had a share of the server to
-themselves, in the order of being given up. A promise binds like a deadline, and is never given up.
+Every request has a *due* time, and requests are ordered by it. At first it is the deadline. All due times can
+be met if, for each of them, the work due by then fits before it. When an arrival, or a step that took longer
+than predicted, makes that impossible, the policy *demotes* (`given_up`) the request with the most remaining
+work among those whose removal helps. A demoted request is due at a *revised deadline* (`promise`): the time
+at which it would end if the demoted requests had a share of the server to themselves, in the order of
+demotion. A revised deadline binds like a deadline, and a request that is due at one is never demoted.
 
-With the largest gone the most others are on time (J. M. Moore, Management Science 15, 1968). docs/scheduling.md says
-what is promised to whom, with proofs and measured figures.
+Demoting the largest request leaves the most others on time (J. M. Moore, Management Science 15, 1968).
+docs/scheduling.md states the guarantees, with proofs and measured figures.
+
+In names, `late` means demoted and `kept` not demoted. A *place* is an index into the order by due time.
 """
 
 from __future__ import annotations
@@ -22,65 +25,68 @@ import numpy as np
 from medha.scheduler.policy import Bools, Columns, Floats, Ints
 
 _EPSILON_SECONDS = 1e-6
-"""Differences of absolute times and sums of work are not exact."""
-_SINGLE_ROUNDS = 8
-_FAR_ROUNDS = 2  # of one decision, for dues behind the near rows: each goes over all rows
-_RETURNS = 4
-_MOST_RETURNS = 16  # of one decision: when steps get faster there may be room for thousands, and the next decision is near
+"""Tolerance for rounding in differences of absolute times and in sums of work."""
+_SINGLE_ROUNDS = 8  # of one decision, which resolve the first violation; later rounds resolve the worst one
+_FAR_ROUNDS = 2  # of one decision, for violations beyond the near rows: each passes over all rows
+_RETURNS = 4  # demoted requests tried for each deadline that is restored
+# Most deadlines that one decision restores. When steps get faster there may be room for thousands; the next
+# decision, which follows soon, restores more.
+_MOST_RETURNS = 16
 _BATCH = 64
-_FIRST_BAD = 64  # places without room that are looked at before all of them are
+_FIRST_BAD = 64  # violations that are examined before all of them are
 
 
 @dataclass(frozen=True, slots=True)
 class GuardedSettings:
     given_up_share: float = 0.1
-    """Part of the server that bounds how long those given up wait: promised is (work ahead + own work) / share."""
+    """Share of the server that bounds how long demoted requests wait: (work ahead + own work) / share."""
     grace_seconds: float = 0.5
-    """Longest step. While nobody is given up, being late by less comes of steps and is no overload."""
+    """Longest step. While no request is demoted, lateness below it is an effect of steps and not overload."""
     lanes: int = 1
-    """Lanes that serve the rows side by side. With more than one what is promised is an estimate, and no proof."""
+    """Lanes that serve the rows in parallel. With more than one, revised deadlines are unproven estimates."""
     few_rows: int = 32
-    """So many are looked at one by one, all of them, which takes less time than arrays do. At most `near_rows`."""
+    """Most rows that a decision examines in a loop, which is then faster than arrays. At most `near_rows`."""
     near_rows: int = 1024
+    """Rows, due next, that every decision examines."""
     far_every_decisions: int = 8
-    """With more than the near rows, which are due next, the others are looked at in one of so many decisions."""
+    """Interval, in decisions, at which all rows are examined, if there are more than the near ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """When each request is due: the whole state of the policy, in arrays that `Guarded.order` brings up to date.
+    """The due times of all requests: the state of the policy, in arrays that `Guarded.order` updates.
 
-    They belong to the owner of the rows, who sets `due` to the deadline and `promise` to infinity when a row comes,
-    and keeps `by_due` sorted when rows come and go.
+    The arrays belong to the owner of the rows, which sets `due` to the deadline and `promise` to infinity
+    when it adds a row, and keeps `by_due` sorted as rows are added and removed.
     """
 
     due: Floats
-    """Absolute: the deadline, or the promise of one given up."""
+    """Absolute due times: deadlines, or revised deadlines of demoted requests."""
     promise: Floats
-    """Absolute; infinite for a request that has never been given up."""
+    """Absolute revised deadlines; infinite for requests that were never demoted."""
     by_due: Ints
-    """All rows, by due."""
+    """All rows, sorted by due time."""
 
 
 class Guarded:
-    """The order of prefills under `guarded`, of one plan. Deterministic: the same calls lead to the same decisions."""
+    """Orders the prefills of one plan under `guarded`. Deterministic: equal calls give equal decisions."""
 
     def __init__(self, settings: GuardedSettings) -> None:
         self.settings = settings
         self._space = _Space(0)
-        self._near_decisions = 0  # since all rows were looked at
-        self._far_left = False  # more far ones have to go than did in the last decision
-        self._any_late = False  # by the last look at all, or since
+        self._near_decisions = 0  # since all rows were examined
+        self._far_left = False  # the last decision left far violations to the next one
+        self._any_late = False  # a row was demoted when all were last examined, or since
 
     def order(self, columns: Columns, plan: Plan, now: float) -> Iterator[int]:
-        """Rows, most urgent first, after `plan` was brought up to date."""
+        """Update `plan` and return its rows, most urgent first."""
         first = self.first(columns, plan, now)
-        return _lazily(plan.by_due.copy(), first)  # the caller may move rows before it has read on
+        return _lazily(plan.by_due.copy(), first)  # the caller may move rows before it reads on
 
     def first(self, columns: Columns, plan: Plan, now: float, factor: float = 1.0) -> int | None:
-        """Bring `plan` up to date; the row that goes before all others, which follow by due. None: just by due.
+        """Update `plan` and return the row that precedes all others; None if the order is by due time alone.
 
-        Remaining work counts `factor` times.
+        The remaining work is multiplied by `factor`.
         """
         rows = len(plan.by_due)
         if not rows:
@@ -104,10 +110,11 @@ class Guarded:
     def _as_it_stands(
         self, columns: Columns, plan: Plan, now: float, factor: float
     ) -> tuple[bool, int | None]:
-        """Whether every due can be met and nobody be taken back, and the row that goes first then.
+        """Return whether the plan can stay as it is, and the row that then goes first.
 
-        As `_feasible` and `_cheap` find it, to the last digit, but in a fifth of the time for the few rows that most
-        decisions see. False where they have to look. Work is finite.
+        The plan stays if every due time can be met and no demoted row can get its deadline back. The result
+        is exactly that of `_feasible` and `_cheap`, in a fifth of the time for the few rows that most
+        decisions see. If it is False, those two must decide. All work is finite.
         """
         order: list[int] = plan.by_due.tolist()
         absolute: list[float] = plan.due.tolist()
@@ -120,7 +127,7 @@ class Guarded:
         due: list[float] = []
         done: list[float] = []
         room: list[float] = []
-        smallest, smallest_load = -1, 0.0  # place of the smallest given up
+        smallest, smallest_load = -1, 0.0  # of the demoted rows: place and load of the one with least work
         for place, row in enumerate(order):
             load = remaining[row] / self.settings.lanes
             due.append(absolute[row] - now)
@@ -137,14 +144,14 @@ class Guarded:
                 before = bisect_right(due, until)
                 ahead = done[before - 1] if before else 0.0
                 if load <= min(until - ahead, min(room[before:place], default=inf)):
-                    return False, None  # perhaps it can be taken back
+                    return False, None  # it might get its deadline back
         self._near_decisions, self._far_left, self._any_late = 0, False, smallest >= 0
         if smallest < 0 or smallest_load > self.settings.given_up_share * min(room[:smallest], default=inf):
             return True, None
         return True, order[smallest]
 
     def _feasible(self, view: _View) -> _View:
-        """Give up until every due can be met, then take back whom there is room for."""
+        """Demote requests until every due time can be met; if none need be, restore deadlines that fit."""
         rounds = far_rounds = 0
         self._far_left = False
         while len(bad := (view.room < -_EPSILON_SECONDS).nonzero()[0]):
@@ -156,22 +163,22 @@ class Guarded:
             elif (missed := view.missed(bad, late)) is not None and view.is_broken(missed):
                 view = self._renew(view)
             else:
-                worst = rounds >= _SINGLE_ROUNDS  # a flood: faster, and taken back if it was too many
+                worst = rounds >= _SINGLE_ROUNDS  # many violations: faster; excess demotions are undone later
                 point = self._worst_point(view, bad) if worst else self._first_point(view, bad, late)
                 if point is None:
                     break
                 far_rounds += point >= self.settings.near_rows
-                if far_rounds > _FAR_ROUNDS and not worst:  # the others can wait for the next decision
+                if far_rounds > _FAR_ROUNDS and not worst:  # the rest can wait for the next decision
                     self._far_left = True
                     break
                 view = self._give_up(view, _largest(view, point))
             rounds += 1
-        if rounds == 0 and view.any_late:  # if somebody had to go, there is hardly room for others
+        if rounds == 0 and view.any_late:  # a decision that demotes has hardly room to restore a deadline
             self._take_back(view)
         return view
 
     def _first_point(self, view: _View, bad: Ints, late: Bools) -> int | None:
-        """The first of `_points`, which is nearly always one of the first places without room."""
+        """Return the first of `_points`; it is nearly always among the first violations."""
         if not late[0]:
             return int(bad[0])
         if len(bad) > _FIRST_BAD:
@@ -182,20 +189,21 @@ class Guarded:
         return int(points[0]) if len(points) else None
 
     def _worst_point(self, view: _View, bad: Ints) -> int | None:
-        """The one of `_points` with the least room."""
+        """Return the one of `_points` with the least room."""
         points = self._points(view, bad)
         return int(points[np.argmin(view.room[points])]) if len(points) else None
 
     def _points(self, view: _View, bad: Ints) -> Ints:
-        """Those of the places without room for which somebody before them has to go.
+        """Return the places without room (`bad`) for which a request before them must be demoted.
 
-        A promise drives out nobody who is small against its own work while it can still be kept.
+        While a revised deadline can still be met, it demotes no request that is small compared with its own
+        work.
         """
         late = view.late[bad]
         if not late.any():
             return bad
         kept = (~view.late[: int(bad[-1]) + 1]).nonzero()[0]
-        # The most work of one who is kept until each place, behind a 0 for none: in overload few are kept.
+        # At index i: the largest load of the first i rows that are not demoted (few, under overload).
         most = np.concatenate(([0.0], np.maximum.accumulate(view.load[kept])))
         largest = most[kept.searchsorted(bad, side="right")]
         load = view.load[bad]
@@ -205,12 +213,13 @@ class Guarded:
         return bad[~late | ((largest > 0) & ~tolerated)]
 
     def _give_up(self, view: _View, places: Ints) -> _View:
-        """Move the dues of these to their promises. A promise once given stays, even if it was taken back since.
+        """Demote the requests at these places: their due times become their revised deadlines.
 
-        One whom the share alone would finish in time is promised to be hardly late: others have to go.
+        A revised deadline stays valid even if the deadline was restored meanwhile. A request that its share
+        alone would finish in time gets one just after its deadline, so that others must be demoted instead.
         """
         plan, rows = view.plan, view.plan.by_due[places]
-        if len(places) == 1:  # as nearly always; the same sums as below, without arrays
+        if len(places) == 1:  # nearly always; the same sums as below, without arrays
             place, row = int(places[0]), int(rows[0])
             promised = float(plan.promise[row])
             if isinf(promised):
@@ -230,7 +239,10 @@ class Guarded:
         return view.moved(places, plan.promise[rows])
 
     def _renew(self, view: _View) -> _View:
-        """Replace promises that those given up cannot keep even alone: steps took longer than predicted."""
+        """Replace revised deadlines that the demoted requests could not meet even if they ran alone.
+
+        This happens when steps took longer than predicted.
+        """
         late_load = np.multiply(view.load, view.late, out=view.scratch)
         alone = np.maximum(late_load.cumsum(), view.remaining)
         broken = (view.late & (alone > view.due + _EPSILON_SECONDS)).nonzero()[0]
@@ -239,7 +251,7 @@ class Guarded:
         return view.moved(broken, promise)
 
     def _take_back(self, view: _View) -> None:
-        """Give the smallest given up their deadlines again, as long as everybody else's due can still be met."""
+        """Restore the deadlines of the smallest demoted requests while all other due times can be met."""
         earliest = np.add(view.remaining, view.now, out=view.scratch)
         deadline = view.columns.deadline.take(view.by_due, out=view.spare, mode="clip")
         places = (view.late & (deadline >= earliest)).nonzero()[0]
@@ -260,7 +272,11 @@ class Guarded:
                 places[(places > place) & (places <= to)] -= 1
 
     def _cheap(self, view: _View) -> int | None:
-        """The place of the smallest given up, if it may go first: that costs those before it next to nothing."""
+        """Return the place of the smallest demoted request if it may go first, else None.
+
+        It may if its load is at most `given_up_share` of the room of every request before it, so that it
+        costs them next to nothing.
+        """
         if not view.any_late:
             return None
         np.copyto(view.scratch, view.remaining)
@@ -271,19 +287,19 @@ class Guarded:
 
 
 def _largest(view: _View, point: int) -> Ints:
-    """Places of the kept with most work that are due until `point`: so many that its due can be met."""
+    """Return the places with most work up to `point`, as many as must be demoted to meet its due time."""
     kept = (~view.late[: point + 1]).nonzero()[0]
     load = view.load[kept]
     wanted = -view.room[point] - _EPSILON_SECONDS
     largest = load.argmax()
-    if load[largest] >= wanted:  # one is enough, as nearly always, and need not be found by sorting
+    if load[largest] >= wanted:  # nearly always: one is enough, and no sort is needed
         return kept[largest : largest + 1]
     kept = kept[np.argsort(-load, kind="stable")]
     return kept[: int(view.load[kept].cumsum().searchsorted(wanted)) + 1]
 
 
 def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
-    """Rows one by one, `first` before all others."""
+    """Yield rows one by one, `first` before all others."""
     if first is not None:
         yield first
         rows = rows[rows != first]
@@ -292,9 +308,9 @@ def _lazily(rows: Ints, first: int | None = None) -> Iterator[int]:
 
 
 class _Space:
-    """Arrays that one view after the other is written into.
+    """Preallocated arrays that successive views write into.
 
-    New arrays of thousands of rows come from the system page by page, which takes longer than to fill them.
+    The system provides new arrays of thousands of rows page by page, which takes longer than filling them.
     """
 
     def __init__(self, rows: int) -> None:
@@ -305,7 +321,7 @@ class _Space:
 
 
 class _View:
-    """Columns in the order of dues (a *place* is an index into them), times counted from now."""
+    """Columns sorted by due time (a *place* is an index into them), with times relative to now."""
 
     def __init__(
         self,
@@ -318,16 +334,16 @@ class _View:
         rows: int,
         any_late: bool,
     ) -> None:
-        """Of the first `rows` by due; `any_late`: one of the others is given up."""
+        """View the first `rows` rows by due time; `any_late`: one of the others is demoted."""
         self.columns, self.plan, self.now, self.factor = columns, plan, now, factor
         self.settings, self.space = settings, space
         self.by_due: Ints = plan.by_due[:rows]
         by_due = self.by_due
         due, remaining, load, done, room, scratch, spare = [column[:rows] for column in space.columns]
         self.scratch: Floats = scratch
-        """For results that are not kept."""
+        """Buffer for temporary results."""
         self.spare: Floats = spare
-        """The same."""
+        """A second buffer for temporary results."""
         plan.due.take(by_due, out=due, mode="clip")  # any mode but "raise" writes straight into `out`
         columns.remaining_seconds.take(by_due, out=remaining, mode="clip")
         remaining *= factor
@@ -335,21 +351,21 @@ class _View:
         self.load: Floats = (
             remaining if settings.lanes == 1 else np.divide(remaining, settings.lanes, out=load)
         )
-        """What it takes of all lanes together: of one lane, the same array as `remaining`."""
+        """Seconds of all lanes together that each row takes; with one lane, the same array as `remaining`."""
         deadline = columns.deadline.take(by_due, out=spare, mode="clip")
         self.late: Bools = np.greater(due, deadline, out=space.late[:rows])
-        """Given up."""
+        """Flags of demoted rows."""
         self.any_late = any_late or bool(self.late.any())
         self.grace = 0.0 if self.any_late else settings.grace_seconds
         self.due: Floats = np.subtract(due, now, out=due)
         self.done: Floats = self.load.cumsum(out=done)
-        """When it and all before it can be done."""
+        """Time at which each row and all before it can be done."""
         self.room: Floats = room
-        """By how much it may be delayed."""
+        """Seconds by which each row may be delayed; negative where its due time cannot be met."""
         self._find_rooms(0, rows)
 
     def kept(self) -> Ints:
-        """Places of those that are not given up: in overload few."""
+        """Return the places of rows that are not demoted; under overload these are few."""
         return (~self.late).nonzero()[0]
 
     def _find_rooms(self, first: int, stop: int) -> None:
@@ -361,16 +377,19 @@ class _View:
         if not self.any_late:
             room += self.grace
             return
-        # A promise keeps its own work once more as a margin, which only small requests may use.
+        # A revised deadline keeps a margin of the request's own work, which only small requests may use.
         kept = (~self.late[first:stop]).nonzero()[0]
         room -= load
         room[kept] = due[kept] - ends[kept]
 
     def missed(self, bad: Ints, late: Bools) -> int | None:
-        """The first of the places `bad` whose promise cannot be kept, even without its margin; `late` are given up."""
+        """Return the first of the places `bad` whose revised deadline cannot be met even without its margin.
+
+        `late` flags the demoted ones among `bad`. None if there is no such place.
+        """
         if not self.any_late:
             return None
-        for looked_at in (_FIRST_BAD, len(bad)):  # it is nearly always among the first
+        for looked_at in (_FIRST_BAD, len(bad)):  # nearly always among the first
             places = bad[:looked_at]
             found = places[late[:looked_at] & (self.room[places] + self.load[places] < -_EPSILON_SECONDS)]
             if len(found):
@@ -378,10 +397,11 @@ class _View:
         return None
 
     def is_broken(self, place: int) -> bool:
-        """Whether the given up until there would be done only behind its due, even without the kept.
+        """Return whether the demoted rows up to `place` would miss its due time even without all other rows.
 
-        The sum in order is what counts. A plain one is found in a tenth of the time, and says the same unless it comes
-        so near that rounding decides: both differ from the true sum by less than `len` roundings of it.
+        The cumulative sum, in order, decides. A plain sum takes a tenth of the time and gives the same answer
+        unless it is so near that rounding decides: both differ from the true sum by less than `len` roundings
+        of it.
         """
         until = slice(place + 1)
         loads = np.multiply(self.load[until], self.late[until], out=self.scratch[until])
@@ -392,18 +412,18 @@ class _View:
         return max(total, own) > latest
 
     def promised_seconds(self) -> float:
-        """The load of all rows that have a promise, be it that they are not given up any more."""
+        """Return the load of all rows that have a revised deadline, even if their deadline was restored."""
         plan = self.plan
         has_one = np.isfinite(plan.promise)
         work = np.multiply(self.columns.remaining_seconds, has_one, out=self.space.all_rows[: len(has_one)])
         return float(work.sum()) * self.factor / self.settings.lanes
 
     def deadline_of(self, place: int) -> float:
-        """Absolute."""
+        """Return the absolute deadline of the request at `place`."""
         return float(self.columns.deadline[self.plan.by_due[place]])
 
     def can_be_in_time(self, place: int) -> bool:
-        """Whether one that was given up can get its deadline again, and everybody else's due still be met."""
+        """Return whether a demoted request can get its deadline back and all other due times still be met."""
         until = self.deadline_of(place) - self.now
         before = int(self.due.searchsorted(until, side="right"))
         ahead = self.done[before - 1] if before else 0.0
@@ -411,13 +431,13 @@ class _View:
         return bool(self.load[place] <= min(until - ahead, room))
 
     def moved(self, places: Ints, dues: Floats) -> _View:
-        """The view after the requests at these places have got other dues."""
+        """Give the requests at these places other due times and return the resulting view."""
         if len(places) == 1:
             return self.moved_one(int(places[0]), float(dues[0]))
         return self._sorted_in(places, dues)
 
     def moved_one(self, place: int, due: float) -> _View:
-        """The view after the request at `place` has got another due, which is its promise."""
+        """Make the revised deadline of the request at `place` its due time and return the resulting view."""
         if not self.any_late:
             return self._sorted_in(np.array([place]), np.array([due]))
         self.move(place, due)
@@ -437,9 +457,9 @@ class _View:
         )
 
     def move(self, place: int, due: float) -> int:
-        """Give the request at `place`, which has a promise, another due, and sort it in; the rest of the view follows.
+        """Give the request at `place`, which has a revised deadline, another due time; the view stays sorted.
 
-        Returns its new place, unless that is behind the view.
+        Return its new place; the length of the view if it left the view.
         """
         row = int(self.plan.by_due[place])
         self.plan.due[row] = due
@@ -473,7 +493,7 @@ class _View:
         return to
 
     def _leave(self, place: int, due: float) -> None:
-        """The request at `place` is due behind the view now."""
+        """Remove the request at `place`, which is now due after all rows of the view."""
         order, last, own = self.plan.by_due, len(self.due) - 1, float(self.load[place])
         to = int(self.plan.due.searchsorted(due, side="right", sorter=order)) - 1
         row = order[place]
@@ -492,7 +512,7 @@ class _View:
             self.room[place:] += own
 
     def _cut(self, rows: int) -> None:
-        """See only so many."""
+        """Shrink the view to its first `rows` rows."""
         self.by_due, self.due, self.late = self.by_due[:rows], self.due[:rows], self.late[:rows]
         self.load = self.remaining[:rows] if self.load is self.remaining else self.load[:rows]
         self.remaining = self.load if self.settings.lanes == 1 else self.remaining[:rows]

@@ -1,8 +1,8 @@
 """The lanes of a replica: which of them can take a step now, which move together, and what decodes on each.
 
-Lanes that share a running request are *coupled*: one step names all of them, in lock-step. A lane joins a request
-only once KV of the request is to be written there, so a long prefill begins on one lane and couples one more each
-time that it passes a shard. Lanes that share nothing step independently.
+Lanes that share a running request are *coupled*: they run the same steps in lock step. A lane joins a request
+only once KV of the request is to be written there, so a long prefill begins on one lane and couples another
+one each time that it enters a new shard. Lanes that share nothing step independently.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ from medha.scheduler.request import Request
 
 @dataclass(slots=True)
 class Decodes:
-    """The decodes of one lane, kept so that the packer need not look at each.
+    """The decodes of one lane, aggregated so that the packer need not examine each.
 
-    `runnable` have their next token to compute; of those that lie on this lane alone, the KV is summed. Targets count
-    every decode that is running, also those whose token is in flight: they wait for this step just the same.
+    Requests in `runnable` have a next token to compute. The KV of those that lie on this lane alone is
+    summed. Targets count every running decode, also those whose token is in flight: they wait for this step
+    just the same.
     """
 
     runnable: list[Request] = field(default_factory=list)
-    contexts_tokens: int = 0  # KV before the tokens that runnable ones compute, without the spread ones
-    spread: list[Request] = field(default_factory=list)  # runnable ones whose KV lies on several lanes
-    starved: list[Request] = field(default_factory=list)  # have used up their KV
+    contexts_tokens: int = 0  # KV before the tokens that runnable requests compute, without the spread ones
+    spread: list[Request] = field(default_factory=list)  # runnable requests whose KV lies on several lanes
+    starved: list[Request] = field(default_factory=list)  # requests that have used up their KV
     _targets: dict[tuple[float, float], int] = field(default_factory=dict)
     targets: DecodeTargets | None = None
     """The tightest targets; None if nothing decodes."""
 
     def begin(self, request: Request) -> None:
-        """A request has drawn its first token."""
+        """Add the targets of a request that got its first token."""
         target = (request.targets.tpot_seconds, request.targets.fair_tpot_seconds)
         self._targets[target] = self._targets.get(target, 0) + 1
         if self._targets[target] == 1:
             self._tighten()
 
     def end(self, request: Request) -> None:
-        """A decoding request has ended."""
+        """Remove a decoding request that has ended."""
         target = (request.targets.tpot_seconds, request.targets.fair_tpot_seconds)
         self._targets[target] -= 1
         if self._targets[target] == 0:
@@ -51,7 +52,7 @@ class Decodes:
                     self._leave(request)
 
     def add(self, request: Request) -> None:
-        """Its next token may be computed, once there is KV for it."""
+        """Add a request whose next token may be computed, once there is KV for it."""
         if request.length > request.reserved_tokens:
             self.starved.append(request)
             return
@@ -62,7 +63,7 @@ class Decodes:
             self.contexts_tokens += request.dispatched
 
     def take(self, lanes: Sequence[int]) -> list[Request]:
-        """All runnable ones, which go into a step of `lanes` now; one that has just grown to another lane stays."""
+        """Take all runnable requests into a step of `lanes`; any that just grew to another lane stays."""
         taken, stay = self.runnable, [one for one in self.spread if not one.runs_on(lanes)]
         if stay:
             taken = [request for request in taken if request not in stay]
@@ -76,7 +77,7 @@ class Decodes:
             self.contexts_tokens -= request.dispatched
 
     def put_into(self, batch: Batch, lane: int, lanes: Sequence[int]) -> None:
-        """Let a step of `lanes` hold the runnable ones of `lane`."""
+        """Add the runnable requests of `lane` to a step of `lanes`."""
         alone = len(self.runnable) - len(self.spread)
         if alone:
             batch.add_decodes(lane, self.contexts_tokens, alone)
@@ -93,7 +94,7 @@ class Decodes:
 
 @dataclass(slots=True)
 class Lane:
-    """One lane, as the controller sees it."""
+    """The controller's view of a lane."""
 
     index: int
     stages: int
@@ -101,11 +102,11 @@ class Lane:
     newest_step: int = -1
     in_flight_seconds: dict[int, float] = field(default_factory=dict)  # predicted, by step
     decodes: Decodes = field(default_factory=Decodes)
-    quarantined: int = 0  # ended requests that a step in flight still has
+    quarantined: int = 0  # ended requests that are still in a step in flight
 
     @property
     def takes_step(self) -> bool:
-        """Stage 0 is free, and the pipeline is not full."""
+        """True if stage 0 is free and the pipeline is not full."""
         return self.stage_free and len(self.in_flight_seconds) < self.stages
 
     def launched(self, step_id: int, predicted_seconds: float) -> None:
@@ -114,7 +115,10 @@ class Lane:
         self.stage_free = False
 
     def left_stage_0(self, step_id: int) -> None:
-        """Done may overtake it on another link: only the newest step says that stage 0 is free."""
+        """Mark stage 0 as free if this is the newest step.
+
+        An older step's `StageFree` may arrive late: its `Done` can overtake it on another link.
+        """
         if step_id == self.newest_step:
             self.stage_free = True
 
@@ -129,7 +133,7 @@ class Lanes:
 
     def __init__(self, lanes: int, stages: int) -> None:
         self._lanes = [Lane(index, stages) for index in range(lanes)]
-        self._spread: dict[str, Request] = {}  # running requests on several lanes
+        self._spread: dict[str, Request] = {}  # running requests whose KV lies on several lanes
         self.coupled = coupled(lanes, ())
         """The partition of lanes into sets that move together."""
 
@@ -143,14 +147,14 @@ class Lanes:
         return len(self._lanes)
 
     def take_step(self, lanes: Sequence[int]) -> bool:
-        """Whether each of `lanes` can take a step."""
+        """Return whether each of `lanes` can take a step."""
         for lane in lanes:  # noqa: SIM110 - a generator takes longer
             if not self._lanes[lane].takes_step:
                 return False
         return True
 
     def lone_step(self, lanes: Sequence[int]) -> int | None:
-        """The step that `lanes` run, if that is one of all of them, on a single stage, with none behind it."""
+        """Return the only step in flight on `lanes` if all of them run it, on a single stage; else None."""
         newest = self._lanes[lanes[0]].newest_step
         for lane in lanes:
             here = self._lanes[lane]
@@ -159,11 +163,11 @@ class Lanes:
         return newest
 
     def are_free(self, lanes: Sequence[int]) -> bool:
-        """Whether stage 0 of each of `lanes` is free."""
+        """Return whether stage 0 of each of `lanes` is free."""
         return all(self._lanes[lane].stage_free for lane in lanes)
 
     def decode(self, lanes: Sequence[int]) -> bool:
-        """Whether something on `lanes` has a token to compute, be it that KV for it is still to be found."""
+        """Return whether a request on `lanes` has a token to compute, even if it still lacks KV for it."""
         for lane in lanes:
             decodes = self._lanes[lane].decodes
             if decodes.runnable or decodes.starved:
@@ -171,25 +175,25 @@ class Lanes:
         return False
 
     def remapped(self, request: Request) -> None:
-        """A request holds KV now, or holds it elsewhere, too."""
+        """Record that a request was given KV, or more KV, perhaps on further lanes."""
         if request.is_spread:
             self._spread[request.id] = request
             self.couple()
 
     def ended(self, request: Request) -> None:
-        """A running request needs no more steps."""
+        """Record that a running request needs no more steps."""
         if request.is_spread:
             del self._spread[request.id]
             self.couple()
 
     def couple(self) -> None:
-        """Bring the partition up to date: lanes join requests as these progress."""
+        """Update the partition: lanes join requests as these progress."""
         if self._spread or len(self.coupled) < len(self._lanes):
             self.coupled = coupled(len(self._lanes), self._spread.values())
 
 
 def coupled(lanes: int, requests: Iterable[Request]) -> list[tuple[int, ...]]:
-    """The partition of lanes into sets that move together, each in ascending order."""
+    """Return the partition of lanes into sets that move together, each in ascending order."""
     together = [{lane} for lane in range(lanes)]
     for request in requests:
         joined = set().union(*(together[lane] for lane in request.lanes))

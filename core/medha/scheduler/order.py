@@ -1,4 +1,4 @@
-"""The order in which a step looks at prefills: the policy, over the rows of the table that it may take now."""
+"""The order in which a step considers prefills: the policy, applied to the rows that it may take now."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from medha.scheduler.policy import Bools, Floats, Ints, keys, urgent_first
 from medha.scheduler.candidates import Candidates
 
 Ordered = Callable[[Bools], Iterator[int]]
-"""Those rows for which a flag is set, most urgent first."""
+"""Function from flags by row to the flagged rows, most urgent first."""
 
-_BATCH = 256  # rows that are selected at once: a step reads a few
+_BATCH = 256  # rows that are selected at once: a step reads only a few
 
 
 class Urgency:
@@ -31,14 +31,14 @@ class Urgency:
 
     @property
     def gives_up(self) -> bool:
-        """Whether a prefill may become due later than its deadline."""
+        """True if the policy may make a prefill due later than its deadline."""
         return self._guarded is not None
 
     def look_at(self, candidates: Candidates, correction: float, pace: float, now: float) -> Ordered:
-        """Decide the order of all rows once; it is then read for one selection of them after another.
+        """Determine the order of all rows once; the result is then applied to successive selections of rows.
 
-        `guarded` sums work, so it looks at what keeps a stage busy, at the `pace` of prefills in company. The keys of
-        the others are those of the papers, by what each prefill takes alone.
+        `guarded` sums work, so it uses the time that prefills keep a stage busy, divided by their measured
+        `pace`. The other policies use the keys of the papers, with the time that each prefill takes alone.
         """
         if self._guarded is not None:
             plan = candidates.plan
@@ -50,7 +50,7 @@ class Urgency:
 
 
 def _by_due(by_due: Ints, first: int | None, chosen: Bools) -> Iterator[int]:
-    """Chosen rows by due time; `first` comes before all others."""
+    """Yield the chosen rows by due time; `first` comes before all others."""
     if first is not None and chosen[first]:
         yield first
     for start in range(0, len(by_due), _BATCH):

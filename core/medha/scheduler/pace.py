@@ -1,16 +1,18 @@
-"""How steps follow each other in fact, learned slowly from when they are launched: pure state, fed by events.
+"""Measures the pace of prefills and the time between steps, from launch times: pure state, fed by events.
 
-Two things that no prediction of one step knows:
+Both are quantities that no prediction of a single step contains:
 
-* **Pace.** A prefill is reckoned by what it takes alone. In company it is slower: decodes are in each step, and beside
-  them chunks are smaller than the hardware likes. Whoever asks whether several prefills can be done by some time has to
-  count what they really take.
-* **Time between steps.** From the end of a step in a stage to the next one's begin pass messages, sampling, hops and
-  the controller's decision. A token needs as many steps as there are stages, so that this time is part of its TPOT.
+* **Pace.** The predicted time of a prefill assumes that it runs alone. With other work it is slower: decodes
+  are in each step, and beside them chunks are smaller than is efficient. To decide whether several prefills
+  can be done by some time, their real duration must be known.
+* **Time between steps.** Between the end of a step in a stage and the start of the next one lie messages,
+  sampling, hops and the controller's decision. A token needs as many steps as there are stages, so this time
+  is part of its TPOT.
 
-Both are measured from one launch to the next on the same lanes while a prefill goes on: then the second one comes as
-soon as it can, and no idle time is mistaken for work. Where it does not come - its prefill was cancelled, or other lanes
-have joined and the step behind it is one of them together - nothing is learned.
+Both are measured from one launch to the next on the same lanes while a prefill continues: then the second
+step comes as soon as it can, and no idle time is mistaken for work. Nothing is learned if the second step
+does not come, because the prefill was cancelled, or because other lanes have joined and the next step runs on
+all of them together.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from dataclasses import dataclass
 from math import exp
 
 _MEMORY_SECONDS = 60.0
-"""Of busy time: a long prefill is reckoned by the company of the last minute."""
-_SLOWEST_PACE = 0.1  # below it something is wrong that no factor mends
-_WEIGHT = 0.02  # of one time between steps: about 50 steps to follow a change
+"""Time constant of the pace average, in busy time: prefills are estimated from the last minute."""
+_SLOWEST_PACE = 0.1  # below it something is wrong that no factor can correct
+_WEIGHT = 0.02  # of one measured time between steps: about 50 steps to follow a change
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +35,22 @@ class _Launch:
 
 
 class Pace:
-    """The pace of prefills, and the time between steps, of one replica."""
+    """The pace of prefills and the time between steps of one replica."""
 
     def __init__(self, between_seconds: float = 0.0) -> None:
-        """`between_seconds`: the time between steps until some are measured."""
+        """`between_seconds`: initial estimate of the time between steps."""
         self._between_seconds = between_seconds
         self._alone = self._took = _MEMORY_SECONDS  # at first: as if alone
         self._last: dict[tuple[int, ...], _Launch] = {}
 
     @property
     def of_prefills(self) -> float:
-        """Seconds of lone prefill that are done in one second, at most 1."""
+        """Seconds of lone prefill work done per second, at most 1."""
         return min(1.0, max(_SLOWEST_PACE, self._alone / self._took))
 
     @property
     def between_seconds(self) -> float:
-        """From the end of a step in a stage to the next one's begin, beyond what steps are predicted to take."""
+        """Seconds from the end of a step in a stage to the start of the next, beyond predicted step times."""
         return max(self._between_seconds, 0.0)
 
     def launched(
@@ -61,7 +63,7 @@ class Pace:
         with_decodes: bool,
         goes_on: bool,
     ) -> None:
-        """A step is launched on `lanes`, whose chunks would take `alone_seconds` alone.
+        """Record that a step is launched on `lanes`; its chunks would take `alone_seconds` alone.
 
         `goes_on`: one of its prefills has more to compute, so that the next step comes as soon as it can.
         """
@@ -75,7 +77,10 @@ class Pace:
             self._last[lanes] = _Launch(now, alone_seconds, predicted_seconds, with_decodes)
 
     def rested(self, lanes: tuple[int, ...]) -> None:
-        """`lanes` could have launched a step, and had nothing to compute: what follows is no longer the next step."""
+        """Record that `lanes` could have launched a step but had nothing to compute.
+
+        The next launch then does not measure the time between two steps.
+        """
         self._last.pop(lanes, None)
 
     def _observe(self, step: _Launch, took_seconds: float) -> None:

@@ -1,13 +1,14 @@
-"""What goes into the next step: all runnable decodes, then prefill chunks under a time budget.
+"""Packs the next step: all runnable decodes, then prefill chunks under a time budget.
 
-Paper B, algorithms 1 and 2, mended as DESIGN §5 says:
+This is paper B, algorithms 1 and 2, with the corrections of DESIGN §5:
 
-* the *whole batch* is predicted for each candidate chunk, because the time of a step is not additive;
-* a prefill that does not fit is set aside for this step, never requeued into the same loop;
-* only long requests yield space, only while another prefill is runnable, and what nobody used is given back;
-* at most one long prefill runs per lane and step, and a long prompt gets KV only at its turn: no earlier than a step
-  in which those before it end, or KV would fill with long prompts that are all half done;
-* the most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
+* The *whole batch* is predicted for each candidate chunk, because the time of a step is not additive.
+* A prefill that does not fit is set aside for this step and never requeued into the same loop.
+* Only long requests yield space, only while another prefill is runnable, and unused space is returned to
+  them.
+* At most one long prefill runs per lane and step. A long prompt gets KV only at its turn, no earlier
+  than in a step in which the long prompts before it end. Otherwise KV would fill with half-finished prompts.
+* The most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
 
 Prefills are read lazily, most urgent first, and only as many as a step can use.
 """
@@ -22,38 +23,38 @@ from medha.cost.predictor import Predictor, Work
 from medha.kv.context_parallel import share_tokens, shared_tokens
 
 MOST_PREFILLS = 32
-"""Chunks of one step: more would each be too small to matter, and each costs the controller time."""
+"""Most prefill chunks in a step: more would each be too small to matter, and each costs controller time."""
 MOST_MISSES = 10
-"""Prefills in a row that find no space, until the step counts as full (paper B bounds its skips, too)."""
+"""Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too)."""
 FAIR_SHARE = 0.975
-"""Of the prefill rate that classes' own targets allow: what is left of it if streams ask for tighter ones."""
+"""Share of the prefill rate under classes' own TPOT targets that is kept if streams ask for tighter ones."""
 IDLE_EFFICIENCY = 0.98
-"""Of the best prefill rate: what a long chunk may give up, while nothing decodes, to let arrivals in earlier."""
+"""Share of the best prefill rate that a long chunk keeps while nothing decodes, to admit arrivals earlier."""
 
 
 @dataclass(slots=True)
 class DecodeTargets:
-    """Tightest TPOT targets of all decodes that are running, whether or not their next token is in this step."""
+    """Tightest TPOT targets of all running decodes, whether or not their next token is in this step."""
 
     tpot_seconds: float
-    fair_tpot_seconds: float  # that classes give by themselves
-    between_seconds: float = 0.0  # that pass between two steps, and are no part of either
+    fair_tpot_seconds: float  # the classes' own target
+    between_seconds: float = 0.0  # time between two steps that belongs to neither
 
 
 @dataclass(
     slots=True
-)  # not frozen: a decision makes dozens, and freezing one takes longer than all else about it
+)  # not frozen: a decision creates dozens, and the frozen initializer takes longer than all their other work
 class PrefillCandidate:
     id: str
     context: int  # positions already dispatched
     remaining: int  # positions that it may dispatch now
     is_long: bool
     relative_slack: float  # rho, for space sharing
-    lane: int = 0  # that computes it
+    lane: int = 0  # the lane that computes it
     lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
     waits: bool = False  # it holds no KV yet
-    rest: int = 0  # positions behind those, for later
-    of_long_prompt: bool = False  # its whole prompt is long, however little KV it has yet
+    rest: int = 0  # positions after those, for later steps
+    of_long_prompt: bool = False  # its whole prompt is long, however little of it is computed
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
 
 
@@ -78,11 +79,11 @@ class Packed:
     predicted_seconds: float = 0.0
     budget_seconds: float = 0.0
     decode_overrun: bool = False  # decodes alone take longer than their tightest TPOT target
-    misses_tpot: bool = False  # the whole step does: for its decodes, or for the share that prefills keep
+    misses_tpot: bool = False  # the whole step does: because of decodes, or of the share that prefills keep
 
 
 class Batch:
-    """A step under construction on one lane, or on several that move in lock-step."""
+    """A step under construction on one lane, or on several that run in lock step."""
 
     def __init__(self, predictor: Predictor, lanes: Sequence[int] = (0,)) -> None:
         self._predictor = predictor
@@ -95,17 +96,17 @@ class Batch:
         return self._tallies
 
     def add_decodes(self, lane: int, contexts_tokens: int, count: int) -> None:
-        """`count` decodes whose KV, together `contexts_tokens`, lies on `lane` alone."""
+        """Add `count` decodes whose KV, `contexts_tokens` in all, lies on `lane` alone."""
         self._tallies[lane].add_decodes(contexts_tokens, count)
 
     def add_spread_decode(self, lane: int, lane_tokens: Mapping[int, int]) -> None:
-        """A decode that `lane` computes and whose KV lies on several lanes."""
+        """Add a decode that `lane` computes and whose KV lies on several lanes."""
         for holder, tokens in lane_tokens.items():
             self._tallies[holder].add(Work(tokens, 1, attention_only=holder != lane))
         self._exchanged_queries += len(lane_tokens) > 1
 
     def add(self, prefill: PrefillCandidate, count: int) -> None:
-        """Put a chunk of `count` tokens into the step."""
+        """Add a chunk of `count` tokens."""
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].add_chunk(prefill.context, count)
             return
@@ -118,7 +119,7 @@ class Batch:
         self._exchanged_queries += count
 
     def remove(self, prefill: PrefillCandidate, count: int) -> None:
-        """Undo an `add`."""
+        """Remove a chunk that `add` added."""
         if not prefill.lane_tokens:
             self._tallies[prefill.lane].remove(Work(prefill.context, count))
             return
@@ -131,13 +132,13 @@ class Batch:
         self._exchanged_queries -= count
 
     def seconds(self) -> float:
-        """Predicted time of the step."""
+        """Return the predicted time of the step."""
         if self._alone is not None:
             return self._alone.seconds()
         return self._predictor.coupled_tally_seconds(list(self._tallies.values()), self._exchanged_queries)
 
     def seconds_with(self, prefill: PrefillCandidate, count: int) -> float:
-        """The same, with a chunk added."""
+        """Return the predicted time of the step with one more chunk."""
         if self._alone is not None:
             return self._alone.seconds_with(prefill.context, count)
         self.add(prefill, count)
@@ -146,7 +147,7 @@ class Batch:
         return seconds
 
     def largest(self, prefill: PrefillCandidate, most: int, budget_seconds: float, least: int = 1) -> int:
-        """The largest chunk of `least` to `most` tokens with which the whole step ends within the budget, or 0."""
+        """Return the largest chunk of `least` to `most` tokens with which the step fits the budget, or 0."""
         if most < least:
             return 0
         above = self.seconds_with(prefill, most)
@@ -158,7 +159,8 @@ class Batch:
         low, high = least, most  # fits at low, not at high
         tries = 0
         while high - low > 1:
-            # Seconds are nearly linear in the count; halving at times bounds the search where they are not.
+            # Time is nearly linear in the count. Where it is not, every third try bisects to bound the
+            # search.
             guess = low + int((high - low) * (budget_seconds - below) / (above - below))
             tries += 1
             middle = min(max(guess, low + 1), high - 1) if tries % 3 else (low + high) // 2
@@ -177,10 +179,10 @@ class Batch:
         share: float,
         between_seconds: float = 0.0,
     ) -> float:
-        """Time of the smallest step whose prefill rate is `share` of that of the largest one within the budget.
+        """Return the time of the smallest step with `share` of the prefill rate of the largest in budget.
 
-        Rates are those of a prompt that goes on for ever behind `prefill`'s context, in steps with `between_seconds`
-        from the end of one to the begin of the next. Never more than the budget.
+        Rates are those of an endless prompt that continues from `prefill`'s context, with `between_seconds`
+        from the end of a step to the start of the next. The result never exceeds the budget.
         """
         largest = self.largest(prefill, limits.max_chunk_tokens, budget_seconds)
         if largest <= limits.min_chunk_tokens:
@@ -202,10 +204,11 @@ def pack(
     """Add prefill chunks to a step that already holds its decodes.
 
     Args:
-        batch: with the decodes in it.
-        targets: of the decodes that are running; None if there are none.
-        prefills: in the order of the policy, most urgent first.
-        admit: gives KV to one that waits and finds space, and brings it up to date; False if there is none.
+        batch: the step, with its decodes.
+        targets: targets of the running decodes; None if there are none.
+        prefills: candidates in the order of the policy, most urgent first.
+        admit: gives KV to a waiting candidate that finds space, and updates it; returns False if there is no
+            KV.
     """
     packed = Packed(predicted_seconds=batch.seconds())
     upcoming = iter(prefills)
@@ -214,7 +217,7 @@ def pack(
     if head:
         _add_chunks(packed, batch, chain(head, upcoming), len(head) > 1, limits, admit)
     if targets is not None:
-        # What is lost in adding up is no miss.
+        # The tolerance keeps rounding errors of the sum from counting as a miss.
         packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
     return packed
 
@@ -227,7 +230,7 @@ def _add_chunks(
     limits: Limits,
     admit: Callable[[PrefillCandidate], bool],
 ) -> None:
-    """Add chunks within the budget; `several`: more than one of the prefills is runnable."""
+    """Add chunks within the budget; `several`: more than one prefill is runnable."""
     chunks = _Chunks(batch, packed, limits, admit)
     yielding: list[PrefillCandidate] = []
     misses = 0
@@ -242,7 +245,7 @@ def _add_chunks(
         misses = 0 if chunks.add(prefill, budget_seconds) else misses + 1
         if chunks.full or misses == MOST_MISSES or len(packed.chunks) == MOST_PREFILLS:
             break
-    for prefill in yielding:  # second pass: what the others left
+    for prefill in yielding:  # second pass: the space that the others left
         if prefill.id in packed.chunks or not chunks.has_long(prefill):
             chunks.add(prefill, packed.budget_seconds)
     packed.predicted_seconds = batch.seconds()
@@ -256,7 +259,7 @@ def _set_budget(
     limits: Limits,
 ) -> None:
     decode_seconds = packed.predicted_seconds
-    longest = limits.max_step_seconds / limits.stages  # in which an arriving request is not seen
+    longest = limits.max_step_seconds / limits.stages  # an arrival may wait that long to be considered
     if targets is None:
         budget = longest
         if head and head[0].is_long and limits.idle_efficiency < 1:
@@ -283,23 +286,23 @@ class _Chunks:
         limits: Limits,
         admit: Callable[[PrefillCandidate], bool],
     ) -> None:
-        self._long_lanes: set[int] = set()  # have a long prefill in this step
+        self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
         self._batch = batch
         self._packed = packed
         self._limits = limits
         self._admit = admit
-        self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute behind this step
+        self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute after this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
 
     @property
     def full(self) -> bool:
-        """No lane may take another token."""
+        """True if no lane may take another token."""
         return not any(self._tokens_left.values())
 
     def add(self, prefill: PrefillCandidate, budget_seconds: float) -> bool:
-        """Give `prefill` the largest chunk that fits, or enlarge the one that it has; False if it gets none.
+        """Give `prefill` the largest chunk that fits, or enlarge its chunk; return False if it gets none.
 
-        The first one that is admitted gets its smallest chunk in any case.
+        The first prefill that gets a chunk gets at least its smallest one, even beyond the budget.
         """
         chunks = self._packed.chunks
         held = chunks.get(prefill.id, 0)
@@ -315,7 +318,7 @@ class _Chunks:
                     return False
                 prefill.waits = False
                 if (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring) != before:
-                    size = self._size(prefill, 0, budget_seconds)  # cached in part, or cut over lanes
+                    size = self._size(prefill, 0, budget_seconds)  # partly cached, or split over lanes
                 if prefill.is_long and self.has_long(prefill):
                     return False
         if prefill.of_long_prompt and size < prefill.remaining + prefill.rest:
@@ -335,13 +338,13 @@ class _Chunks:
         return True
 
     def has_long(self, prefill: PrefillCandidate) -> bool:
-        """Whether a lane that computes `prefill` has a long one already."""
+        """Return whether a lane that computes `prefill` already has a long one."""
         if prefill.in_ring:
             return not self._long_lanes.isdisjoint(prefill.lane_tokens)
         return prefill.lane in self._long_lanes
 
     def _size(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> int:
-        """The largest chunk that fits, no smaller than what it has; 0 if not even the smallest one does."""
+        """Return the largest chunk that fits, at least `held` tokens; 0 if not even the smallest one fits."""
         left = self._tokens_left.get(prefill.lane, 0)
         if prefill.in_ring:
             lanes = prefill.lane_tokens
@@ -355,7 +358,7 @@ class _Chunks:
 
 
 def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]:
-    """What each lane of a ring computes of a chunk: equal parts, whose queries see as many keys on average."""
+    """Yield each ring lane's work for a chunk: equal parts whose queries see equally many keys on average."""
     lanes = len(prefill.lane_tokens)
     for index, lane in enumerate(prefill.lane_tokens):
         share = (count + index) // lanes
@@ -364,7 +367,7 @@ def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]
 
 
 def _first(holds: Callable[[int], bool], most: int) -> int:
-    """The smallest count in 1 .. `most` from which on `holds`, which it does at `most`; by binary search."""
+    """Return the smallest count in 1 .. `most` for which `holds` is true, by bisection; it is at `most`."""
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2

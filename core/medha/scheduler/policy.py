@@ -1,4 +1,4 @@
-"""The order of prefills: vectorised keys over columns of requests, smallest first.
+"""Policies without state: vectorised sort keys over columns of requests, smallest first.
 
 Keys change with time, so they are computed anew for each decision and never kept in a heap.
 Notation of DESIGN §5: arrival a, relative deadline d, total prefill work w, remaining work r, slack
@@ -20,16 +20,14 @@ Bools = NDArray[np.bool_]
 _SMALLEST_SECONDS = 1e-6  # a division by the work of an empty prefill must not fail
 _FIRST_ROWS = 64  # a step rarely reads more
 _GROWTH = 8
-_SAMPLES = (
-    8  # keys of a sample for the rows that it is to cut off: enough to come within a half of that number
-)
+_SAMPLES = 8  # sampled keys per wanted row: enough to cut off that number of rows to within a half of it
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What a policy may look at: one row for each request whose prefill is not over. Arrays of equal length.
+    """The input of a policy: arrays of equal length, with one row for each request whose prefill is not over.
 
-    Seconds on the controller's clock.
+    Times are in seconds on the controller's clock.
     """
 
     arrival: Floats
@@ -37,11 +35,11 @@ class Columns:
     deadline: Floats
     """a + d"""
     work_seconds: Floats
-    """w: the whole prefill, alone"""
+    """w: time of the whole prefill, alone"""
     remaining_seconds: Floats
-    """r(t): what of it is not yet dispatched"""
+    """r(t): the part of it that is not yet dispatched"""
     tie: Ints
-    """Unique, in the order of arrival: makes every order total."""
+    """Unique numbers in the order of arrival, which make every order total."""
 
     def slack(self, now: float) -> Floats:
         """s(t) = a + d - t - r(t)"""
@@ -53,7 +51,7 @@ class Columns:
 
 
 def keys(policy: str, columns: Columns, now: float, lars_denominator: str = "work") -> Floats:
-    """Keys of a policy without state, smallest first; ties go by `columns.tie`.
+    """Return the sort keys of a policy without state, smallest first; ties go by `columns.tie`.
 
     fcfs  a                first come, first served
     edf   a + d            earliest deadline first
@@ -79,11 +77,12 @@ def keys(policy: str, columns: Columns, now: float, lars_denominator: str = "wor
 
 
 def urgent_first(keys: Floats, tie: Ints) -> Iterator[int]:
-    """Rows by (key, tie), smallest first, sorted only as far as they are read.
+    """Yield rows by (key, tie), smallest first, sorted only as far as they are read.
 
-    A step reads a few rows of perhaps thousands, and keys move, so no order is kept between steps: the rows below a
-    cut are picked out and only they are sorted. Any cut gives the same order; one that leaves about as many rows as
-    are wanted is found among a few keys, in a tenth of the time that an exact selection takes.
+    A step reads a few rows of perhaps thousands, and keys change, so no order is kept between steps. Instead,
+    the rows below a cut are selected and only these are sorted. Any cut gives the same order. A cut with
+    about as many rows below it as are wanted is found from a sample of the keys, in a tenth of the time of an
+    exact selection.
     """
     wanted = _FIRST_ROWS
     rows, left = np.arange(len(keys)), keys

@@ -1,14 +1,14 @@
 """State of one sequence inside the controller.
 
-Three counts of token positions say where it stands::
+Three counts of token positions describe its progress::
 
     0 ......... computed ......... dispatched ......... length
       KV is there    in the pipeline       known, not yet dispatched
 
-`length` counts the tokens whose ids exist: the prompt, output resumed from elsewhere, and output drawn
-here. The step that dispatches the last known position also draws the next token, so a decoding sequence has
-`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight. One that goes ahead runs on before
-that token has come: it counts from then on.
+`length` counts the tokens whose ids exist: the prompt, output resumed from elsewhere, and output sampled
+here. The step that dispatches the last known position also samples the next token, so a decoding sequence has
+`length - dispatched` equal to 1 when it may run, and 0 while its token is in flight. A sequence that *goes
+ahead* runs on before that token has arrived; `length` then includes the token already.
 """
 
 from __future__ import annotations
@@ -22,97 +22,100 @@ from medha.slo import Targets
 from medha.wire.messages import Submit
 
 NOWHERE = -1
-"""The lane of a request that holds no KV, and the row of one that waits for no step."""
+"""Lane of a request that holds no KV, and row of a request that is not in the table of prefills."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """Requests here that name one prompt, and whether its KV can be shared."""
+    """The requests that name one prompt, and whether its KV can be shared."""
 
     name: str
     tokens: int
     users: int = 0
     waiting: dict[str, Request] = field(default_factory=dict)
-    holders: dict[str, Request] = field(default_factory=dict)  # hold KV; in the order of admission
-    sharing: Request | None = None  # its whole prefill is computed: others may fork it
-    prefilling: bool = False  # it has holders, and none can be forked yet
+    holders: dict[str, Request] = field(default_factory=dict)  # requests with KV, in the order of admission
+    sharing: Request | None = None  # a holder whose whole prefill is computed: others may fork it
+    prefilling: bool = False  # there are holders, and none can be forked yet
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence, from its `Submit` until its KV is released."""
+    """A sequence, from its `Submit` until its KV is released."""
 
     submit: Submit
     id: str
     prompt: Prompt
-    tie: int  # unique; rises with each arrival here
-    arrival: float  # on the controller's clock, age already taken off
+    tie: int  # unique; increases with each arrival here
+    arrival: float  # on the controller's clock, with the age subtracted
     targets: Targets
-    work_seconds: float  # predicted prefill, alone
+    work_seconds: float  # predicted time of the whole prefill if it runs alone
     is_long: bool
     length: int
-    limit_tokens: int  # prompt plus output may not pass it
-    reservation_tokens: int  # of KV that it is promised at admission
-    may_spread: bool = False  # its KV may be cut over several lanes
-    wanted_blocks: int = 0  # free blocks of KV that it needs to be admitted
+    limit_tokens: int  # upper bound of prompt plus output
+    reservation_tokens: int  # KV that it reserves at admission
+    may_spread: bool = False  # its KV may be split over several lanes
+    wanted_blocks: int = 0  # free KV blocks that it needs to be admitted
     row: int = NOWHERE  # in the table of candidates
-    lane: int = NOWHERE  # that computes it
-    reserved_tokens: int = 0  # that its blocks can hold
+    lane: int = NOWHERE  # the lane that computes it
+    reserved_tokens: int = 0  # tokens that its blocks can hold
     shard_map: ShardMap | None = None  # once it holds KV
     is_spread: bool = False  # several lanes hold its KV, or will
     in_ring: bool = False  # all of its lanes compute its prompt together (context parallelism)
-    lanes: tuple[int, ...] = ()  # that a step with it needs, its own first
+    lanes: tuple[int, ...] = ()  # lanes that a step with it needs, its own first
     joins_at: int = maxsize  # the position at which a further lane joins
     lane_tokens: dict[int, int] = field(default_factory=dict)  # dispatched KV by lane, if it has several
     dispatched: int = 0
     computed: int = 0
-    cached_tokens: int = 0  # of its prompt, whose KV was there before it came; expected ones while it waits
-    goes_alone: bool = False  # its prompt is being computed, but by nobody who will be done in time
-    leader: Request | None = None  # a running prefill that computes the beginning of its prompt, too
-    goes_ahead: bool = False  # the last token of its length is still to come
-    emitted: int = 0  # tokens drawn here
+    cached_tokens: int = 0  # prompt tokens whose KV was cached at admission; an estimate while it waits
+    goes_alone: bool = False  # its prompt is being computed, but by no request that is done in time for it
+    leader: Request | None = None  # a running prefill that also computes the beginning of its prompt
+    goes_ahead: bool = False  # the last token that `length` counts has not arrived yet
+    emitted: int = 0  # tokens sampled here
     steps_in_flight: int = 0
-    ended: bool = False  # no more steps; KV waits in quarantine for those in flight
+    ended: bool = False  # no more steps; its KV waits in quarantine for those in flight
 
     @property
     def deadline(self) -> float:
-        """a + d, on the controller's clock."""
+        """The deadline a + d, on the controller's clock."""
         return self.arrival + self.targets.ttft_seconds
 
     def relative_slack(self, remaining_seconds: float, now: float) -> float:
-        """rho: what is left until the deadline beside its own work, as a share of its whole work."""
+        """Return rho: the slack as a share of the whole work."""
         return (self.deadline - now - remaining_seconds) / max(self.work_seconds, 1e-6)
 
     @property
     def known_tokens(self) -> int:
-        """Tokens whose ids exist."""
+        """Number of tokens whose ids exist."""
         return self.length - self.goes_ahead
 
     @property
     def goes_on(self) -> bool:
-        """Whether it goes on behind the token that a step in flight draws, if that is no stop token."""
+        """True if it continues after the token that a step in flight samples, unless that is a stop token."""
         return not self.ended and self.length + 1 < self.limit_tokens
 
     @property
     def can_go_ahead(self) -> bool:
-        """Whether it may go on before that token has come: there is KV, for none is looked for on behalf of what may never be."""
+        """True if it may continue before that token arrives.
+
+        It must hold KV for the step already, because no KV is reserved for tokens that may never exist.
+        """
         return not self.goes_ahead and self.length < self.reserved_tokens
 
     @property
     def is_decoding(self) -> bool:
-        """Its prefill is over: every further step computes one token."""
+        """True if its prefill is over, so that every further step computes one token."""
         return self.emitted > 0
 
     @property
     def is_held(self) -> bool:
-        """It had better wait: its prompt, or the beginning of it, is being computed."""
+        """True if it should wait, because its prompt, or the beginning of it, is being computed."""
         if self.prompt.prefilling and not self.goes_alone:
             return True
         return self.leader is not None and self.prompt.sharing is None
 
     @property
     def waits(self) -> bool:
-        """It holds no KV."""
+        """True if it holds no KV."""
         return self.lane == NOWHERE
 
     @property
@@ -121,7 +124,7 @@ class Request:
         return () if self.shard_map is None else self.shard_map.lanes
 
     def runs_on(self, lanes: Sequence[int]) -> bool:
-        """Whether a step of `lanes` has all that its next position needs."""
+        """Return whether a step on `lanes` includes every lane that its next position needs."""
         for lane in self.lanes:  # noqa: SIM110 - a generator takes longer
             if lane not in lanes:
                 return False
@@ -130,14 +133,14 @@ class Request:
     def enter(
         self, shard_map: ShardMap, reserved_tokens: int, there_tokens: int, *, in_ring: bool = False
     ) -> None:
-        """It holds KV from now on, of which that of `there_tokens` tokens is there already."""
+        """Record the KV that it holds from now on; the first `there_tokens` tokens of it are computed."""
         self.dispatched = self.computed = there_tokens
         self.lane = shard_map.owner
         self.in_ring = in_ring and len(shard_map.lanes) > 1
         self.extend(shard_map, reserved_tokens)
 
     def extend(self, shard_map: ShardMap, reserved_tokens: int) -> None:
-        """Its KV lies as `shard_map` says; what was there stays where it is."""
+        """Set the shard map of its KV; what was placed before stays in place."""
         lanes = shard_map.lanes
         self.shard_map = shard_map
         self.is_spread = len(lanes) > 1
@@ -151,7 +154,7 @@ class Request:
         self._join(shard_map)
 
     def dispatch(self, count: int) -> None:
-        """A step with its next `count` positions is launched."""
+        """Record that a step with its next `count` positions is launched."""
         if self.is_spread and self.shard_map is not None:
             for piece in self.shard_map.pieces(self.dispatched, self.dispatched + count):
                 self.lane_tokens[piece.lane] = piece.local_start + piece.stop - piece.start
@@ -161,7 +164,10 @@ class Request:
             self._join(self.shard_map)
 
     def _join(self, shard_map: ShardMap) -> None:
-        """Lanes take part progressively: once there is a position of theirs to compute. Those of a ring begin together."""
+        """Update the lanes that take part.
+
+        Each joins once there is a position of it to compute. The lanes of a ring begin together.
+        """
         if not self.is_spread:
             self.lanes = (shard_map.owner,)
             return

@@ -1,4 +1,4 @@
-"""The requests of a replica: which wait, which run, and what those that name the same prompt can share."""
+"""The requests of a replica: which ones wait or run, and what requests with the same prompt can share."""
 
 from __future__ import annotations
 
@@ -24,51 +24,54 @@ class Roster:
         self, config: ReplicaConfig, predictor: Predictor, admission: Admission, candidates: Candidates
     ) -> None:
         self.waiting: dict[str, Request] = {}
-        self.running: dict[str, Request] = {}  # holds KV; in the order of admission
+        self.running: dict[str, Request] = {}  # requests that hold KV, in the order of admission
         self.prompts: dict[str, Prompt] = {}
-        self.forgets: dict[str, None] = {}  # prompts whose ids ranks need no more; rides on the next step
+        self.forgets: dict[str, None] = {}  # prompts that ranks no longer need; sent with the next step
         self._config = config
         self._max_running = config.scheduling.max_running
         self._predictor = predictor
         self._admission = admission
         self._candidates = candidates
         self._alike = Alike(config.block_size_tokens, candidates.dispatched_by)
-        self._awaited: dict[str, Prompt] = {}  # prompts that are being computed, for which others wait
+        self._awaited: dict[str, Prompt] = {}  # prompts that are being computed and have waiting requests
         self._arrivals = 0
         self._ended = 0  # running requests whose KV waits in quarantine
-        # Of the places for running requests. Only `guarded` needs to be told: by the orders of the others a late one
-        # comes first, but for `srpt`, which promises nothing to large ones.
+        # Share of running places that late requests get. Only `guarded` needs it: under other policies late
+        # requests come first anyway, except under `srpt`, which guarantees nothing to large ones.
         share = config.scheduling.given_up_share if config.scheduling.policy == "guarded" else 0.0
         self._others_per_late = round(1 / share) - 1 if share else inf
         self._last_places = 0  # taken by others since a late request got one
 
     def find(self, request_id: str) -> Request | None:
-        """The request of this id, if it is here."""
+        """Return the request with this id, if it is here."""
         return self.waiting.get(request_id) or self.running.get(request_id)
 
     @property
     def active(self) -> int:
-        """Running requests that have not ended."""
+        """Number of running requests that have not ended."""
         return len(self.running) - self._ended
 
     @property
     def is_full(self) -> bool:
-        """No more requests may hold KV."""
+        """True if no more requests may hold KV (`max_running`)."""
         return len(self.running) >= self._max_running
 
     @property
     def prefills(self) -> bool:
-        """Whether there is a prefill that could take part in a step: one that holds KV, or may get some."""
+        """True if a prefill could take part in a step: one that holds KV or may get some."""
         waiting = len(self.waiting)
         return len(self._candidates) > waiting or (waiting > 0 and not self.is_full)
 
     @property
     def owes_place(self) -> bool:
-        """Whether a late request should have the next place, since others got the last ones: work is not all that is shared."""
+        """True if the next running place is due to a late request, because others got the last ones.
+
+        Places, and not only work, are shared by `given_up_share`.
+        """
         return self._last_places >= self._others_per_late
 
     def refusal(self, submit: Submit) -> validation.Refusal | None:
-        """Why a request is not taken, or None."""
+        """Return why a request is refused, or None."""
         if self.find(submit.id) is not None:
             return "invalid", f"request {submit.id} is already here"
         prompt = self.prompts.get(submit.prompt)
@@ -82,14 +85,14 @@ class Roster:
             return "capacity", f"{len(self.waiting)} requests already wait"
         return None
 
-    # --- a request's way ------------------------------------------------------------------------------
+    # --- life of a request ----------------------------------------------------------------------------
 
     def arrive(self, submit: Submit, now: float) -> None:
-        """A request that is taken waits for KV."""
+        """Add an accepted request, which then waits for KV."""
         config = self._config
         prompt = self.prompts.setdefault(submit.prompt, Prompt(submit.prompt, submit.tokens))
         prompt.users += 1
-        self.forgets.pop(submit.prompt, None)  # not yet told: the ranks still have it
+        self.forgets.pop(submit.prompt, None)  # not sent yet: the ranks still have the prompt
         may_spread = validation.may_spread(config, submit)
         cached_tokens, _ = self._admission.pools.expected(
             submit.tokens, submit.block_hashes, is_long=may_spread
@@ -97,7 +100,7 @@ class Roster:
         whole = left = self._predictor.uncorrected_prefill(0, submit.tokens)
         if cached_tokens:
             left = self._predictor.uncorrected_prefill(cached_tokens, submit.tokens)
-        # Promised by the whole prompt, whatever is cached: a cache must not make a promise tighter.
+        # The target follows from the whole prompt, whatever is cached: a cache must not tighten a deadline.
         work_seconds = whole.seconds * self._predictor.correction
         service_class = config.service_classes[validation.class_name(config, submit)]
         self._arrivals += 1
@@ -129,7 +132,7 @@ class Roster:
             self._share(prompt, newcomer=request)
 
     def enter(self, request: Request, *, late: bool = False) -> None:
-        """A waiting request has got KV; `late`: because it was its turn, whatever the policy says."""
+        """Move a waiting request that got KV to the running ones; `late`: it was admitted as the claimant."""
         del self.waiting[request.id]
         self.running[request.id] = request
         self._last_places = 0 if late else self._last_places + self.is_full
@@ -144,13 +147,17 @@ class Roster:
             self.progressed([request])
 
     def progressed(self, requests: Iterable[Request]) -> None:
-        """Positions of unfinished prefills are dispatched, or were cached."""
+        """Update the remaining work of unfinished prefills with newly dispatched or cached positions."""
         for request in requests:
             left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
             self._candidates.progressed(request, left)
 
     def leave_given_up(self) -> None:
-        """Let nobody wait for a prefill that was given up, if it has more time than that."""
+        """Let no request wait for a demoted prefill that is now due after the request's own deadline.
+
+        For a prefill of the very same prompt, this holds only if the request's deadline is later than the
+        prefill's.
+        """
         for request in self._alike.leave_given_up():
             self.look_again(request)
         for prompt in self._awaited.values():
@@ -164,7 +171,7 @@ class Roster:
                     self._wants(request, 0 if alone else prompt.tokens - 1)
 
     def computed(self, request: Request) -> None:
-        """A chunk of a prompt is computed: others may find it cached, and fork the prompt if it is whole."""
+        """Record a computed chunk: others may find it cached, and fork the prompt once it is complete."""
         ready = self._alike.computed(request)
         if request.computed >= request.prompt.tokens:
             self._share(request.prompt)
@@ -173,7 +180,7 @@ class Roster:
             self.look_again(other)
 
     def stop(self, request: Request) -> None:
-        """No more steps for a running request."""
+        """Record that a running request gets no more steps."""
         self._ended += 1
         self._candidates.remove([request])
         self._share(request.prompt)
@@ -181,7 +188,7 @@ class Roster:
             self.look_again(other)
 
     def leave(self, request: Request) -> None:
-        """Nothing is left of a request here."""
+        """Remove a request."""
         if self.waiting.pop(request.id, None) is not None:
             self._alike.remove(request)
             self._candidates.remove([request])
@@ -196,12 +203,12 @@ class Roster:
             self._awaited.pop(prompt.name, None)
             self.forgets[prompt.name] = None
 
-    # --- prompts that are shared ----------------------------------------------------------------------
+    # --- sharing of prompts ---------------------------------------------------------------------------
 
     def _share(self, prompt: Prompt, newcomer: Request | None = None) -> None:
-        """Let those that wait share a prefill of their prompt that is computed, and wait for one that runs.
+        """Let waiting requests share a computed prefill of their prompt, or wait for a running one.
 
-        The latter may yet fail, and only what is computed can be shared.
+        A running one may yet fail, and only computed KV can be shared.
         """
         if not prompt.waiting:
             self._awaited.pop(prompt.name, None)
@@ -219,11 +226,11 @@ class Roster:
             self._wants(request, prompt.tokens - 1 if sharing is not None or prefilling else 0)
 
     def wants_the_same(self, request: Request) -> bool:
-        """Whether a waiting request would find cached now what it counts on."""
+        """Return whether a waiting request still needs as many free blocks as was noted last."""
         return self._admission.wanted_blocks(request) == request.wanted_blocks
 
     def look_again(self, request: Request) -> None:
-        """More or less of a waiting request's prompt is cached, or about to be: it needs other KV, and other time."""
+        """Recompute the needs of a waiting request: more or less of its prompt is cached, or about to be."""
         prompt, hashes = request.prompt, request.submit.block_hashes
         there = prompt.tokens - 1
         if prompt.sharing is None:
@@ -233,12 +240,12 @@ class Roster:
         self._wants(request, there)
 
     def _wants(self, request: Request, there_tokens: int) -> None:
-        """Note what a waiting request needs if KV of so many tokens is there, or will be."""
+        """Note what a waiting request needs if the KV of `there_tokens` tokens exists, or will exist."""
         left = self._predictor.uncorrected_prefill(there_tokens, request.prompt.tokens)
         wanted = self._admission.wanted_blocks(request)
         busy_until = self._busy_until(request, left)
         self._candidates.wants(request, wanted, left, busy_until, held=request.is_held)
 
     def _busy_until(self, request: Request, left: Alone) -> float:
-        """When the last chunk has to leave a stage, to be out of the pipeline by the deadline."""
+        """Return when the last chunk must leave a stage to be out of the pipeline by the deadline."""
         return request.deadline - left.drain_seconds * self._predictor.correction

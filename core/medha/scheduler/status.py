@@ -1,10 +1,11 @@
-"""What a running replica is doing, as data: lanes, steps in flight, queues, and the most urgent requests.
+"""The status of a running replica as data: lanes, steps in flight, queues, and the most urgent requests.
 
-`status` reads a controller and changes nothing. What a controller does not keep, because no decision needs it (when a
-step was launched, when a request drew its first token), comes from who stands beside it, as `Seen`. The result is
-bounded, whatever waits: at most `most_requests` requests, and as many steps as fit into the pipelines.
+`status` reads a controller and changes nothing. A controller does not keep facts that no decision needs, such
+as when a step was launched or a request got its first token. The caller observes these and passes them as
+`Seen`. The result is bounded, however many requests wait: at most `most_requests` requests, and as many steps
+as fit into the pipelines.
 
-It names requests by their ids, and holds neither token ids nor text.
+It identifies requests by their ids, and contains neither token ids nor text.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from medha.scheduler.validation import class_name
 from medha.wire.messages import Step, StepEntry
 
 MOST_REQUESTS = 1000
-"""The most requests that one status may name."""
+"""Most requests that one status may list."""
 
 Phase = Literal["waiting", "prefill", "decode", "ending"]
-"""Where a request stands: waits for KV, computes its prompt, draws tokens, or has ended with a step in flight."""
+"""Phase of a request: waiting for KV, computing its prompt, decoding, or ended with a step in flight."""
 
 Order = Literal["urgency", "age", "prompt", "kv", "output"]
-"""Which requests come first: the least slack (those that decode behind), the oldest, or the largest."""
+"""Sort order of requests: least slack first (decoding ones last), oldest first, or largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What was seen of a controller from outside, on the clock of `now` (seconds)."""
+    """Times observed from outside a controller, on the clock of `now` (seconds)."""
 
     launched_at: Mapping[int, float] = field(default_factory=dict)  # by step
     first_token_at: Mapping[str, float] = field(default_factory=dict)  # by request
@@ -50,23 +51,23 @@ class KvStatus(_Model):
 
     blocks: int
     used: int
-    """Hold KV of running requests."""
+    """Blocks that hold KV of running requests."""
     reserved: int
-    """Belong to running requests, and are not written yet."""
+    """Blocks that belong to running requests and are not written yet."""
     cached: int
-    """Kept for their content, until they are needed."""
+    """Blocks that only the prefix cache keeps, until they are needed."""
     free: int
 
 
 class LaneStatus(_Model):
     lane: int
     moves_with: tuple[int, ...]
-    """The lanes that take steps together with this one, because they share a request; itself included."""
+    """Lanes that run steps together with this one because they share a request, itself included."""
     first_stage_free: bool
     steps_in_flight: int
-    """At most as many as there are stages."""
+    """Number of steps in flight; at most the number of stages."""
     decoding: int
-    """Requests that this lane computes, and whose prefill is over."""
+    """Number of requests that this lane computes and whose prefill is over."""
     prefilling: int
     kv: KvStatus
 
@@ -87,7 +88,7 @@ class StepStatus(_Model):
     step: int
     lanes: tuple[int, ...]
     in_first_stage: bool
-    """Or on its way there; else it is in one of the later ones."""
+    """True if the step is in the first stage or on its way there; otherwise it is in a later one."""
     since_seconds: float | None
     predicted_seconds: float
     chunks: tuple[ChunkStatus, ...]
@@ -102,11 +103,11 @@ class ClassStatus(_Model):
     prefilling: int
     decoding: int
     waiting_tokens: int
-    """Prompt tokens of those that wait."""
+    """Prompt tokens of the waiting requests."""
     given_up: int
-    """Of those without a first token: they were promised a later one, so that others can be on time (`guarded`)."""
+    """Demoted requests without a first token: others are to be on time instead (`guarded`)."""
     late: int
-    """Without a first token past their deadline."""
+    """Requests without a first token past their deadline."""
 
 
 class RequestStatus(_Model):
@@ -114,41 +115,42 @@ class RequestStatus(_Model):
     service_class: str
     phase: Phase
     lane: int | None
-    """That computes it; none while it waits."""
+    """The lane that computes it; none while it waits."""
     lanes: tuple[int, ...]
-    """That hold its KV, or will."""
+    """Lanes that hold its KV, or will."""
     is_long: bool
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt, whose KV was there before it came."""
+    """Prompt tokens whose KV was cached at admission; an estimate while it waits."""
     dispatched_tokens: int
     """Known positions that are computed or in the pipeline."""
     computed_tokens: int
     reserved_tokens: int
     """Positions that its KV can hold without growing."""
     output_tokens: int
-    """Drawn in this epoch."""
+    """Tokens sampled in this epoch."""
     age_seconds: float
-    """Since it reached the router."""
+    """Seconds since it reached the router."""
     ttft_target_seconds: float
     deadline_in_seconds: float
-    """Until its first token is due by its class or its own wish; negative once it is late."""
+    """Seconds until its first token is due, by its class or its own target; negative once it is late."""
     given_up: bool
+    """True while it is demoted."""
     promised_in_seconds: float | None
-    """What it was promised instead, if it was given up."""
+    """Seconds until its revised deadline; none unless it is demoted."""
     prefill_left_seconds: float
-    """Predicted, alone."""
+    """Predicted time of the remaining prefill if it runs alone."""
     slack_seconds: float
     """`deadline_in_seconds` - `prefill_left_seconds`."""
     ttft_seconds: float | None
-    """What it waited for its first token; none before."""
+    """Seconds from its arrival to its first token; none before that."""
     tpot_target_seconds: float
     tpot_seconds: float | None
-    """Mean time of an output token behind the first; none before the second."""
+    """Mean time per output token after the first; none before the second."""
 
 
 class CoreStatus(_Model):
-    """One controller at one moment."""
+    """The state of a controller at one moment."""
 
     epoch: int
     draining: bool
@@ -158,7 +160,7 @@ class CoreStatus(_Model):
     policy: str
     block_size_tokens: int
     correction: float
-    """Observed over predicted step time, as the predictor has learned it."""
+    """Observed divided by predicted step time, as learned by the predictor."""
     running: int
     waiting: int
     pending_prefill_seconds: float
@@ -166,7 +168,7 @@ class CoreStatus(_Model):
     steps: tuple[StepStatus, ...]
     classes: tuple[ClassStatus, ...]
     requests: tuple[RequestStatus, ...]
-    """The first ones in the order that was asked for; `running` and `waiting` say how many there are."""
+    """The first requests in the requested order; `running` and `waiting` count them all."""
 
 
 def status(
@@ -177,7 +179,7 @@ def status(
     order: Order = "urgency",
     most_requests: int = 50,
 ) -> CoreStatus:
-    """The state of `core` at `now`, which is on the clock of its `handle` (seconds)."""
+    """Return the state of `core` at `now`, on the clock of its `handle` (seconds)."""
     config, load = core.config, core.load()
     requests = list(core.requests())
     most = max(0, min(most_requests, MOST_REQUESTS))
@@ -202,7 +204,7 @@ def status(
 
 
 def phase(request: Request) -> Phase:
-    """Where a request stands."""
+    """Return the phase of a request."""
     if request.ended:
         return "ending"
     if request.waits:
@@ -211,7 +213,7 @@ def phase(request: Request) -> Phase:
 
 
 def written_blocks(core: ReplicaController, requests: Iterable[Request]) -> Counter[int]:
-    """Blocks with KV of these requests, by lane; what several share counts once for each."""
+    """Return how many blocks have KV of these requests, by lane; a shared block counts once per request."""
     written = Counter[int]()
     for request in requests:
         if request.shard_map is not None:
@@ -280,7 +282,7 @@ def _step(core: ReplicaController, step: Step, seen: Seen, now: float) -> StepSt
 
 
 def is_decode(entry: StepEntry, prompt_tokens: int) -> bool:
-    """Whether an entry computes a token that was drawn, and not one of the prompt's `prompt_tokens`."""
+    """Return whether an entry computes a sampled token and not one of the prompt's `prompt_tokens` tokens."""
     return entry.extents[0].start >= prompt_tokens
 
 
@@ -309,7 +311,7 @@ def _classes(core: ReplicaController, requests: Sequence[Request], now: float) -
 
 
 def _key(core: ReplicaController, request: Request, order: Order, now: float) -> tuple[float, ...]:
-    """Smallest first; ties by arrival."""
+    """Return a sort key, smallest first; ties go by arrival."""
     match order:
         case "urgency":
             return (request.is_decoding, core.slack_seconds(request, now), request.tie)
@@ -355,32 +357,32 @@ def _request(core: ReplicaController, request: Request, seen: Seen, now: float) 
 
 
 class AttainmentStatus(_Model):
-    """First tokens and whole outputs of one service class inside their targets, since the process began."""
+    """Requests of one service class that met or missed their targets since the process began."""
 
     service_class: str
     ttft_met: int
     ttft_missed: int
     tpot_met: int
-    """Of requests that ended with two output tokens or more."""
+    """Requests that met their TPOT target, of those that ended with two output tokens or more."""
     tpot_missed: int
 
 
 class ReplicaStatus(_Model):
-    """What a controller's process answers to `GET /status`. Fields are only ever added."""
+    """The answer of a controller's process to `GET /status`. Fields are only ever added."""
 
     replica: str
     model: str
     state: Literal["serving", "draining", "gathering"]
-    """`gathering`: no epoch runs, because ranks are missing or still meet."""
+    """State of the replica; `gathering`: no epoch runs, because ranks are missing or still in rendezvous."""
     missing_ranks: tuple[int, ...]
-    """That have not come, or are not ready, while the ranks gather."""
+    """Ranks that are not present or not ready while `state` is `gathering`."""
     up_seconds: float
-    """Since the first epoch began."""
+    """Seconds since the first epoch began."""
     window_seconds: float
-    """The time that the three rates are a mean over."""
+    """Length of the time window over which the three rates are averaged."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
     steps_per_second: float
     attainment: tuple[AttainmentStatus, ...]
     core: CoreStatus | None
-    """None while the ranks gather."""
+    """Status of the controller; none while `state` is `gathering`."""

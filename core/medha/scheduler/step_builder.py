@@ -1,4 +1,4 @@
-"""What a step is filled with: decodes, then prefills in the order of the policy, those that wait with KV of their own."""
+"""Fills steps: decodes first, then prefills in the order of the policy, with KV for waiting ones."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from medha.wire.messages import Admit, Extent, StepEntry
 from medha.wire.quick import StepEntryDraft, new_entry, new_extent
 
 MOST_ORDERS = 4
-"""How often a step selects candidates anew because admissions have used up the room of others."""
+"""Most selections of candidates for a step; each later one follows admissions that used up others' room."""
 _USUAL_STEP_TOKENS = 512
-"""Whose hop counts as time between steps until some are measured."""
+"""Size of the step whose hop time is the initial estimate of the time between steps."""
 _LEAST_OF_TARGET = 0.5
-"""Of a TPOT target is left for the steps themselves, whatever passes between them."""
+"""Share of a TPOT target that always remains for the steps themselves, whatever time passes between them."""
 MOST_POSITIONS = 32768
-"""For which the extents of decodes are kept: 8 MB."""
+"""Most positions for which the extents of decodes are cached: 8 MB."""
 MOST_ELSEWHERE = 64
-"""Waiting requests that a step may pass over because another lane should take them."""
+"""Most waiting requests that a step may skip because another lane should take them."""
 
 
 @dataclass(slots=True)
 class Filling:
-    """Entries of a step, and whom they compute."""
+    """The entries of a step, and the requests that they compute."""
 
     packed: Packed
     entries: list[StepEntry]
@@ -46,7 +46,7 @@ class Filling:
 
 
 class Filler:
-    """Fills one step after the other."""
+    """Fills the steps of a replica, one after the other."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Filler:
         self._one_token_at: dict[int, tuple[Extent, ...]] = {}
 
     def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
-        """A step of `lanes`; who is admitted for it is appended to `admits`."""
+        """Fill a step of `lanes`; append the admits that it needs to `admits`."""
         batch = Batch(self._predictor, lanes)
         for lane in lanes:
             self._lanes[lane].decodes.put_into(batch, lane, lanes)
@@ -83,7 +83,7 @@ class Filler:
         def admit(prefill: PrefillCandidate) -> bool:
             request = waiting.get(prefill.id)
             if request is None or not self.admit(request, admits):
-                return False  # others have taken its place since it was looked at
+                return False  # others have taken its place since it was selected
             prefill.lane = request.lane
             if request.is_spread or prefill.context != request.dispatched:
                 prefill.context = request.dispatched
@@ -92,7 +92,7 @@ class Filler:
                 prefill.rest = max(request.length - request.joins_at, 0)
             if request.in_ring:
                 prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
-            return request.runs_on(lanes)  # else what is cached couples more of them
+            return request.runs_on(lanes)  # False if its cached prefix couples further lanes
 
         targets = self._tpot_targets(lanes)
         packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
@@ -117,11 +117,15 @@ class Filler:
         return Filling(packed, entries, decodes, prefills)
 
     def rested(self, lanes: tuple[int, ...]) -> None:
-        """`lanes` can take a step, and there is none to fill."""
+        """Record that `lanes` can take a step, and that there is nothing to fill it with."""
         self._pace.rested(lanes)
 
     def _dispatch(self, prefills: list[tuple[Request, int]], entries: list[StepEntry]) -> tuple[float, bool]:
-        """Chunks go into a step: what they would keep a stage busy alone, and whether one of the prefills goes on."""
+        """Put chunks into a step.
+
+        Return how long they would keep a stage busy alone, uncorrected, and whether one of the prefills has
+        more to compute.
+        """
         for request, count in prefills:
             if request.in_ring and self._context_parallel is not None:
                 entries += self._ring_entries(request, count, self._context_parallel)
@@ -143,7 +147,7 @@ class Filler:
         return alone_seconds, bool(go_on)
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
-        """Give KV to a waiting request; False if there is none for it."""
+        """Give KV to a waiting request; return False if there is none for it."""
         pending_seconds = self._pending_seconds()
         if self._roster.is_full:
             return False
@@ -156,7 +160,7 @@ class Filler:
             return self._predictor.prefill_seconds(cached_tokens, tokens)
 
         admit = self._admission.admit(request, pending_seconds, remaining_seconds)
-        if admit is None:  # what it had counted on is gone, or the room is not where it needs it
+        if admit is None:  # cached blocks that it counted on are gone, or the room is not where it needs it
             self._roster.look_again(request)
             if self._admission.lane_for(request, self._all_lanes, pending_seconds) is not None:
                 self._candidates.misfits(request)
@@ -167,7 +171,7 @@ class Filler:
         return True
 
     def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
-        """Entries of the decodes of a step, which count as dispatched from here on."""
+        """Return the entries of a step's decodes, and count these as dispatched."""
         entries: list[StepEntry] = []
         one_token_at = self._one_token_at
         for request in decodes:
@@ -187,7 +191,7 @@ class Filler:
         return entries
 
     def _keep_extents(self, position: int) -> tuple[Extent, ...]:
-        """What says "the token at `position`", kept for the next sequence that decodes there."""
+        """Create the extents of one token at `position`, cached for the next sequence that decodes there."""
         if len(self._one_token_at) >= MOST_POSITIONS:
             self._one_token_at.clear()
         extents = self._one_token_at[position] = (new_extent(position, 1),)
@@ -196,7 +200,7 @@ class Filler:
     def _ring_entries(
         self, request: Request, count: int, context_parallel: ContextParallel
     ) -> list[StepEntry]:
-        """The next `count` positions of a prompt that lanes compute together."""
+        """Return the entries of the next `count` positions of a prompt that lanes compute together."""
         assert request.shard_map is not None
         stop = request.dispatched + count
         return context_parallel.entries(
@@ -209,7 +213,7 @@ class Filler:
         )
 
     def _pending_seconds(self) -> list[float]:
-        """Prefill seconds ahead of a new request on each lane, steps in flight included."""
+        """Return the prefill seconds ahead of a new request on each lane, steps in flight included."""
         if self._has_one_lane:
             return [0.0]
         admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self._predictor.correction
@@ -219,7 +223,7 @@ class Filler:
         ]
 
     def _tpot_targets(self, lanes: tuple[int, ...]) -> DecodeTargets | None:
-        """The tightest of all decodes on `lanes`, without the time that passes between steps."""
+        """Return the tightest targets of all decodes on `lanes`, less the time that passes between steps."""
         tightest = fair = inf
         decoding = False
         for lane in lanes:
@@ -239,9 +243,10 @@ class Filler:
         )
 
     def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
-        """Prefills that a step on `lanes` may take, most urgent first: running ones, and those that find KV.
+        """Yield the prefills that a step on `lanes` may take, most urgent first: running, or finding KV.
 
-        Whom the first admissions leave no room is not asked one by one: the rest is selected anew without them.
+        When admissions have used up the room, the remaining candidates are selected anew instead of being
+        tried one by one.
         """
         table = self._candidates
         if not len(table):
@@ -270,7 +275,7 @@ class Filler:
                         continue
                     lane = self._lane_for(request, lanes)
                 elif not request.runs_on(lanes):
-                    continue  # admitted with this step, and what is cached of it couples more lanes
+                    continue  # admitted with this step, and its cached prefix couples further lanes
                 if lane is not None:
                     yield self._candidate(request, lane, now)
                     continue
@@ -281,9 +286,9 @@ class Filler:
                 return
 
     def _lets_others_first(self, request: Request, now: float) -> bool:
-        """Whether a long request that waits was given up, and leaves KV to those that can be in time.
+        """Return whether a waiting long request is demoted and leaves KV to requests that can be on time.
 
-        Only until its promise comes near: then it is as urgent as any.
+        It does only until its revised deadline is near; then it is as urgent as any.
         """
         due = self._candidates.dispatched_by(request)
         if due <= request.deadline or not self._admission.longs_crowd:
@@ -291,13 +296,13 @@ class Filler:
         return due - now > NEAR_PROMISE * self._candidates.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
-        """Which of `lanes` has KV for a waiting request now."""
+        """Return which of `lanes` has KV for a waiting request now, if any."""
         if self._roster.is_full or request.is_held:
             return None
         return self._admission.lane_for(request, lanes, self._pending_seconds())
 
     def _candidate(self, request: Request, lane: int, now: float) -> PrefillCandidate:
-        """A request as the packer sees it; `lane` computes it, or would."""
+        """Return a request as a candidate for the packer; `lane` computes it, or would."""
         dispatched, length, joins_at = request.dispatched, request.length, request.joins_at
         waits = request.lane == NOWHERE
         if waits and request.prompt.sharing is not None:
@@ -338,7 +343,7 @@ def _limits(config: ReplicaConfig) -> Limits:
 
 
 def _entry(request: Request, count: int) -> StepEntry:
-    """The next `count` positions of a request, before they count as dispatched."""
+    """Return the entry of the next `count` positions of a request, before they count as dispatched."""
     extents = (new_extent(request.dispatched, count),)
     samples = request.dispatched + count == request.length
     if len(request.lanes) == 1:

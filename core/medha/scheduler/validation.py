@@ -1,4 +1,4 @@
-"""What a submitted request is entitled to, and why one is not taken. Pure functions of settings and message."""
+"""Limits of a submitted request, and the reasons to refuse it. Pure functions of settings and message."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ Refusal = tuple[RefusalReason, str]
 
 
 def class_name(config: ReplicaConfig, submit: Submit) -> str:
-    """The service class of a request; `default` is the replica's first."""
+    """Return the service class of a request; `default` is the replica's first."""
     return config.default_class if submit.service_class == "default" else submit.service_class
 
 
 def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
-    """Prompt plus output may not pass it."""
+    """Return the upper bound of prompt plus output."""
     asked = submit.sampling.max_tokens
     limit = config.max_model_len
     return limit if asked is None else min(limit, submit.prompt_length + asked)
 
 
 def reservation_tokens(config: ReplicaConfig, submit: Submit) -> int:
-    """Tokens of KV that a request is promised (DESIGN §5): its whole output, or its class's usual output.
+    """Return the KV tokens to reserve for a request (DESIGN §5): prompt and output.
 
-    Nothing is reserved for the last token drawn: its KV is never computed.
+    The output counts with the request's `max_tokens`, or else with its class's usual output. Nothing is
+    reserved for the last sampled token: its KV is never computed.
     """
     limit = limit_tokens(config, submit)
     if submit.sampling.max_tokens is None:
@@ -36,7 +37,10 @@ def reservation_tokens(config: ReplicaConfig, submit: Submit) -> int:
 
 
 def may_spread(config: ReplicaConfig, submit: Submit) -> bool:
-    """Whether its KV is cut over several lanes: the prompt passes a lane's share, or all of it passes a lane."""
+    """Return whether a request's KV may be split over several lanes.
+
+    It is if the prompt exceeds a lane's share, or the whole reservation exceeds a lane.
+    """
     if config.topology.kv == 1:
         return False
     share = max(config.tokens_per_lane, -(-submit.tokens // config.topology.kv))
@@ -44,7 +48,10 @@ def may_spread(config: ReplicaConfig, submit: Submit) -> bool:
 
 
 def malformed(submit: Submit, known_tokens: int | None) -> str | None:
-    """What contradicts itself in a request; `known_tokens` are those of its prompt, if that is here."""
+    """Return why a request is malformed, or None.
+
+    `known_tokens` is the token count of its prompt if that is known here.
+    """
     if not 1 <= submit.prompt_length <= submit.tokens:
         return f"prompt_length {submit.prompt_length} of {submit.tokens} tokens"
     seconds = (submit.age_seconds, submit.deadline_after_seconds or 0, submit.tpot_target_seconds or 0)
@@ -59,7 +66,7 @@ def malformed(submit: Submit, known_tokens: int | None) -> str | None:
 
 
 def unservable(config: ReplicaConfig, submit: Submit) -> Refusal | None:
-    """Why this replica, as it is set up, can never serve a request."""
+    """Return why this replica, as configured, can never serve a request, or None."""
     if class_name(config, submit) not in config.service_classes:
         return "unknown_class", f"service class {submit.service_class!r} is not one of the replica's"
     if submit.prompt_length >= config.max_model_len:

@@ -1,4 +1,4 @@
-"""What a router must know of a model to turn text into token ids and back, named by its content.
+"""Bundles: the files of a model that a router needs to turn text into token ids and back, named by their content.
 
 A replica announces the digest of its bundle; a router that does not know it fetches the files over the
 replica link (`FetchBundle`, `BundlePart`). The router needs no model volume.
@@ -20,14 +20,14 @@ BUNDLE_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Files of a Hugging Face directory that belong to a bundle; only `tokenizer.json` must exist."""
+"""Names of the files of a Hugging Face directory that belong to a bundle; only `tokenizer.json` must exist."""
 
 MAX_BUNDLE_BYTES = 256 * 2**20
-"""A router refuses larger bundles: the largest published tokenizers stay under 50 MB."""
+"""Largest bundle that a router accepts; the largest published tokenizers stay under 50 MB."""
 
 
 def bundle_digest(files: Mapping[str, bytes]) -> str:
-    """SHA-256 over the names and contents of `files`, whatever their order; hexadecimal."""
+    """Return the SHA-256 of the names and contents of `files`, whatever their order; hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(files):
         encoded = name.encode("utf-8")
@@ -38,17 +38,18 @@ def bundle_digest(files: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How the tokens of a vocabulary spell bytes."""
+    """The way in which the tokens of a vocabulary spell bytes."""
 
     byte_level: bool  # each character stands for a byte, in GPT-2's alphabet
-    space: str = " "  # else: what stands for a space
-    byte_tokens: bool = False  # and `<0xE2>` is the byte E2
+    space: str = " "  # else: the character that stands for a space
+    byte_tokens: bool = False  # whether `<0xE2>` is the byte E2
 
 
 def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
-    """How the tokens of a `tokenizer.json` with this `decoder` spell bytes, each for itself.
+    """Return how each token of a `tokenizer.json` with this `decoder` spells bytes on its own.
 
-    A decoder may strip a space in front of a whole text; what is generated goes on from a prompt, and keeps it.
+    A decoder may strip a leading space of a whole text; generated text continues a prompt, and keeps the
+    space.
 
     Raises:
         CheckpointInvalid: the decoder works in another way.
@@ -57,7 +58,7 @@ def spelling_of(decoder: Mapping[str, Any] | None) -> Spelling:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return Spelling(byte_level=True)
-    # In this order, and nothing else: some of these, the first one at least.
+    # Known decoders consist of some of these, in this order, and nothing else.
     order = ("Replace", "Metaspace", "ByteFallback", "Fuse", "Strip")
     space = " "
     known = bool(kinds) and kinds == [kind for kind in order if kind in kinds]

@@ -1,14 +1,14 @@
-"""Frames of the ZeroMQ links: a small JSON header, and raw frames behind it.
+"""Frames of the ZeroMQ links: a small JSON header, followed by a raw frame in some messages.
 
 A message is one multipart ZeroMQ message::
 
     frame 0   {"v": 1, "type": "Submit", "body": {...}}      UTF-8 JSON
-    frame 1   token ids (little-endian int32) or file bytes   only behind Tokens and BundlePart
+    frame 1   token ids (little-endian int32) or file bytes   only after Tokens and BundlePart
 
-One million token ids are 4 MB as a raw frame and 8 MB as JSON, and take a twelfth of the time.
-A peer of version N reads versions N and N - 1, and ignores the fields that it does not know, so that
-routers and replicas can be upgraded one after the other. What has its default is left out: a default that changes
-makes a new version. Decoding never executes anything: the types are a closed set and there is no pickle.
+One million token ids are 4 MB as a raw frame and 8 MB as JSON, and take a twelfth of the time. A peer of
+version N reads versions N and N - 1, and ignores fields that it does not know, so that routers and replicas
+can be upgraded one after the other. Fields with their default value are left out, so changing a default
+requires a new version. Decoding never executes anything: the types are a closed set and there is no pickle.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from medha.wire.messages import Message
 
 VERSION = 1
 TOKENS_PER_FRAME = 262_144
-"""Ids per `Tokens` frame (1 MiB): a 40 MB prompt passes in pieces, so that others pass between them."""
+"""Ids per `Tokens` frame (1 MiB): a 40 MB prompt is sent in pieces, so that others can be sent between them."""
 MAX_HEADER_BYTES = 16 * 2**20
-MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version may cut in other pieces
+MAX_TOKENS_FRAME_BYTES = 4 * 4 * TOKENS_PER_FRAME  # a peer of another version may use other piece sizes
 MAX_INTEGER = 2**63 - 1
-"""No integer of a message is further from 0: of JSON's, which may be of any length, some cannot even become floats."""
+"""Largest absolute value of an integer in a message; JSON's may be too long to fit even into floats."""
 
 TokenIds = npt.NDArray[np.int32]
 
 
 _BOUNDED = {"int": {"ge": -MAX_INTEGER, "le": MAX_INTEGER}}
-# NaN and infinite numbers are written as such.
+# NaN and infinite numbers are written as the constants `NaN` and `Infinity`.
 _WITH_CONSTANTS = {"dataclass": {"config": {"ser_json_inf_nan": "constants"}}}
 
 
 def _with(schema: Any, settings: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The core schema of a message, or a part of it, with settings for the parts of some types."""
+    """Return the core schema of a message, or of a part of it, with settings for the parts of some types."""
     if isinstance(schema, list):
         return [_with(part, settings) for part in schema]
     if not isinstance(schema, dict):
@@ -58,17 +58,17 @@ _WITH_PAYLOAD = frozenset({"Tokens", "BundlePart"})
 
 
 def encode(message: Message, payload: bytes | memoryview | None = None) -> list[bytes | memoryview]:
-    """Frames of `message`; `payload` is the raw frame of a `Tokens` or a `BundlePart`."""
+    """Return the frames of `message`; `payload` is the raw frame of a `Tokens` or a `BundlePart`."""
     kind = type(message).__name__
     assert (payload is not None) == (kind in _WITH_PAYLOAD), f"{kind}: payload given or missing"
-    # Most fields have their defaults: without them a message is half as long, and made in a third of the time.
+    # Most fields have their defaults: without these a message is half as long, and made in a third of the time.
     body = _SERIALIZERS[kind].to_json(message, exclude_defaults=True)
     header = b'{"v":%d,"type":"%s","body":%s}' % (VERSION, kind.encode(), body)
     return [header] if payload is None else [header, payload]
 
 
 def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | None]:
-    """The message of `frames` and its raw frame.
+    """Return the message of `frames` and its raw frame.
 
     Raises:
         WireInvalid: the frames are not a message of a version that this peer reads.
@@ -107,7 +107,10 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
 
 
 def digest(messages: Sequence[Message]) -> str:
-    """64 bits over the frames of `messages`, as hexadecimal: equal lists have equal digests. None have ""."""
+    """Return a 64-bit hexadecimal digest of the frames of `messages`; "" for no messages.
+
+    Equal lists have equal digests.
+    """
     if not messages:
         return ""
     joined = blake2b(digest_size=8)
@@ -117,15 +120,15 @@ def digest(messages: Sequence[Message]) -> str:
 
 
 def tokens_to_frame(tokens: TokenIds) -> bytes:
-    """Token ids (int32 [n]) as a raw frame."""
+    """Return token ids (int32 [n]) as a raw frame."""
     return tokens.astype("<i4", copy=False).tobytes()
 
 
 def tokens_from_frame(frame: bytes | memoryview) -> TokenIds:
-    """Token ids of a raw frame, as int32 [n]; a view, not a copy.
+    """Return the token ids of a raw frame, as int32 [n]; a view, not a copy.
 
     Raises:
-        WireInvalid: the frame's length is no multiple of four bytes.
+        WireInvalid: the frame is too large, or its length is not a multiple of four bytes.
     """
     _require_whole_ids(frame)
     return np.frombuffer(frame, dtype="<i4").astype(np.int32, copy=False)

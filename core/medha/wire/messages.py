@@ -1,15 +1,15 @@
-"""What the processes of Medha say to each other, and what the controllers decide.
+"""The messages between the processes of Medha, and the commands of the controllers.
 
-Every message is a frozen dataclass. A message is an *event* for who receives it and a *command* for
-who sends it, so there is one set of names, not two. `frames.py` turns messages into frames.
+Every message is a frozen dataclass. A message is an *event* for its receiver and a *command* for its sender,
+so there is one set of names, not two. `frames.py` turns messages into frames.
 
-Rules that hold for all of them:
+Rules for all of them:
 
 * Only durations cross process borders (`age_seconds`, `deadline_after_seconds`), never clock readings.
-* Token ids never travel inside a message. They travel as raw int32 frames behind `Tokens`, on a socket
-  of their own, under the name of a *prompt*; requests that sample the same prompt share that name.
+* Token ids never travel inside a message. They travel as raw int32 frames behind `Tokens`, on a socket of
+  their own, under the name of a *prompt*; requests that sample the same prompt share that name.
 * A step message carries ids and counts, so its size does not grow with the context.
-* Fields are only ever added, with a default; a peer ignores the fields that it does not know.
+* Fields are only ever added, with a default; a peer ignores fields that it does not know.
 
 The life of a request, as messages::
 
@@ -29,23 +29,23 @@ from typing import Literal
 from medha.shards import Deal, Segment
 
 FinishReason = Literal["stop", "length"]
-"""Why a replica ends a request: a stop token id was sampled, or a limit of tokens was reached."""
+"""Reason why a replica ends a request: a stop token id was sampled, or a token limit was reached."""
 
 RefusalReason = Literal["capacity", "too_long", "draining", "not_ready", "unknown_class", "invalid"]
-"""Why a replica does not take a request. `capacity`, `draining` and `not_ready` may succeed elsewhere or later."""
+"""Reason why a replica refuses a request. `capacity`, `draining` and `not_ready` may succeed elsewhere or later."""
 
 FailureReason = Literal["out_of_memory", "not_finite", "rank_lost", "internal"]
-"""Why a replica ends a request that it had taken, without it being the client's doing. `not_finite`: the model's numbers
-are no numbers any more."""
+"""Reason why a replica ends an accepted request through no fault of the client. `not_finite`: the model's
+outputs are NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the last stage draws tokens for one sequence, and when it stops.
+    """Sampling parameters of one sequence, and when it stops.
 
-    Sampling is keyed by (seed, sample, position), so a sequence resumed elsewhere draws the same tokens.
-    `max_tokens` and `min_tokens` count output tokens from the *original* prompt on (`prompt_length`), so they
-    stay the same when a request is resumed. Stop strings are the router's business (DESIGN §4).
+    Sampling is keyed by (seed, sample, position), so a sequence that is resumed elsewhere samples the same
+    tokens. `max_tokens` and `min_tokens` count output tokens from the *original* prompt on (`prompt_length`),
+    so they stay the same when a request is resumed. The router handles stop strings (DESIGN §4).
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -61,7 +61,7 @@ class Sampling:
     )
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's EOS ids
     ignore_eos: bool = False  # the model's EOS ids do not stop the sequence
-    min_tokens: int = 0  # until then no stop token may be drawn
+    min_tokens: int = 0  # no stop token is sampled before
     max_tokens: int | None = None  # None: until EOS, maxModelLen or the end of unreserved KV
 
 
@@ -74,18 +74,18 @@ class Tokens:
 
     prompt: str
     offset: int
-    total: int  # token ids that the whole prompt has
-    sequences: int = 1  # requests that will name this prompt: it is kept until all of them have come
-    epoch: int = 0  # from a controller to its ranks: those of another epoch are not for them
-    cache_salt: str = ""  # from a router, with the first ids: the prompt shares KV under this salt only
+    total: int  # number of token ids of the whole prompt
+    sequences: int = 1  # requests that will name this prompt; it is kept until all of them have arrived
+    epoch: int = 0  # from a controller to its ranks, which ignore ids of another epoch
+    cache_salt: str = ""  # from a router, with the first ids: the prompt shares KV only under this salt
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """One sequence to generate. The ids of its `tokens` tokens come ahead of it, as `Tokens` named `prompt`.
+    """A sequence to generate. The ids of its `tokens` tokens are sent ahead of it, as `Tokens` named `prompt`.
 
-    `prompt_length` separates the user's prompt from output that an earlier epoch or another replica
-    already produced: `tokens - prompt_length` output tokens are resumed, not generated again.
+    `prompt_length` separates the user's prompt from output that an earlier epoch or another replica already
+    produced: `tokens - prompt_length` output tokens are resumed, not generated again.
     """
 
     id: str
@@ -99,7 +99,7 @@ class Submit:
     tpot_target_seconds: float | None = None  # None: by service class
     service_class: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
-    block_hashes: str = ""  # of the prompt's whole blocks (`medha.kv.prefix_cache`); the replica's own, whatever the router sends
+    block_hashes: str = ""  # of the prompt's whole blocks (`medha.kv.prefix_cache`); set by the replica only
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class FetchBundle:
-    """The router does not know the bundle (tokenizer, chat template, ...) of this digest: send it."""
+    """The router does not know the bundle (tokenizer, chat template, ...) of this digest and asks for it."""
 
     digest: str
 
@@ -121,7 +121,7 @@ class FetchBundle:
 
 @dataclass(frozen=True, slots=True)
 class ServiceClassTerms:
-    """What a router must know of a service class to apply it (DESIGN §5)."""
+    """The terms of a service class that a router needs to apply it (DESIGN §5)."""
 
     name: str
     ttft_floor_seconds: float
@@ -133,7 +133,7 @@ class ServiceClassTerms:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A replica's address card and load, sent at start, on change and as a heartbeat."""
+    """A replica's identity and load, sent at start, on change and as a heartbeat."""
 
     replica: str
     model: str
@@ -148,15 +148,15 @@ class Announce:
     running: int
     waiting: int
     pending_prefill_seconds: float
-    longest_request_tokens: int  # that the KV pool can hold
+    longest_request_tokens: int  # longest request that the KV pool can hold
     waiting_limit: int  # requests the replica queues before it refuses with `capacity`
     service_classes: tuple[ServiceClassTerms, ...] = ()
-    prefill_points: tuple[tuple[int, float], ...] = ()  # (tokens, seconds alone) of some prompts, ascending
+    prefill_points: tuple[tuple[int, float], ...] = ()  # (prompt tokens, seconds of prefill alone), ascending
 
 
 @dataclass(frozen=True, slots=True)
 class BundlePart:
-    """One file of a bundle; its bytes follow as a raw frame. `remaining` counts the parts still to come."""
+    """A file of a bundle; its bytes follow as a raw frame. `remaining` counts the parts still to come."""
 
     digest: str
     name: str
@@ -165,7 +165,7 @@ class BundlePart:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken; the router requeues it with its original age, or tells the client why."""
+    """The request was not accepted; the router requeues it with its original age, or reports the reason."""
 
     id: str
     reason: RefusalReason
@@ -182,18 +182,18 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
-    """Output tokens of a request, in order. A stop token id, if one ended it, is the last of `tokens`."""
+    """Output tokens of a request, in order. If a stop token id ended the request, it is the last of `tokens`."""
 
     id: str
     tokens: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    cached_tokens: int = 0  # prompt tokens whose KV was there already; told with the first output token
+    cached_tokens: int = 0  # prompt tokens whose KV was cached; sent with the first output token
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The replica had to end a request that it had taken; what was emitted stays valid."""
+    """The replica had to end an accepted request; what was emitted stays valid."""
 
     id: str
     reason: FailureReason
@@ -205,7 +205,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """`count` remembered blocks of a lane's pool, of which `last` is the last: each was published behind the one before."""
+    """A chain of `count` cached blocks in a lane's pool, each published behind the one before, ending with `last`."""
 
     last: int
     count: int
@@ -214,10 +214,10 @@ class CachedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """Remembered blocks of a lane are given up: the least recently used of those that no running sequence uses.
+    """Evict cached blocks of a lane: the least recently used of those that no running sequence uses.
 
-    They are all that were last used before `used_before`, counted in releases on the lane, and of the branch that was
-    last used then the `count` blocks that end with `last`.
+    These are all blocks last used before `used_before`, counted in releases on the lane, plus the `count`
+    blocks that end with `last`, of the branch that was last used at `used_before`.
     """
 
     used_before: int
@@ -230,9 +230,10 @@ class Eviction:
 class Publish:
     """Blocks `start .. start + count` of a sequence's table on `lane` are remembered as a cached prefix.
 
-    Their KV is computed. They follow the remembered block `after`, which may be another sequence's of the same tokens
-    (-1: they begin a prompt). None: the sequence uses from now on what leads to `after`, `start` blocks in all. They stay
-    when it is released, until an admit or a grow evicts them.
+    Their KV is computed. They follow the cached block `after`, which may be another sequence's block of the
+    same tokens (-1: they begin a prompt). If `count` is 0, the sequence uses from now on the chain of `start`
+    blocks that ends with `after`. Cached blocks stay when the sequence is released, until an admit or a grow
+    evicts them.
     """
 
     id: str
@@ -247,10 +248,10 @@ class Admit:
     """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
 
     `fork_of` names a running sequence of the same prompt: its first `shared_tokens` tokens of KV are shared,
-    whole blocks by reference and the rest of the last block by copy. `segments` or, if these were many, `deals` say
-    which lane holds what (neither: all on lane 0); `evictions` are remembered blocks to be given up first, and `prefixes`
-    those that begin the table of each lane: together the KV of the first `cached_tokens` tokens. Of a fork they are what
-    of the shared tokens is cached.
+    whole blocks by reference and the rest of the last block by copy. `segments`, or `deals` if there are
+    many, give the lane of each position (neither: all on lane 0). `evictions` are cached blocks to evict
+    first. `prefixes` are the cached blocks that begin the table of each lane; together they hold the KV of
+    the first `cached_tokens` tokens. For a fork they are the cached part of the shared tokens.
     """
 
     id: str
@@ -272,10 +273,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """A sequence's reservation grows to `reserved_tokens`, once the remembered blocks of `evictions` are given up.
+    """A sequence's reservation grows to `reserved_tokens`, once the cached blocks of `evictions` are evicted.
 
-    `segments`, or `deals` if these were many, replace those of its shard map from the first one's start on (neither: it
-    stays on one lane).
+    `segments`, or `deals` if there are many, replace those of its shard map from the first one's start on
+    (neither: it stays on one lane).
     """
 
     id: str
@@ -296,11 +297,11 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """The part of one sequence in a step: which positions it computes, where, and whether it then samples.
+    """The part of a sequence in a step: the positions it computes, the lane, and whether it then samples.
 
-    `strategy` names how attention over several lanes is computed; `local` is one lane's own KV.
-    `shard_map_version` says which shard map of the sequence the step was planned with, unless it is `local`: a rank that
-    has another one ends the epoch.
+    `strategy` names how attention over several lanes is computed; `local` is one lane's own KV. Unless it is
+    `local`, `shard_map_version` is the version of the sequence's shard map that the step was planned with; a
+    rank with another version ends the epoch.
     """
 
     id: str
@@ -317,31 +318,32 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
+    """A batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
 
-    The controller applies the same operations to its own ledgers in the same order, so that the ledgers agree. For
-    that, every rank is sent every step and applies what concerns its lane; the entries are run by `lanes` alone.
+    The controller applies the same operations to its own ledgers in the same order, so that the ledgers
+    agree. Every rank is therefore sent every step and applies what concerns its lane; only `lanes` run the
+    entries.
     """
 
     step_id: int
     epoch: int
     entries: tuple[StepEntry, ...]
     releases: tuple[str, ...] = ()  # sequences whose KV is free from here on
-    forgets: tuple[str, ...] = ()  # prompts whose token ids are needed no more
+    forgets: tuple[str, ...] = ()  # prompts whose token ids are no longer needed
     grows: tuple[Grow, ...] = ()
     admits: tuple[Admit, ...] = ()
     predicted_seconds: float = 0.0
-    state_hash: int | None = None  # of ledger and shard maps once all of these are applied; None: unchecked
-    lanes: tuple[int, ...] = (0,)  # that run the entries in lock-step, because they share requests
+    state_hash: int | None = None  # hash of ledger and shard maps after all of these; None: unchecked
+    lanes: tuple[int, ...] = (0,)  # lanes that run the entries in lock-step, because they share requests
     publishes: tuple[Publish, ...] = ()  # computed blocks that are remembered from here on
     state_hashes: tuple[int, ...] = ()  # instead of `state_hash` if there are several lanes
 
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """A new epoch begins: every rank drops what it was doing, and all requests, and meets the others.
+    """A new epoch begins: every rank drops its work and all requests, and joins the rendezvous.
 
-    `rendezvous` is where ranks meet for the data plane, `tcp://host:port`; empty where there is one rank.
+    `rendezvous` is its address for the data plane, `tcp://host:port`; empty if there is one rank.
     """
 
     epoch: int
@@ -350,14 +352,14 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """For the next `seconds` seconds, say in `TracePart`s what every step took; 0 ends it. Sent anew in each epoch."""
+    """Report the times of every step in `TracePart`s for `seconds` seconds; 0 ends it. Sent anew in each epoch."""
 
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Shutdown:
-    """Finish the step that runs and exit with status 0; `refused`: another process has taken this rank's place."""
+    """Finish the running step and exit with status 0; `refused`: another process has taken this rank's place."""
 
     reason: str = ""
     refused: bool = False
@@ -368,7 +370,7 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """What the warm-up steps of a rank took (seconds): constants, and curves that stand for them where measured."""
+    """Durations of a rank's warm-up steps (seconds): constants, and curves that replace them where measured."""
 
     step_seconds: float  # any step, however small
     linear_seconds_per_token: float
@@ -380,7 +382,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank is here and has its weights; said again every second, unless it runs a step or meets the others.
+    """A rank is running and has its weights. Sent every second, unless the rank runs a step or is in a rendezvous.
 
     Another `incarnation` under the same number means that the process was replaced.
     """
@@ -388,16 +390,16 @@ class RankHello:
     rank: int
     incarnation: str
     last_epoch: int | None = None
-    """The last epoch in which this place of the grid took part, as its pod remembers; None in a new pod."""
+    """Last epoch in which this grid position took part, as its pod remembers; None in a new pod."""
     revision: str = ""
-    """Which pods of its replica it belongs to; empty: not told, as by an earlier release or outside of a cluster."""
+    """Revision of the replica's pods that the rank belongs to; empty if unknown (earlier release, no cluster)."""
     dropped: tuple[tuple[str, str, int], ...] = ()
-    """(link, reason, messages) that this process has dropped since it began; on the link `control` alone."""
+    """(link, reason, messages) that this process has dropped since it began; sent on the link `control` only."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """A rank has met the others, has its KV pool, and has run its warm-up steps."""
+    """A rank has completed the rendezvous, has its KV pool, and has run its warm-up steps."""
 
     rank: int
     block_size_tokens: int
@@ -413,10 +415,10 @@ class RankReady:
     attention_flops_per_pair: float  # of the whole model: 4 * layers * heads * head dim
     load_seconds: float = 0.0
     epoch: int = 0
-    query_heads: int = 0  # of the whole model; 0: not told
+    query_heads: int = 0  # of the whole model; 0: not reported
     kv_heads: int = 0
     element_bytes: int = 4  # of a key or value in memory
-    link_bytes_per_second: float = 0.0  # between this rank and its like in another lane; 0: not measured
+    link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +433,7 @@ class StageFree:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The token that the last stage drew for one sequence."""
+    """The token that the last stage sampled for one sequence."""
 
     id: str
     token: int
@@ -441,7 +443,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class EntryFailed:
-    """One entry of a step could not be computed; the others were."""
+    """An entry of a step could not be computed; the others were."""
 
     id: str
     reason: FailureReason
@@ -460,21 +462,21 @@ class Done:
     epoch: int = 0
     block_hashes: tuple[
         tuple[str, str], ...
-    ] = ()  # (request, hash) of blocks that samples filled; by the controller's process, not by ranks
+    ] = ()  # (request, hash) of blocks that samples filled; set by the controller's process, not by ranks
 
 
 @dataclass(frozen=True, slots=True)
 class RankFault:
-    """A rank cannot go on: its process ends after this message, or it has lost others and waits for `Meet`."""
+    """A rank cannot continue: its process ends after this message, or it has lost others and waits for `Meet`."""
 
     rank: int
     detail: str
-    lost_epoch: int | None = None  # the epoch that it cannot go on with; None: its process ends
+    lost_epoch: int | None = None  # the epoch that it cannot continue; None: its process ends
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRanOut:
-    """A rank has too little memory for some rows of a step; they take part in it as NaN. Sent before the step can end."""
+    """A rank lacks memory for some rows of a step; they take part in it as NaN. Sent before the step can end."""
 
     rank: int
     step_id: int
@@ -483,24 +485,24 @@ class MemoryRanOut:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What one rank did in one step: times in seconds since its machine was started."""
+    """Times of one rank in one step, in seconds since its machine was started."""
 
     step_id: int
     started: float
     ended: float
     spans: tuple[
         tuple[str, float, float], ...
-    ] = ()  # (what, from, until), in order: receive, send, forward, ...
-    waits: tuple[tuple[str, float], ...] = ()  # (for what, seconds altogether): too many to name each
+    ] = ()  # (activity, start, end), in order: receive, send, forward, ...
+    waits: tuple[tuple[str, float], ...] = ()  # (cause, total seconds): too many waits to list each
 
 
 @dataclass(frozen=True, slots=True)
 class TracePart:
     """Steps that a rank was asked to trace.
 
-    `clock_seconds` is the time at which it was sent, as those in `steps`: since `machine` was started. For who is on
-    the same machine that is the same clock (Linux: CLOCK_MONOTONIC); others estimate the difference from when parts
-    come.
+    `clock_seconds` is the time at which it was sent, on the clock of `steps`: since `machine` was started. A
+    receiver on the same machine has the same clock (Linux: CLOCK_MONOTONIC); others estimate the difference
+    from the arrival times of parts.
     """
 
     rank: int
@@ -513,7 +515,7 @@ class TracePart:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What a controller writes into its ready file, once all ranks are ready and it serves."""
+    """The content of a controller's ready file, written once all ranks are ready and it serves."""
 
     ranks: tuple[RankReady, ...]
     metrics_url: str
@@ -524,12 +526,12 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed, and nothing else: expiry and time-outs are looked at."""
+    """Time has passed: expiries and time-outs are checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Take no new request; end the running ones."""
+    """Accept no new request; finish the running ones."""
 
 
 ControllerEvent = Submit | Cancel | StageFree | Done | Drain
@@ -540,4 +542,4 @@ Message = (
     | Meet | Step | Trace | Shutdown | RankHello | RankReady | StageFree | Done | RankFault | MemoryRanOut
     | TracePart
 )  # fmt: skip
-"""Everything that crosses a process border."""
+"""Every message that crosses a process border."""

@@ -1,8 +1,9 @@
-"""Messages made in a fourth of the time, for where a decision makes dozens.
+"""Constructors that make messages in a fourth of the time, for decisions that make dozens.
 
-A frozen dataclass sets each of its fields by name through `object`, which for a `Step` takes as long as much of the
-decision behind it. So a message can be made as an object of a twin, with the same slots and not frozen, that becomes one
-of the frozen class when its fields are set. Nothing of that is seen from outside: class, equality and hash are as usual.
+A frozen dataclass sets each field by name through `object`, which for a `Step` takes as long as a large part of
+the decision behind it. Here a message is made as an object of a twin class, which has the same slots and is not
+frozen. Once its fields are set, its class is changed to the frozen one. The result is the same: class, equality
+and hash are as usual.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _Kind = TypeVar("_Kind")
 
 
 def _quick(kind: Callable[_Arguments, _Kind]) -> Callable[_Arguments, _Kind]:
-    """Makes a message of `kind`, a frozen dataclass with slots, from the same arguments."""
+    """Return a constructor of messages of `kind`, a frozen dataclass with slots, with the same arguments."""
     declared: Any = kind
     columns: list[Any] = []
     for one in fields(declared):
@@ -46,9 +47,9 @@ new_done = _quick(Done)
 
 
 class StepEntryDraft:
-    """Becomes a `StepEntry` once all of its fields, and then its class, are set: what `new_entry` does, without its two calls.
+    """Becomes a `StepEntry` once all of its fields, and then its class, are set; avoids the two calls of `new_entry`.
 
-    For the hundreds of decodes in a step.
+    Used for the hundreds of decodes in a step.
     """
 
     __slots__ = ("extents", "id", "lane", "samples", "shard_map_version", "strategy")
@@ -61,5 +62,5 @@ class StepEntryDraft:
 
 
 def decode_entry(id_: str, lane: int, position: int) -> StepEntry:
-    """The entry of a sequence that decodes the token at `position` on one lane."""
+    """Return the entry of a sequence that decodes the token at `position` on one lane."""
     return new_entry(id_, lane, (new_extent(position, 1),), True)

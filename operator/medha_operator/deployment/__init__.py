@@ -1,1 +1,1 @@
-"""One MedhaDeployment: what is observed of its replicas, and the plan that rolls them out."""
+"""A MedhaDeployment: the observed state of its replicas, and the plan that rolls them out."""

@@ -1,4 +1,4 @@
-"""What a deployment's status says: conditions from its replicas, each with one reason that tells what to do about it."""
+"""Conditions of a deployment's status, each with one reason that says what to do about it."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from medha_operator.replica.conditions import Judgement, refuse
 from medha_operator.status import Condition
 
 _RESTS = frozenset({"Complete", "Suspended", "SurgeUnschedulable", "InsufficientCapacity"})
-"""Reasons of a deployment that rests, for as long as it takes, until something around it changes."""
+"""Reasons of a deployment that rests, for however long, until something around it changes."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Where a deployment stands."""
+    """The state of a deployment's rollout."""
 
     replicas: int
-    """Wanted."""
+    """Replicas that are wanted."""
     least_available: int
-    """Less would be more than `maxUnavailable` away."""
+    """Least number of available replicas that `maxUnavailable` allows."""
     available: int
     children: tuple[Child, ...]
-    """Those there are, by index, without those that are being deleted."""
+    """Existing replicas by index, without those that are being deleted."""
     differing: frozenset[int]
-    """Indices of those that are not what they are to be."""
+    """Indices of replicas that are not as they should be."""
     moving: frozenset[int]
-    """Indices of those that leave a cordoned node."""
+    """Indices of replicas that leave, or must leave, a cordoned node."""
     taken: tuple[str, ...]
-    """Names that are wanted and that somebody else's replica has."""
+    """Wanted names that somebody else's replica has."""
     template: str
     has_change_waiting: bool
-    """It is paused, and some have an older template."""
+    """True if the deployment is paused and some replicas have an older template."""
     is_blocked: bool
-    """A replica finds no room, and none that serves may go to make some."""
+    """True if a replica finds no room, and no serving replica may be taken down to make some."""
     is_late: bool
-    """`progressDeadlineSeconds` are over."""
+    """True if `progressDeadlineSeconds` have passed."""
     min_ready_seconds: float
     now: float
 
     @property
     def is_complete(self) -> bool:
-        """Every replica is what the spec asks for and available, none is too much."""
+        """Every replica is as the spec asks and available, and none is surplus."""
         return self._is_as_asked and self.available == self.replicas
 
     @property
     def is_suspended(self) -> bool:
-        """Every replica is what the spec asks for, and those that are not available are to have no pods."""
+        """Every replica is as the spec asks, and those that are not available should have no pods."""
         suspended = sum(child.is_suspended for child in self.children)
         return self._is_as_asked and suspended > 0 and self.available + suspended == self.replicas
 
@@ -58,13 +58,13 @@ class Rollout:
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing moves before somebody does something."""
+        """Nothing moves until somebody does something."""
         rests = self.is_complete or self.is_suspended or self.has_change_waiting
         return rests or _stalled(self) is not None
 
 
 def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
-    """Every condition of a deployment whose spec is valid."""
+    """Return all conditions of a deployment whose spec is valid."""
     ready = _ready(rollout)
     enough = rollout.available >= rollout.least_available
     counted = f"{rollout.available} of {rollout.replicas} replicas are available"
@@ -96,9 +96,10 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
 
 
 def judge_refused_rollout(rollout: Rollout, problems: str) -> tuple[Judgement, ...]:
-    """Every condition of a deployment whose spec is refused for its `problems`.
+    """Return all conditions of a deployment whose spec is refused for its `problems`.
 
-    What is said of replicas is as it is. Nobody says how many of them may be missing: so none.
+    Replicas are reported as they are. The spec does not tell how many of them may be missing, so that
+    `Available` requires all of them.
     """
     strict = replace(rollout, least_available=rollout.replicas)
     judged = {one.type: one for one in judge_rollout(strict)}
@@ -107,7 +108,10 @@ def judge_refused_rollout(rollout: Rollout, problems: str) -> tuple[Judgement, .
 
 
 def begins_to_move(rollout: Rollout, before: Iterable[Condition]) -> bool:
-    """Whether it moves after a rest, however long that was: its conditions were `before`."""
+    """Return whether the deployment begins to move after a rest of any length.
+
+    `before` are its previous conditions.
+    """
     rested = any(
         one.type == "Reconciling" and one.status == "False" and one.reason in _RESTS for one in before
     )
@@ -149,7 +153,7 @@ def _ready(rollout: Rollout) -> Judgement:
 
 
 def _stalled(rollout: Rollout) -> tuple[str, str] | None:
-    """Reason and message of what does not mend itself."""
+    """Return reason and message of what does not recover by itself; None if nothing is stalled."""
     if rollout.taken:
         names = ", ".join(rollout.taken)
         return "NameTaken", f"{names} is not of this deployment; rename or delete it"
@@ -159,7 +163,8 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
         if rollout.differing or rollout.moving:
             return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to go on with fewer"
         return "InsufficientCapacity", text
-    # What serves as it was asked to is as good as it gets, whatever else is refused of it: its own status tells.
+    # A replica that serves as its spec asks is not stalled, whatever else is refused of it: its own status
+    # reports that.
     broken = next(
         (child for child in rollout.children if child.is_stalled and child.serving_since is None), None
     )
@@ -173,7 +178,7 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
 
 
 def _not_available(rollout: Rollout) -> Child | None:
-    """The first replica that keeps the others waiting."""
+    """Return the first replica that is not available but should be; None if there is none."""
     for child in rollout.children:
         since = child.serving_since
         is_counted_on = since is not None and rollout.now - since >= rollout.min_ready_seconds

@@ -1,4 +1,4 @@
-"""What is known of one deployment: the resource itself, its replicas and the templates that it has kept, as facts."""
+"""The observed state of one deployment: the resource, its replicas and its kept templates, as plain facts."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from medha_operator.status import DeploymentStatus
 DEPLOYMENT_LABEL = "medha.dev/deployment"
 TEMPLATE_LABEL = "medha.dev/deployment-revision"
 MAY_DRAIN = "medha.dev/may-drain"
-"""Annotation of a replica whose deployment lets it leave a cordoned node; its value names the gang that may go, by
-`status.newestMember`, so that the gang that comes after it is not drained by the same word."""
+"""Annotation of a replica that its deployment permits to leave a cordoned node. Its value names the
+permitted gang by `status.newestMember`, so that the same permission does not drain the next gang."""
 NO_PODS = "CreatingPods"
-"""Reason of a replica some of whose pods are not made, and no earlier one is in their way: soon they are, or a quota
-lets nobody make them, which is a lack of room as any. Once the quota is known by its words, the reason is its own."""
+"""Reason of a replica some of whose pods are not created although no earlier pod has their names. Either
+they soon will be, or a quota forbids them, which is a lack of room like any other. Once an event names the
+quota, the reason is `QuotaExceeded`."""
 _NOT_MADE = (NO_PODS, QUOTA)
 _NO_ROOM = ("InsufficientCapacity", "WaitingForGang", *_NOT_MADE)
 
 
 @dataclass(frozen=True)
 class KeptTemplate:
-    """A template that replicas of the deployment were made of, kept in a ControllerRevision to go back to."""
+    """A template that replicas were made from, kept in a ControllerRevision for rollbacks."""
 
     name: str
     """Ten hexadecimal digits."""
     number: int
-    """Counts upwards; a template that is asked for again gets a new number."""
+    """Number that counts upwards; a template that is asked for again gets a new one."""
     template: Mapping[str, Any]
     """`spec.template` as the API server had it."""
     uid: str = ""
@@ -52,39 +53,44 @@ class Child:
     revision: str
     """Name of the kept template that its spec was written from."""
     running: Revision | None = None
-    """What its status says that its pods are of, where that is kept."""
+    """Revision of its pods according to its status; None if that revision is not kept."""
     is_ours: bool = True
-    """The deployment is its controller, or made it and was deleted without it. Else somebody else's has the name."""
+    """True if the deployment is its controller, or made it and was deleted without it. Otherwise somebody
+    else's replica has the name."""
     is_left_over: bool = False
-    """A deployment of the same name, which is gone, is its controller, and it will follow it."""
+    """True if its controller is an earlier deployment of the same name; the replica will be deleted after
+    that one."""
     is_deleting: bool = False
     serving_since: float | None = None
-    """Unix time, seconds; None while it does not serve, or its status may speak of pods that its spec has ended.
+    """Unix time in seconds since which it serves; None while it does not, or if its status may describe pods
+    that its spec has replaced.
 
-    What is said beside it, as that a write or its very spec is refused, takes nothing from the pods that the spec asks for.
+    Other trouble, such as a refused write or even a refused spec, does not matter while its pods are those
+    that the spec asks for.
     """
     may_serve: bool = False
-    """Its spec is refused, and pods of an earlier one are left alone and serve; or they have all started once, and
-    nothing tells of them."""
+    """True if its spec is refused while pods of an earlier one serve on, or if its pods have all started
+    once and no condition reports on them."""
     unplaced_since: float | None = None
-    """Since when some of its pods find no node, or are not made, Unix time."""
+    """Unix time since which some of its pods find no node, or are not created; else None."""
     has_no_pods: bool = False
-    """Of these the latter: as long as nobody tells why, `surge_wait_seconds` tell a quota from a moment's wait."""
+    """True if pods are not created, rather than without a node. As long as no event gives the reason,
+    `surge_wait_seconds` distinguish a quota from a short wait."""
     is_suspended: bool = False
-    """Its spec asks for no pods."""
+    """True if its spec asks for no pods."""
     waits_to_drain: bool = False
-    """It stands on a cordoned node and goes on serving until it is told that it may leave."""
+    """True if it is on a cordoned node and serves on until it is permitted to leave."""
     may_drain: bool = False
-    """It has been told so and has not gone yet."""
+    """True if it has been permitted to leave and has not left yet."""
     trouble: tuple[str, str] = ("Starting", "")
-    """Reason and message of its condition `Ready`; of `Stalled`, where that is all there is."""
+    """Reason and message of its condition `Ready` if that is False, else of `Stalled` if that is True."""
     is_stalled: bool = False
-    """What keeps it from being ready does not mend itself."""
+    """True if what keeps it from being ready does not recover by itself."""
 
 
 @dataclass(frozen=True)
 class ObservedDeployment:
-    """One deployment and everything that belongs to it."""
+    """A deployment and everything that belongs to it."""
 
     name: str
     namespace: str
@@ -95,24 +101,24 @@ class ObservedDeployment:
     status: DeploymentStatus
     is_deleting: bool = False
     children: tuple[Child, ...] = ()
-    """Every MedhaReplica of the namespace that is called `<name>-<number>`, whoever owns it."""
+    """Every MedhaReplica of the namespace that is named `<name>-<number>`, whoever owns it."""
     templates: tuple[KeptTemplate, ...] = ()
 
 
 def child_name(deployment: str, index: int) -> str:
-    """Name of the replica with this index."""
+    """Return the name of the replica with this index."""
     return f"{deployment}-{index}"
 
 
 def child_index(deployment: str, replica: str) -> int | None:
-    """The index in a replica's name; None if a deployment of that name would never call it so."""
+    """Return the index in a replica's name; None if a deployment of that name would never give it."""
     stem, _, number = replica.rpartition("-")
     is_number = number.isascii() and number.isdecimal() and str(int(number)) == number
     return int(number) if stem == deployment and is_number else None
 
 
 def child_of(document: Object, index: int, deployment_uid: str, revisions: Iterable[Revision] = ()) -> Child:
-    """The facts of a MedhaReplica's document, and of the revisions that are kept of it."""
+    """Return the facts of a MedhaReplica, from its document and its kept revisions."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = metadata.get("labels", {})
     controller = next((one for one in metadata.get("ownerReferences", ()) if one.get("controller")), None)
@@ -123,19 +129,21 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
     running = next((one for one in revisions if one.name == status.get("revision")), None)
     gang, granted = status.get("newestMember"), metadata.get("annotations", {}).get(MAY_DRAIN)
     drains = _is(conditions.get("Draining"), "True")
-    is_going = drains and gang is None  # its pods are told to end, or have never all started
+    is_going = drains and gang is None  # its pods are being deleted, or have never all started
     is_told = not is_going and _speaks_of_present_pods(document, running, status.get("observedGeneration", 0))
     trouble = next((one for one in (_if(ready, "False"), _if(stalled, "True")) if is_told and one), None)
-    # By the condition's own generation: a look that fails before it has judged the pods leaves it as it was.
+    # Use the condition's own generation: a reconcile that fails before it has judged the pods leaves the
+    # condition as it was.
     serves = (
         serving is not None
         and _is(serving, "True")
         and _speaks_of_present_pods(document, running, serving.get("observedGeneration", 0))
     )
-    # Pods of an earlier spec serve on while the present one is refused: the rollout is not to go on past such a replica.
+    # Pods of an earlier spec serve on while the present one is refused: the rollout must not go on past such
+    # a replica.
     is_accepted = not _is(conditions.get("Accepted"), "False")
     is_asked_for = is_accepted or has_pods_for(document["spec"], running)
-    # Nobody makes pods of what is refused before they are asked for: that is told by the refusal.
+    # If the spec is refused, missing pods are due to the refusal, not to a lack of room.
     lacks_room = (
         placed is not None and _lacks_room(placed) and (placed["reason"] not in _NOT_MADE or is_accepted)
     )
@@ -168,7 +176,10 @@ def child_of(document: Object, index: int, deployment_uid: str, revisions: Itera
 
 
 def find_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate | None:
-    """The newest kept template that asks for the same as `template`, whatever defaults were added since."""
+    """Return the newest kept template that asks for the same as `template`; None if there is none.
+
+    Defaults that were added since make no difference.
+    """
     canonical = _canonical(template)
     for one in sorted(kept, key=lambda entry: entry.number, reverse=True):
         if one.template == template or _canonical(one.template) == canonical:
@@ -177,7 +188,7 @@ def find_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> 
 
 
 def begin_template(template: Mapping[str, Any], kept: Iterable[KeptTemplate]) -> KeptTemplate:
-    """A template that is none of `kept`."""
+    """Return a new entry for a template that is none of `kept`."""
     return KeptTemplate(digest(_canonical(template)), next_number(kept), template)
 
 
@@ -186,7 +197,10 @@ def next_number(kept: Iterable[KeptTemplate]) -> int:
 
 
 def _canonical(template: Mapping[str, Any]) -> Any:
-    """Of two templates that mean the same, the same; of one that this release cannot read, the template itself."""
+    """Return a form that is the same for templates that mean the same.
+
+    If this release cannot read the template, return it as it is.
+    """
     try:
         return ReplicaTemplate.model_validate(template).model_dump(
             mode="json", by_alias=True, exclude_none=True
@@ -196,7 +210,7 @@ def _canonical(template: Mapping[str, Any]) -> Any:
 
 
 def has_pods_for(spec: Mapping[str, Any], running: Revision | None) -> bool:
-    """Whether pods of `running` are those that `spec` asks for, by whatever release the one was kept and the other written."""
+    """Return whether pods of `running` are those that `spec` asks for, whichever releases wrote the two."""
     try:
         asked = MedhaReplicaSpec.model_validate(spec)
     except ValueError:
@@ -205,9 +219,10 @@ def has_pods_for(spec: Mapping[str, Any], running: Revision | None) -> bool:
 
 
 def _speaks_of_present_pods(document: Object, running: Revision | None, observed_generation: int) -> bool:
-    """Whether what was said of this generation may be believed, though the replica's own turn may be still to come.
+    """Return whether a report on this generation describes the present pods.
 
-    A change that restarts makes every earlier word void. After one that does not, the pods are what they were.
+    It may, even if the replica is yet to be reconciled: a change that restarts pods invalidates every earlier
+    report, but after any other change the pods are what they were.
     """
     is_newest = observed_generation >= document["metadata"].get("generation", 0)
     return is_newest or has_pods_for(document["spec"], running)
@@ -218,7 +233,7 @@ def _lacks_room(placed: Object) -> bool:
 
 
 def _if(condition: Any, status: str) -> Any:
-    """The condition, if it has that status."""
+    """Return the condition if it has that status, else None."""
     return condition if _is(condition, status) else None
 
 

@@ -1,13 +1,15 @@
-"""What to do for one deployment: `plan_deployment(observed, now, settings)`, pure and level-triggered.
+"""Plan the actions for one deployment: `plan_deployment(observed, now, settings)`, pure and level-triggered.
 
-A deployment of N replicas owns the MedhaReplicas `<name>-0` to `<name>-<N-1>`. A new template reaches them in place, by
-whole replicas, from the highest index down to `rollout.partition`: a replica that gets it ends all of its pods and
-starts them anew, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further replicas, from index N
-on, stand in for those that are away. A change that restarts no pods is applied to all at once.
+A deployment of N replicas owns the MedhaReplicas `<name>-0` to `<name>-<N-1>`. A new template reaches them in
+place, by whole replicas, from the highest index down to `rollout.partition`: a replica that gets it ends all
+of its pods and starts new ones, so that no replica ever has two revisions. Meanwhile up to `maxSurge` further
+replicas, from index N on, stand in for those that are away. A change that restarts no pods is applied to all
+replicas at once.
 
-Two bounds hold in every plan for a valid spec. No further replica is made beyond N + maxSurge; and none that is available is taken down
-unless N - maxUnavailable others are available. What is not available may always be changed: nobody waits for it. Where
-nothing tells whether a replica serves, it is not counted on, and is taken down as if it served.
+Every plan for a valid spec keeps two bounds. No replica is created beyond N + maxSurge, and no available
+replica is taken down unless N - maxUnavailable others are available. A replica that is not available may
+always be changed, since nobody waits for it. A replica of which nothing tells whether it serves does not
+count as available, but is taken down as carefully as if it served.
 """
 
 from __future__ import annotations
@@ -51,9 +53,12 @@ from medha_operator.status import DeploymentStatus
 
 
 def plan_deployment(observed: ObservedDeployment, now: float, settings: OperatorSettings) -> Plan:
-    """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
+    """Return the actions that bring `observed` nearer to its spec; none if it is there.
+
+    `now` is Unix time in seconds.
+    """
     if observed.is_deleting:
-        return Plan(())  # the garbage collector takes the replicas
+        return Plan(())  # the garbage collector deletes the replicas
     try:
         spec = MedhaDeploymentSpec.model_validate(observed.spec)
     except ValidationError as error:
@@ -61,7 +66,8 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
     wanted, kept = _wanted(observed, spec)
     scene = _scene(observed, wanted, now, settings)
     created = list(_create(scene))
-    # A refused action ends the look: the API server may take no further replica, and what is there goes on without.
+    # Creations come last: a refused action ends the reconcile, and the API server may refuse further
+    # replicas. Existing ones must not wait for them.
     steps = [*_change(scene), *_remove(scene), *created]
     status, again = _described(scene, now)
     confirmed = [Confirm()] if created else []
@@ -71,9 +77,10 @@ def plan_deployment(observed: ObservedDeployment, now: float, settings: Operator
 def _plan_refused(
     observed: ObservedDeployment, problems: str, now: float, settings: OperatorSettings
 ) -> Plan:
-    """For a spec that the schema let through and the models do not: the replicas stay as they are.
+    """Return the plan for a spec that the schema accepts and the models do not.
 
-    A cordoned node is emptied all the same, one replica after the other: nobody says how many may be missing.
+    The replicas stay as they are. A cordoned node is emptied all the same, one replica after the other, as
+    the spec does not tell how many may be missing.
     """
     replicas = 1 + max((child.index for child in observed.children if child.is_ours), default=-1)
     rollout = RolloutSpec(max_surge=0, max_unavailable=1)
@@ -99,19 +106,19 @@ class _Wanted:
     surge: int
     unavailable: int
     update: KeptTemplate
-    """What the spec asks for."""
+    """Template that the spec asks for."""
     current: KeptTemplate
-    """What all replicas had last: of those that the rollout does not reach."""
+    """Template that all replicas had last: that of replicas which the rollout does not reach."""
     kept: Mapping[str, KeptTemplate]
 
     def template(self, index: int, child: Child | None) -> KeptTemplate:
-        """What the replica with this index is to be made of."""
+        """Return the template for the replica with this index."""
         if not self.spec.paused and index >= self.spec.rollout.partition:
             stands_in = index >= self.spec.replicas
             return self.current if stands_in and _suspends(self.update) else self.update
         if child is None:
             return self.current
-        # Where somebody has deleted the history, it stays as it stands.
+        # If its template is no longer kept, the replica stays as it is.
         return self.kept.get(child.revision) or _template_in(child)
 
 
@@ -120,13 +127,13 @@ def _suspends(template: KeptTemplate) -> bool:
 
 
 def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_Wanted, list[Action]]:
-    """What is wanted, and the template to keep before anything is made of it."""
+    """Return what is wanted, and the actions that keep its template before anything is made from it."""
     template = dict(observed.spec["template"])
     known = find_template(template, observed.templates)
     update = known or begin_template(template, observed.templates)
     actions: list[Action] = []
     if known is not None and any(one.number > known.number for one in observed.templates):
-        update = replace(known, number=next_number(observed.templates))  # asked for again: the newest anew
+        update = replace(known, number=next_number(observed.templates))  # asked for again: now the newest
     kept = {one.name: one for one in (*observed.templates, update)}
     present = sorted((child for child in observed.children if child.is_ours), key=lambda child: child.index)
     older = [child.revision for child in present if child.revision in kept and child.revision != update.name]
@@ -141,7 +148,7 @@ def _wanted(observed: ObservedDeployment, spec: MedhaDeploymentSpec) -> tuple[_W
 
 
 def _template_in(child: Child) -> KeptTemplate:
-    """The template of a replica as it stands."""
+    """Return the template of a replica as it is now."""
     metadata = child.document["metadata"]
     annotations = {name: text for name, text in metadata.get("annotations", {}).items() if name != MAY_DRAIN}
     own = {"labels": metadata.get("labels", {}), "annotations": annotations}
@@ -149,7 +156,7 @@ def _template_in(child: Child) -> KeptTemplate:
 
 
 def _bounds(spec: MedhaDeploymentSpec) -> tuple[int, int]:
-    """`maxSurge` and `maxUnavailable` in replicas; never both 0, or nothing could ever move."""
+    """Return `maxSurge` and `maxUnavailable` in replicas; never both 0, or nothing could ever move."""
     surge = _share(spec.rollout.max_surge, spec.replicas, ceil)
     unavailable = _share(spec.rollout.max_unavailable, spec.replicas, floor)
     return surge, unavailable if surge or unavailable else 1
@@ -162,7 +169,7 @@ def _share(bound: int | str, replicas: int, rounded: Any) -> int:
 
 
 def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Manifest:
-    """The ControllerRevision that keeps a template."""
+    """Return the ControllerRevision that keeps a template."""
     return {
         "apiVersion": "apps/v1",
         "kind": "ControllerRevision",
@@ -175,7 +182,11 @@ def _template_manifest(observed: ObservedDeployment, kept: KeptTemplate) -> Mani
 def _replica_manifest(
     observed: ObservedDeployment, index: int, kept: KeptTemplate, may_drain: str | None = None
 ) -> Manifest:
-    """A replica of the deployment. Its leader's pod is labelled, so that HPA and KEDA count one pod a replica."""
+    """Return the manifest of a replica.
+
+    Its pods carry the deployment's label, by which `status.selector` finds each replica's leader, so that HPA
+    and KEDA count one pod per replica.
+    """
     template = kept.template
     own = template.get("metadata", {})
     metadata = _metadata(observed, child_name(observed.name, index))
@@ -220,31 +231,32 @@ def _metadata(observed: ObservedDeployment, name: str) -> Manifest:
 
 @dataclass
 class _Scene:
-    """What is there beside what is wanted, and how many may still be taken down in this plan."""
+    """The existing replicas, what is wanted, and how many replicas this plan may still take down."""
 
     observed: ObservedDeployment
     wanted: _Wanted
     now: float
     present: dict[int, Child]
-    """Replicas of ours that are not being deleted, by index."""
+    """The deployment's own replicas that are not being deleted, by index."""
     away: frozenset[int]
-    """Indices whose name is in use by what is being deleted, or by somebody else's replica."""
+    """Indices whose name belongs to a replica that is being deleted, or to somebody else's."""
     available: int
     """Replicas available now, less those that this plan takes down."""
     unsure: int
-    """Replicas that may serve though nothing tells so, less those too."""
+    """Replicas that may serve although nothing reports it, less those that this plan takes down."""
     outdated: dict[int, Child]
-    """Those whose change would end pods."""
+    """Replicas whose change would end pods, by index."""
     leaving: dict[int, Child]
-    """Those that must leave their node and have not been told that they may."""
+    """Replicas that must leave their node and are not permitted to yet, by index."""
     surge: int
-    """Replicas wanted beyond the spec's."""
+    """Replicas wanted beyond the number of the spec."""
     is_starved: bool
-    """There may be no other replica: one finds no room, or the API server refuses what may be one."""
+    """True if no further replica may be possible: one finds no room, or the API server has refused a
+    write."""
     has_no_room: bool = False
-    """A replica finds no room and did not for `surge_wait_seconds`."""
+    """True if a replica has found no room for `surge_wait_seconds`."""
     suspending: int = 0
-    """Replicas that are to have no pods, so that nobody waits for them."""
+    """Replicas that should have no pods, so that nobody waits for them."""
     again: float | None = None
 
     @property
@@ -252,12 +264,12 @@ class _Scene:
         return self.wanted.spec.replicas
 
     def manifest(self, index: int, child: Child | None = None) -> Manifest:
-        """What the replica is to be, with the leave that it was given already."""
+        """Return the manifest of the replica, with the permission to leave that it already has."""
         gang = child.document["status"]["newestMember"] if child is not None and child.may_drain else None
         return _replica_manifest(self.observed, index, self.wanted.template(index, child), gang)
 
     def is_suspending(self, index: int, child: Child) -> bool:
-        """Whether the replica is to have no pods: it needs none in its stead, and nobody is to wait for them."""
+        """Return whether the replica should have no pods: it needs no stand-in, and nobody waits for it."""
         return _suspends(self.wanted.template(index, child))
 
     def is_available(self, child: Child) -> bool:
@@ -286,13 +298,15 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
         elif child.waits_to_drain:
             scene.leaving[index] = child
         if child.unplaced_since is not None:
-            # It may have had no node before for another reason, as while it was suspended.
+            # `Scheduled` may have become False before for another reason, e.g. a suspension, so that its time
+            # is too early.
             left = max(child.unplaced_since, noted) + settings.surge_wait_seconds - now
             scene.has_no_room |= left <= 0
             if left > 0:
                 scene.look_again(left)
     scene.is_starved |= scene.has_no_room
-    # Whoever changes needs a stand-in if it is counted on; whoever moves, if it serves at all: there is no hurry.
+    # A replica that changes needs a stand-in if it is counted on; one that moves, if it serves at all, since
+    # moving is not urgent.
     changing = [
         index
         for index, child in scene.outdated.items()
@@ -305,7 +319,7 @@ def _scene(observed: ObservedDeployment, wanted: _Wanted, now: float, settings: 
 
 
 def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
-    """Since when the deployment's status says that a replica finds no room, Unix time; `now` where it does not yet."""
+    """Return the Unix time since which the status reports a lack of room; `now` if it does not yet."""
     for one in observed.status.conditions:
         if one.type == "Scheduled" and one.status == "False":
             return min(seconds(one.last_transition_time), now)
@@ -313,7 +327,7 @@ def _unplaced_since(observed: ObservedDeployment, now: float) -> float:
 
 
 def _is_refused(observed: ObservedDeployment) -> bool:
-    """Whether the API server has refused what the deployment itself asked for, as its status tells."""
+    """Return whether the API server has refused a write of the deployment itself, according to its status."""
     return any(
         one.type == "Accepted" and one.status == "False" and one.reason in REFUSED
         for one in observed.status.conditions
@@ -321,7 +335,7 @@ def _is_refused(observed: ObservedDeployment) -> bool:
 
 
 def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
-    """Whether it has been ready for long enough, and is not about to leave its node."""
+    """Return whether the replica has been ready for long enough, and is not about to leave its node."""
     return (
         child.serving_since is not None
         and not child.may_drain
@@ -330,7 +344,7 @@ def is_available(child: Child, min_ready_seconds: float, now: float) -> bool:
 
 
 def _ends_pods(child: Child, manifest: Manifest) -> bool:
-    """Whether applying `manifest` to the replica ends its pods."""
+    """Return whether applying `manifest` to the replica ends its pods."""
     if holds(child.document, manifest) or _runs(child, manifest):
         return False
     try:
@@ -342,7 +356,7 @@ def _ends_pods(child: Child, manifest: Manifest) -> bool:
 
 
 def _runs(child: Child, manifest: Manifest) -> bool:
-    """Whether `manifest` asks for the very pods that serve, though what the replica's own spec asks for is refused."""
+    """Return whether `manifest` asks for the very pods that serve while the replica's own spec is refused."""
     return child.may_serve and has_pods_for(manifest["spec"], child.running)
 
 
@@ -350,7 +364,7 @@ def _runs(child: Child, manifest: Manifest) -> bool:
 
 
 def _create(scene: _Scene) -> Iterable[Action]:
-    """Replicas that are missing; beyond the spec's only as many as the bound allows."""
+    """Yield the creation of missing replicas; beyond the spec's number, only as many as the bound allows."""
     room = scene.replicas + scene.wanted.surge - len(scene.present)
     for index in range(scene.replicas + scene.surge):
         if index in scene.present or index in scene.away:
@@ -365,7 +379,10 @@ def _create(scene: _Scene) -> Iterable[Action]:
 
 
 def _change(scene: _Scene) -> Iterable[Action]:
-    """Replicas that differ from what they are to be: those that serve nobody first, then from the highest index."""
+    """Yield the changes of replicas that differ from what they should be.
+
+    Replicas that do not serve come first; within each group, the highest index does.
+    """
     kept = scene.replicas + scene.surge
     for index, child in sorted(
         scene.present.items(), key=lambda item: (item[1].serving_since is not None, -item[0])
@@ -380,8 +397,8 @@ def _change(scene: _Scene) -> Iterable[Action]:
                 yield from _replaced(child, manifest)
         elif index in scene.leaving:
             if child.serving_since is not None and not scene.is_available(child):
-                continue  # it serves: it moves when its turn comes, though nobody counts on it yet
-            # Another one comes first; without it only where there may be no other, or it finds no room.
+                continue  # it serves but is not available yet: it moves once it is
+            # A stand-in comes first, unless there may be none, or it finds no room.
             has_no_other = scene.wanted.surge == 0 or scene.is_starved
             if _take_down(scene, child, scene.wanted.unavailable if has_no_other else 0):
                 yield Tell("ReplicaMoving", f"replica {child.name} leaves its cordoned node")
@@ -396,9 +413,10 @@ def _change(scene: _Scene) -> Iterable[Action]:
 
 
 def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
-    """Whether the replica may be taken down now; if so, it is counted. Nobody waits for one that serves nobody.
+    """Return whether the replica may be taken down now; if so, count it.
 
-    One that may serve goes behind others that may: else none of them could ever be mended.
+    A replica that serves nobody may always be. One that may serve relies on the others that may: otherwise
+    none of them could ever be fixed.
     """
     least = scene.replicas - scene.suspending - unavailable
     if scene.is_available(child):
@@ -413,7 +431,10 @@ def _take_down(scene: _Scene, child: Child, unavailable: int) -> bool:
 
 
 def _replaced(child: Child, manifest: Manifest) -> Iterable[Action]:
-    """The change itself; a field that cannot be changed needs another object of the same name."""
+    """Yield the change itself.
+
+    A change of the immutable field `placement.gang` needs a new object of the same name.
+    """
     here, there = (one["spec"].get("placement", {}).get("gang", "none") for one in (child.document, manifest))
     if here == there:
         yield Apply(manifest)
@@ -427,9 +448,10 @@ def _has_leave_left_over(child: Child, manifest: Manifest) -> bool:
 
 
 def _remove(scene: _Scene) -> Iterable[Action]:
-    """Replicas beyond those wanted: not ready first, then the newest. A ready one stays while it stands in for another.
+    """Yield the deletion of surplus replicas: those that do not serve first, then the newest.
 
-    Where a replica finds no room that one of these may be holding, the bound of unavailable ones may be used up.
+    A ready one stays while it stands in for another. If a replica finds no room, a surplus one may be holding
+    it: then `maxUnavailable` may be used up.
     """
     kept = scene.replicas + scene.surge
     surplus = [child for index, child in scene.present.items() if index >= kept]
@@ -439,7 +461,7 @@ def _remove(scene: _Scene) -> Iterable[Action]:
 
 
 def _history(scene: _Scene) -> Iterable[Action]:
-    """Kept templates that are too old to go back to."""
+    """Yield the deletion of kept templates that are too old to go back to."""
     in_use = {scene.wanted.update.name, scene.wanted.current.name}
     in_use |= {child.revision for child in scene.observed.children}
     old = sorted(
@@ -447,7 +469,7 @@ def _history(scene: _Scene) -> Iterable[Action]:
     )
     for one in old[scene.wanted.spec.revision_history_limit :]:
         name = f"{scene.observed.name}-{one.name}"
-        if not one.is_deleting:  # else a finalizer of somebody else's holds it
+        if not one.is_deleting:  # otherwise somebody else's finalizer holds it
             yield _delete("ControllerRevision", name, one, "older than revisionHistoryLimit")
 
 
@@ -463,7 +485,10 @@ def _template_of(manifest: Manifest) -> str:
 
 
 def _described(scene: _Scene, now: float, problems: str = "") -> tuple[DeploymentStatus, float | None]:
-    """The status of what is there (not of what this plan does), and when to look again; `problems` has the spec."""
+    """Return the status of what exists (not of what this plan does), and seconds until the next reconcile.
+
+    `problems` are those of the spec.
+    """
     observed, wanted, before = scene.observed, scene.wanted, scene.observed.status
     children = scene.present.values()
     differing = {
@@ -474,7 +499,8 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
     updated = sum(child.revision == wanted.update.name for child in children)
     own = [child for index, child in scene.present.items() if index < scene.replicas]
     is_updated = all(child.revision == wanted.update.name for child in own)
-    # Of no replica nothing is known: those that come again, a canary's and a pause's, are what the last ones were.
+    # Without any replica, `current_revision` stays: replicas that come again below a partition or during a
+    # pause are made from the template that the last ones had.
     is_everywhere = 0 < len(own) == scene.replicas and is_updated
     available = sum(scene.is_available(child) for child in children)
     counts = {
@@ -510,7 +536,7 @@ def _described(scene: _Scene, now: float, problems: str = "") -> tuple[Deploymen
     )
     has_moved = (
         before.last_progress_time is None
-        or seconds(before.last_progress_time) > now  # somebody has spoilt it
+        or seconds(before.last_progress_time) > now  # it was tampered with
         or begins_to_move(rollout, before.conditions)
         or any(getattr(before, name) != value for name, value in counts.items())
     )

@@ -1,6 +1,6 @@
 """Calls to the API server, each one thin: what is read, what is written, and what the answer means.
 
-Every write of ours passes `_write`, which the tenure of the lease fences.
+Every write except that of the Lease passes `_write`, which the tenure of the lease fences.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Document = dict[str, Any]
 _READ_SECONDS = 30.0
 _PAGE = 500
 _SILENCE_SECONDS = 90.0
-"""A watch with no word, not even a bookmark, for as long is begun anew; a server sends one every minute."""
+"""Seconds without any data, not even a bookmark, after which a watch is restarted; a server sends a
+bookmark every minute."""
 
 
 class ApiError(MedhaError):
-    """The API server refused a call, or did not answer (`status` 0). `reason` is Kubernetes' word for it."""
+    """The API server refused a call, or did not answer (`status` 0). `reason` is Kubernetes' own."""
 
     def __init__(
         self, status: int, reason: str, message: str, retry_after_seconds: float | None = None
@@ -44,11 +45,14 @@ class ApiError(MedhaError):
 
 
 class Fenced(MedhaError):
-    """A write that was not sent: the lease ends too soon for it, or is lost."""
+    """A write was not sent: the lease ends too soon for it, or is lost."""
 
 
 class Cluster:
-    """One API server. `may_write` says whether a write that takes at most so many seconds can be sent now."""
+    """A client of one API server.
+
+    `may_write` returns whether a write that takes at most so many seconds may be sent now.
+    """
 
     def __init__(
         self,
@@ -70,9 +74,10 @@ class Cluster:
     async def connect(
         cls, may_write: Callable[[float], bool], count: Callable[[str], None], write_seconds: float
     ) -> Cluster:
-        """The cluster of this pod, or else that of the kubeconfig.
+        """Connect to the cluster of this pod, or to that of the kubeconfig.
 
-        `count` hears the verb of every write. One takes `write_seconds` at most, at the API server and here.
+        The kubeconfig is used outside of a pod, or if `KUBECONFIG` is set. `count` is called with the verb of
+        every write. A write takes `write_seconds` at most, at the API server and here.
         """
         configuration = Configuration()
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
@@ -80,14 +85,15 @@ class Cluster:
         else:
             await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
-            # Without a limit: as many calls are under way as replicas are looked at, and none waits for a watch.
+            # No limit: there are as many calls as replicas that are reconciled, and none should wait for a
+            # watch.
             connector=aiohttp.TCPConnector(limit=0, ssl=_tls(configuration)),
             proxy=proxy_to(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
         )
         return cls(session, configuration, may_write, count, write_seconds)
 
     async def settle(self) -> None:
-        """Wait until no write is on its way any more."""
+        """Wait until no write is in flight any more."""
         if self._writes:
             await asyncio.wait(self._writes)
 
@@ -97,7 +103,7 @@ class Cluster:
     # --- reading ----------------------------------------------------------------------------------------
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Document | None:
-        """One object, or None where there is none."""
+        """Return an object, or None if there is none."""
         try:
             return await self._call("GET", kind.path(namespace, name), seconds=_READ_SECONDS)
         except ApiError as error:
@@ -108,9 +114,12 @@ class Cluster:
     async def list(
         self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
     ) -> tuple[list[Document], str]:
-        """All objects that `selector` takes by labels and `fields` by fields, as of now; and the version of the list."""
+        """Return all objects that match, as of now, and the version of the list.
+
+        `selector` is a label selector, `fields` a field selector.
+        """
         items: list[Document] = []
-        head = {"apiVersion": kind.api_version, "kind": kind.name}  # which lists leave out
+        head = {"apiVersion": kind.api_version, "kind": kind.name}  # lists omit them
         query = {"labelSelector": selector, "limit": str(_PAGE)} | (
             {"fieldSelector": fields} if fields else {}
         )
@@ -124,7 +133,9 @@ class Cluster:
     async def watch(
         self, kind: Kind, namespace: str | None, selector: str, version: str, seconds: float
     ) -> AsyncIterator[tuple[str, Document]]:
-        """Events after `version`, bookmarks too, until the server ends the watch after about `seconds`.
+        """Yield events after `version`, bookmarks included, until the server ends the watch.
+
+        It does so after about `seconds`.
 
         Raises:
             ApiError: the watch was refused or ended with an error, e.g. 410 when `version` is too old.
@@ -154,9 +165,10 @@ class Cluster:
     # --- writing ----------------------------------------------------------------------------------------
 
     async def apply(self, manifest: Manifest, version: str | None = None) -> Document:
-        """Server-side apply. With `version`: only to the object as it was at that resourceVersion.
+        """Apply an object, server-side; with `version`, only if it still has that resourceVersion.
 
-        Without one, nothing is taken from others: where they own a field that `manifest` has, that is a conflict (409).
+        Without `version`, no field is taken over from others: if they own a field of `manifest`, that is a
+        conflict (409).
         """
         metadata = manifest["metadata"]
         if version is not None:
@@ -172,7 +184,7 @@ class Cluster:
         return await self._write("PATCH", path, body, content_type="application/merge-patch+json")
 
     async def create(self, manifest: Manifest) -> Document | None:
-        """Make an object that is never written again; None where one of its name is there."""
+        """Create an object that is never written again; return None if an object of its name exists."""
         try:
             return await self._write("POST", _collection(manifest), manifest)
         except ApiError as error:
@@ -181,7 +193,7 @@ class Cluster:
             raise
 
     async def delete(self, key: Key, uid: str, version: str, *, is_forced: bool = False) -> bool:
-        """Delete the object if it is still the one with this UID and resourceVersion; whether there was one."""
+        """Delete the object if it still has this UID and resourceVersion; return whether it existed."""
         options: Document = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
@@ -199,10 +211,11 @@ class Cluster:
         return True
 
     async def write_status(self, key: Key, metadata: Document, status: Document) -> Document:
-        """Replace the status of one of our resources, if it is still as its `metadata` says.
+        """Replace the status of one of our resources if it is still as its `metadata` says.
 
-        All of the metadata is sent back: the API server takes labels and annotations that a status leaves out from
-        those who own them, so that they could never again be removed by leaving them out of a manifest.
+        All of the metadata is sent back: if a status update omits labels or annotations, the API server takes
+        their ownership away from their managers, who could then never again remove them by omitting them from
+        a manifest.
         """
         kind = KINDS[key.kind]
         kept = {name: value for name, value in metadata.items() if name != "managedFields"}
@@ -212,7 +225,7 @@ class Cluster:
     async def tell(
         self, about: Mapping[str, Any], reason: str, message: str, *, is_warning: bool, holder: str
     ) -> None:
-        """An event about a resource; the same words again raise the count of the event that is there."""
+        """Emit an event about a resource; the same text again increments the count of the existing event."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         metadata = about["metadata"]
         words = f"{metadata['uid']} {reason} {message}"
@@ -247,12 +260,12 @@ class Cluster:
             await self.merge(Key(EVENT.name, metadata["namespace"], name), again)
 
     async def merge(self, key: Key, patch: Document) -> Document:
-        """Change those fields of an object that `patch` names; one that is None is removed."""
+        """Change the fields of an object that `patch` names; a field that is None is removed."""
         path = KINDS[key.kind].path(key.namespace, key.name)
         return await self._write("PATCH", path, patch, content_type="application/merge-patch+json")
 
     async def write_lease(self, document: Document, *, is_new: bool) -> Document:
-        """Create or replace the Lease. The one write that nothing fences: it is what fences the others."""
+        """Create or replace the Lease. It is the only unfenced write: it fences the others."""
         metadata = document["metadata"]
         path = LEASE.path(metadata["namespace"], "" if is_new else metadata["name"])
         return await self._call(
@@ -278,7 +291,7 @@ class Cluster:
                 f"{method} {path} was not sent: this process does not hold the lease for long enough"
             )
         self._count(method)
-        # The server gives up when we do: nothing of ours takes effect after the lease.
+        # The server's timeout is the same as ours: no write of ours takes effect after the lease.
         query = {**(query or {}), "timeout": f"{self._write_seconds:.3f}s"}
         if method != "DELETE":
             query["fieldManager"] = MANAGER
@@ -286,7 +299,7 @@ class Cluster:
         sent = asyncio.create_task(call)
         self._writes.add(sent)
         sent.add_done_callback(self._writes.discard)
-        return await asyncio.shield(sent)  # so that one that is sent ends with an answer
+        return await asyncio.shield(sent)  # so that a write that was sent is not cancelled with its caller
 
     async def _call(
         self,
@@ -314,7 +327,7 @@ class Cluster:
             raise _no_answer(error) from error
 
     async def _headers(self) -> dict[str, str]:
-        """With the token as it is now: the kubelet renews the one of a pod."""
+        """Return the headers with the present token: the kubelet renews that of a pod."""
         token = await self._configuration.get_api_key_with_prefix("BearerToken", "authorization")
         return {"Accept": "application/json"} | ({"Authorization": token} if token else {})
 
@@ -339,7 +352,7 @@ def _tls(configuration: Configuration) -> ssl.SSLContext:
 
 
 def proxy_to(configuration: Configuration) -> str | None:
-    """What stands between us and the API server: by the kubeconfig, or else by the environment."""
+    """Return the proxy before the API server, from the kubeconfig or else the environment; None if none."""
     address = urlsplit(configuration.host)
     if configuration.proxy or proxy_bypass(address.netloc):
         return configuration.proxy
@@ -347,7 +360,7 @@ def proxy_to(configuration: Configuration) -> str | None:
 
 
 async def _lines(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; aiohttp's own reader refuses long ones."""
+    """Yield lines of any length; aiohttp's own reader refuses long ones."""
     rest = b""
     async for piece in stream.iter_any():
         *lines, rest = (rest + piece).split(b"\n")

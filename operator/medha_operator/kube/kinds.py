@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads or writes, and where the API server keeps them."""
+"""The kinds of objects that the operator reads or writes, and their API paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Manifest = dict[str, Any]
 
 
 class Key(NamedTuple):
-    """One object. Of our own resources it is also what the queue holds."""
+    """Identifier of an object. For our own resources, it is also what the work queue holds."""
 
     kind: str
     namespace: str
@@ -27,7 +27,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of objects."""
+    """A kind of objects."""
 
     name: str
     api_version: str
@@ -36,11 +36,12 @@ class Kind:
 
     @property
     def group(self) -> str:
-        """API group as RBAC spells it: the core group is empty."""
+        """API group as RBAC spells it; empty for the core group."""
         return self.api_version.rpartition("/")[0]
 
     def path(self, namespace: str | None, name: str = "", subresource: str = "") -> str:
-        """URL path of an object, or with no name of the collection; no namespace means all of them."""
+        """Return the URL path of an object, or without a name that of the collection; no namespace means
+        all."""
         parts = ["apis" if self.group else "api", self.api_version]
         if namespace is not None and self.is_namespaced:
             parts += ["namespaces", namespace]
@@ -65,9 +66,9 @@ CHILDREN = (
     Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets"),
     Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies"),
 )
-"""What a replica is rendered to, without its Secret, which the operator may make but not read."""
+"""Kinds that a replica is rendered to, without its Secrets, which the operator may create but not read."""
 GANGS = {api: Kind(kind, version, plural) for api, (version, kind, plural) in gang.KINDS.items()}
-"""What a gang scheduler reads, by its name in `settings.gang_apis`."""
+"""Kind that a gang scheduler reads, by its name in `settings.gang_apis`."""
 ROUTER = Kind("Deployment", "apps/v1", "deployments")
 
 KINDS = {

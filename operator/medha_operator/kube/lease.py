@@ -1,8 +1,8 @@
-"""Who of several operators acts: the holder of one Lease, and until when it may write.
+"""Leader election: which of several operators acts, as the holder of one Lease, and until when it may write.
 
-A Lease does not fence by itself: a holder that was stopped goes on with what it had decided. So a write is sent only
-if it ends, by its timeout, before the lease does. Others wait for a whole lease without a sign of the holder, on their
-own clocks, which begin later than ours; nobody's clock is compared with anybody else's.
+A Lease does not fence by itself: a holder that was suspended goes on with what it had decided. So a write is
+sent only if it ends, by its timeout, before the lease does. Others wait for a whole lease without a sign of
+the holder, on their own clocks, starting later than the holder's; no clock is compared with another one.
 """
 
 from __future__ import annotations
@@ -24,31 +24,34 @@ from medha_operator.settings import OperatorSettings
 _log = logging.getLogger(__name__)
 
 _RENEWALS = 3
-"""Renewals in the time of a lease."""
+"""Renewals per lease duration."""
 _LONGEST_WRITE_SECONDS = 4.0
 _LOOKS = 8
-"""Looks at somebody else's lease in its time."""
+"""Polls of somebody else's lease per lease duration."""
 
 
 def write_seconds(lease_seconds: float) -> float:
-    """Limit of one write: short enough that one may be sent at any time while the lease is renewed in time."""
+    """Return the limit of one write.
+
+    It is so short that a write may be sent at any time while the lease is renewed in time.
+    """
     return min(_LONGEST_WRITE_SECONDS, lease_seconds / _RENEWALS)
 
 
 def uptime_seconds() -> float:
-    """A clock that goes on while the machine sleeps, unlike Python's monotonic one."""
+    """Return the time of a clock that goes on while the machine sleeps, unlike Python's monotonic one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 @dataclass
 class Tenure:
-    """Until when this process may write; never, at first."""
+    """The time until which this process may write; never, at first."""
 
     clock: Callable[[], float] = uptime_seconds
     ends: float = field(default=float("-inf"))
 
     def covers(self, seconds: float) -> bool:
-        """Whether what may take so long ends in time."""
+        """Return whether something that may take `seconds` ends in time."""
         return self.clock() + seconds < self.ends
 
     def end(self) -> None:
@@ -56,11 +59,14 @@ class Tenure:
 
 
 class LeaseLost(MedhaError):
-    """Somebody else may act now. Mended by starting anew, with a fresh view."""
+    """The lease is lost, and somebody else may act now.
+
+    The process recovers by a restart with a fresh view.
+    """
 
 
 class Lease:
-    """The Lease of this installation, as `holder` sees it."""
+    """The Lease of this installation, as seen by `holder`."""
 
     def __init__(self, cluster: Cluster, tenure: Tenure, holder: str, settings: OperatorSettings) -> None:
         self._cluster = cluster
@@ -68,7 +74,7 @@ class Lease:
         self._holder = holder
         self._name, self._namespace = settings.lease_name, settings.lease_namespace
         self._seconds = settings.lease_seconds
-        self._seen: tuple[str, float] | None = None  # another's record, and when it was first seen
+        self._seen: tuple[str, float] | None = None  # version of another's record, and when it was first seen
         self._mine: dict[str, Any] = {}  # the record as we have written it
 
     async def acquire(self) -> None:
@@ -78,7 +84,7 @@ class Lease:
         _log.info("holds the lease %s/%s as %s", self._namespace, self._name, self._holder)
 
     async def keep(self) -> None:
-        """Renew as long as possible.
+        """Renew the lease as long as possible.
 
         Raises:
             LeaseLost: the tenure has ended.
@@ -92,7 +98,10 @@ class Lease:
                 await asyncio.sleep(self._seconds / _RENEWALS / 5)
 
     async def release(self) -> None:
-        """Let the next one begin at once, when the writes that are on their way have ended; no other is sent."""
+        """Release the lease when the writes in flight have ended; no further write is sent.
+
+        The next holder can then begin at once.
+        """
         if not self._tenure.covers(0):
             return
         self._tenure.end()
@@ -122,14 +131,17 @@ class Lease:
             self._mine = await self._write(self._mine, holder=self._holder)
         except ApiError as error:
             _log.warning("cannot renew the lease: %s", error)
-            if error.status in (404, 409):  # it is somebody else's, or may be; a look tells
+            if error.status in (404, 409):  # it is somebody else's, or may be: check
                 return await self._is_still_mine()
             return False
         self._tenure.ends = began + self._seconds
         return True
 
     async def _is_still_mine(self) -> bool:
-        """After a conflict: take the record as it is if it names us, otherwise stop writing at once."""
+        """Adopt the record after a conflict if it still names us, otherwise stop writing at once.
+
+        Return False in either case, as nothing was renewed.
+        """
         try:
             found = await self._cluster.get(LEASE, self._namespace, self._name)
         except ApiError:
@@ -146,7 +158,7 @@ class Lease:
             None,
             "",
             self._holder,
-        ):  # ours: a container started anew in its pod
+        ):  # ours: the container was restarted in its pod
             return True
         now = self._tenure.clock()
         if self._seen is None or self._seen[0] != version:
@@ -159,14 +171,15 @@ class Lease:
         is_same = before.get("holderIdentity") == holder
         spec = {
             "holderIdentity": holder,
-            # A whole number, for Kubernetes: never less than what we take ourselves to have.
+            # Kubernetes requires a whole number: it is never less than the duration that we count on
+            # ourselves.
             "leaseDurationSeconds": math.ceil(self._seconds) if holder else 1,
             "acquireTime": before.get("acquireTime", now) if is_same else now,
             "renewTime": now,
             "leaseTransitions": int(before.get("leaseTransitions", 0)) + (not is_same and bool(holder)),
         }
         metadata: dict[str, Any] = {"name": self._name, "namespace": self._namespace}
-        if found is not None:  # the chart's, as a rule, whose labels stay
+        if found is not None:  # usually created by the chart, whose labels stay
             kept = ("resourceVersion", "labels", "annotations", "ownerReferences")
             metadata |= {field: found["metadata"][field] for field in kept if field in found["metadata"]}
         document = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": metadata, "spec": spec}

@@ -1,7 +1,7 @@
-"""Keeps a store like the API server: list, watch from there on, and list again when that fails or is due.
+"""Keep a store in sync with the API server: list, watch from there on, and list again on failure or when due.
 
-A list in regular intervals repairs whatever a watch has kept from us; it asks for the present, never for what a cache
-of the API server may hold.
+A list in regular intervals repairs whatever a watch has missed; it asks for the present state, never for one
+that the API server may have cached.
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ _log = logging.getLogger(__name__)
 _BACKOFF_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _ABSENT_SECONDS = 60.0
 _LASTING_SECONDS = 1.0
-"""A watch that has lasted so long has begun well. What ends before is not asked for again in a loop."""
+"""Seconds after which a watch counts as established. A watch that ends before is not restarted in a tight
+loop."""
 
 
 class Reflector:
-    """Of one kind in one namespace, or in all. An optional kind may be unknown or forbidden, and counts as empty then."""
+    """A reflector of one kind in one namespace, or in all.
+
+    An optional kind may be unknown or forbidden, and then counts as empty.
+    """
 
     def __init__(
         self,
@@ -42,9 +46,9 @@ class Reflector:
         self._selector = selector
         self._relist_seconds = relist_seconds
         self._is_optional = is_optional
-        self._failures = 0  # since a watch has told something, or lasted
+        self._failures = 0  # since a watch has delivered an event, or lasted
         self.is_synced = asyncio.Event()
-        """Whether the store holds a list, be it an old one."""
+        """Event that is set once the store holds a list, even an old one."""
 
     async def run(self) -> None:
         """Reflect until cancelled."""
@@ -62,18 +66,18 @@ class Reflector:
                     continue
                 if error.status == 410 and not self._failures:  # a version that is too old: list at once
                     pause = 0.0
-                else:  # lists that succeed do not count: of many objects one costs much, and a watch is needed
+                else:  # a successful list does not reset it: lists are costly, and a watch is needed
                     pause = _BACKOFF_SECONDS[min(self._failures, len(_BACKOFF_SECONDS) - 1)]
                     _log.warning("%s: %s; listed again in %g s", self._kind.plural, error, pause)
                 self._failures += 1
                 await asyncio.sleep(pause)
 
     async def refresh(self) -> str:
-        """List now, whatever the watch is at; returns the version of the list.
+        """List now, whatever the state of the watch; return the version of the list.
 
         Raises:
             ApiError: the list was refused or not answered.
-            WentBack: the list is older than what was told before it was asked for.
+            WentBack: the list is older than what was reported before it was requested.
         """
         known = self._store.told_until(self._namespace)
         documents, version = await self._cluster.list(self._kind, self._namespace, self._selector)
@@ -81,7 +85,10 @@ class Reflector:
         return version
 
     async def catch_up(self) -> None:
-        """See everything that has happened until now; an optional kind may stay unknown."""
+        """List until that succeeds, to see everything that has happened until now.
+
+        An optional kind may stay unknown.
+        """
         while True:
             try:
                 await self.refresh()
@@ -94,7 +101,7 @@ class Reflector:
                 return
 
     async def _follow(self, version: str) -> None:
-        """Watch until the next list is due; a watch that ends before goes on where it ended."""
+        """Watch until the next list is due; a watch that ends before is resumed where it ended."""
         clock = asyncio.get_running_loop().time
         due = clock() + self._relist_seconds
         while (left := due - clock()) > 0:
@@ -113,5 +120,5 @@ class Reflector:
                 has_lasted = clock() - began >= _LASTING_SECONDS
                 if has_lasted:
                     self._failures = 0
-            if not has_lasted:  # neither a server that ends at once nor one that is gone is asked in a loop
+            if not has_lasted:  # no tight loop on a server that ends the watch at once, or is gone
                 await asyncio.sleep(_LASTING_SECONDS)

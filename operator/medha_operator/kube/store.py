@@ -1,8 +1,8 @@
-"""What this process knows of the objects of one kind, and which of our resources each change concerns.
+"""The known objects of one kind, and which of our resources each change concerns.
 
-A store learns from a list, from the events of a watch, and from answers to our own writes, which come first: so a plan
-never sees the time before the writes of the plan before. The newest version wins: resourceVersions of one kind rise
-and can be compared (Kubernetes 1.35, KEP-5504).
+A store is filled from a list, from the events of a watch, and from answers to our own writes, which come
+first: a plan never sees a state before the previous plan's writes. The newest version wins: resourceVersions
+of one kind increase and can be compared (Kubernetes 1.35, KEP-5504).
 """
 
 from __future__ import annotations
@@ -21,30 +21,34 @@ _log = logging.getLogger(__name__)
 
 
 class WentBack(MedhaError):
-    """The API server's present is older than what it has told before, as after etcd was restored from a backup.
+    """The API server's state is older than what it has reported before.
 
-    What is known would hide what is there: mended by starting anew, with a fresh view.
+    This happens e.g. after etcd was restored from a backup. What the store knows would hide what exists; the
+    process recovers by a restart with a fresh view.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One object as last seen."""
+    """An object as last observed."""
 
     uid: str
     version: int
     concerns: tuple[Key, ...]
-    """The keys under which it is found: our resources that must be looked at when it changes."""
+    """Keys under which it is found: our resources that must be reconciled when it changes."""
     owner: str | None
     """UID of its controller."""
     facts: Any
-    """What a change must touch to matter."""
+    """Facts that a change must touch to matter."""
     document: Any
-    """Kept to be compared or read; None where the facts are all."""
+    """Document to be compared or read; None if the facts suffice."""
 
 
 class Store:
-    """The objects of one kind. `read` makes an entry of a document; `changed` hears of every key that is concerned."""
+    """The objects of one kind.
+
+    `read` makes an entry from a document; `changed` is called with every key concerned by a change.
+    """
 
     def __init__(self, read: Callable[[Document], Entry], changed: Callable[[Key], None]) -> None:
         self._read = read
@@ -52,7 +56,8 @@ class Store:
         self._entries: dict[tuple[str, str], Entry] = {}
         self._groups: dict[Key, dict[tuple[str, str], Entry]] = {}
         self._unreadable: set[tuple[str, str]] = set()
-        # By namespace, None for all of them: up to which version everything was told, and that of the last list.
+        # By namespace, None for all of them: the version up to which everything was reported, and that of the
+        # last list.
         self._told_until: dict[str | None, int] = {}
         self._listed: dict[str | None, int] = {}
 
@@ -60,28 +65,28 @@ class Store:
         return len(self._entries)
 
     def of(self, key: Key) -> list[Entry]:
-        """The objects that concern `key`."""
+        """Return the objects that concern `key`."""
         return list(self._groups.get(key, {}).values())
 
     def facts(self, namespace: str, name: str) -> Any:
-        """What matters of one object; None where there is none."""
+        """Return the facts of an object; None if there is none."""
         entry = self.entry(namespace, name)
         return None if entry is None else entry.facts
 
     def groups(self) -> list[Key]:
-        """Every key that some object concerns."""
+        """Return every key that some object concerns."""
         return list(self._groups)
 
     def told_until(self, namespace: str | None) -> int:
-        """The version up to which lists and watches of a namespace, or of all, have told everything."""
+        """Return the version up to which lists and watches of a namespace, or of all, have reported."""
         return self._told_until.get(namespace, 0)
 
     def replace(
         self, documents: Iterable[Document], version: str, namespace: str | None, known: int = 0
     ) -> None:
-        """Take a whole list: what is not in it is gone, unless it was written after the list was made.
+        """Take in a whole list: objects that are not in it are gone, unless written after it was made.
 
-        `known` is `told_until` from before the list was asked for.
+        `known` is `told_until` from before the list was requested.
 
         Raises:
             WentBack: the list is older than that.
@@ -102,7 +107,10 @@ class Store:
             self._take(name, document)
 
     def see(self, event: str, document: Document, namespace: str | None = None) -> None:
-        """Take an event of the watch of a namespace, or of all. One that the last list knew comes too late."""
+        """Take in an event of the watch of a namespace, or of all.
+
+        An event that the last list already covers is ignored.
+        """
         version = int(document["metadata"]["resourceVersion"])
         self._told(namespace, version)
         if event == "BOOKMARK":
@@ -116,9 +124,10 @@ class Store:
             self._remove(name)
 
     def offer(self, document: Document, quiet: Key | None = None) -> None:
-        """Take an object from elsewhere, such as the answer to a write, unless the watch has told as much.
+        """Take in an object from elsewhere, such as the answer to a write.
 
-        `quiet` is who has written it, and knows.
+        It is ignored if the watch has already reported that version. `quiet` is the key whose reconcile wrote
+        it; it is not notified.
         """
         name = _name(document)
         told = max(self.told_until(None), self.told_until(name[0]))
@@ -126,13 +135,14 @@ class Store:
             self._take(name, document, quiet)
 
     def entry(self, namespace: str, name: str) -> Entry | None:
-        """One object as last seen; None where there is none."""
+        """Return an object as last observed; None if there is none."""
         return self._entries.get((namespace, name))
 
     def correct(self, namespace: str, name: str, seen: Entry | None, document: Document | None) -> None:
-        """Take what the API server has of one object, None where there is none.
+        """Take in what the API server has of one object; None if it has none.
 
-        `seen` is what was known when it was asked for: where the watch has told of another one since, that stays.
+        `seen` is what was known when the object was requested: if the watch has reported another version
+        since, that one stays.
         """
         if self.entry(namespace, name) is not seen:
             return
@@ -145,7 +155,7 @@ class Store:
         self._told_until[namespace] = max(self.told_until(namespace), version)
 
     def _take(self, name: tuple[str, str], document: Document, quiet: Key | None = None) -> None:
-        """Take an object, unless it makes no sense to us: one that somebody has spoilt must not stop all others."""
+        """Take in an object, unless it cannot be read: one malformed object must not stop all others."""
         try:
             entry = self._read(document)
         except Exception:  # noqa: BLE001 - anybody may write what is watched

@@ -1,8 +1,10 @@
-"""Keys that must be looked at: each once at a time, in the order of asking, failed ones later and later.
+"""A queue of keys to reconcile.
 
-After a look that has changed nothing but a status, a key rests for a multiple of the time from the asking to the look's
-end, and what changes meanwhile is looked at together. So a replica whose pods come up one by one costs as many looks as
-there is time for: all where little goes on, few where many compete. What changes after a rest is looked at without delay.
+Each key is reconciled once at a time, in the order of requests, failed keys with a growing back-off. After a
+reconcile that changed nothing but a status, a key rests for a multiple of the time from the request to the
+end of the reconcile, and what changes meanwhile is reconciled together. So a replica whose pods come up one
+by one costs as many reconciles as there is time for: every one on an idle operator, few on a busy one. A
+change after the rest is reconciled without delay.
 """
 
 from __future__ import annotations
@@ -16,25 +18,28 @@ from medha_operator.kube.kinds import Key
 FIRST_SECONDS = 0.05
 LONGEST_SECONDS = 60.0
 REST_PER_SECOND = 10.0
-"""Seconds of rest for each second from the asking to the end of the look before it."""
+"""Seconds of rest for each second from the request to the end of the previous reconcile."""
 LONGEST_REST_SECONDS = 2.0
 
 
 def rest_seconds(elapsed_seconds: float) -> float:
-    """How long a key is left alone after a look that ended so long after it was asked for."""
+    """Return the seconds for which a key rests after a reconcile that ended so long after its request."""
     return min(REST_PER_SECOND * elapsed_seconds, LONGEST_REST_SECONDS)
 
 
 class WorkQueue:
-    """A key that is asked for while it is worked on comes again afterwards: no change goes unseen."""
+    """A work queue.
+
+    A key that is added while it is reconciled is queued again afterwards, so that no change is missed.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._waiting: deque[tuple[Key, float]] = deque()  # with the time of asking
+        self._waiting: deque[tuple[Key, float]] = deque()  # with the time of the request
         self._queued: set[Key] = set()
-        self._working: dict[Key, float] = {}  # with the time of asking
+        self._working: dict[Key, float] = {}  # with the time of the request
         self._resting: dict[Key, asyncio.TimerHandle] = {}
-        self._again: set[Key] = set()  # asked for while worked on or resting
+        self._again: set[Key] = set()  # added while reconciled or resting
         self._later: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
         self._failures: dict[Key, int] = {}
         self._filled = asyncio.Event()
@@ -43,14 +48,14 @@ class WorkQueue:
         return len(self._waiting)
 
     def add(self, key: Key) -> None:
-        """Ask for a look as soon as the key has rested."""
+        """Queue the key as soon as it has rested."""
         if key in self._working or key in self._resting:
             self._again.add(key)
         elif key not in self._queued:
             self._enqueue(key)
 
     def add_later(self, key: Key, seconds: float) -> None:
-        """Ask for a look in a while; the earliest of several counts."""
+        """Queue the key after `seconds`; the earliest of several requests counts."""
         due = self._clock() + seconds
         known = self._later.get(key)
         if known is not None:
@@ -61,7 +66,7 @@ class WorkQueue:
         self._later[key] = (due, handle)
 
     async def take(self) -> tuple[Key, float]:
-        """The next key, and how long it has waited, seconds. `done` or `failed` must follow."""
+        """Return the next key, and the seconds for which it has waited. `done` or `failed` must follow."""
         while not self._waiting:
             self._filled.clear()
             await self._filled.wait()
@@ -71,7 +76,7 @@ class WorkQueue:
         return key, self._clock() - asked
 
     def done(self, key: Key, *, goes_on: bool = False) -> None:
-        """The key may rest, unless its look was a step of more to come."""
+        """Finish a key. It may rest, unless `goes_on` says that its reconcile was one step of several."""
         self._failures.pop(key, None)
         elapsed_seconds = self._clock() - self._working.pop(key)
         rest = 0.0 if goes_on else rest_seconds(elapsed_seconds)
@@ -81,9 +86,10 @@ class WorkQueue:
             self._ask_again(key)
 
     def failed(self, key: Key, at_least_seconds: float = 0.0) -> float:
-        """Look again after a back-off, which is returned, or when the key is asked for before.
+        """Queue the key again after a back-off, which is returned, or once it is added before that.
 
-        With `at_least_seconds`, what was heard during the look waits for as long, too: it may be the look's own doing.
+        With `at_least_seconds`, changes reported during the reconcile wait as long, too: it may have caused
+        them itself.
         """
         count = self._failures.get(key, 0)
         pause = max(at_least_seconds, min(FIRST_SECONDS * 2.0 ** min(count, 32), LONGEST_SECONDS))

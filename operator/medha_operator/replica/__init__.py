@@ -1,1 +1,1 @@
-"""One MedhaReplica: what is observed of it, what it should consist of, and the plan between the two."""
+"""A MedhaReplica: its observed state, its objects, and the plan that leads from one to the other."""

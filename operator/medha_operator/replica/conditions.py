@@ -1,4 +1,4 @@
-"""What a replica's status says: conditions from facts, each with one reason that tells what to do about it."""
+"""Conditions of a replica's status, each with one reason that says what to do about it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TERMINAL = frozenset(
         "CrashLooping",
     }
 )
-"""Reasons that do not mend themselves: kstatus' `Stalled`."""
+"""Reasons that do not recover by themselves: kstatus' `Stalled`."""
 
 
 _FAILING = frozenset(
     {"ImagePullFailed", "ContainerNotCreated", "ModelFetchFailed", "CrashLooping", "RendezvousFailed"}
 )
-"""Reasons of pods that fail again and again; what they say in between, while they try, is another one."""
+"""Reasons of pods that fail again and again; while they retry in between, `Ready` has another reason."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Judgement:
 
 
 def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, ...]:
-    """Every condition of an accepted replica, which is to have as many pods of `revision`; none while it is suspended."""
+    """Return all conditions of an accepted replica that should have `expected` pods of `revision`.
+
+    `expected` is 0 while the replica is suspended.
+    """
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
     scheduled = _scheduled(observed, current, expected)
     loaded = _weights_loaded(current, expected, scheduled)
@@ -80,10 +83,11 @@ def judge(observed: Observed, revision: str, expected: int) -> tuple[Judgement, 
 def judge_refused(
     observed: Observed, revision: str, expected: int, reason: str, message: str
 ) -> tuple[Judgement, ...]:
-    """Every condition of a replica whose spec is refused while `expected` pods of `revision`, an earlier one or its own, run.
+    """Return all conditions of a replica whose spec is refused while pods run.
 
-    What is said of pods is as it is. Of draining only one that stands alone is told: the others wait for no leave of their
-    deployment, which must not take it for a wait.
+    `expected` pods of `revision` run, an earlier one or its own. Pods are reported as they are. `Draining` is
+    reported only for a replica without a deployment: the others do not wait for their deployment's
+    permission, and the deployment must not take the condition for such a wait.
     """
     every = judge(observed, revision, expected)
     judged = {one.type: one for one in every if one.type != "Draining" or observed.deployment is None}
@@ -95,7 +99,8 @@ def judge_refused(
 
 
 def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
-    """Conditions of a resource whose spec cannot be served at all, or not before something else is there."""
+    """Return the conditions of a resource that cannot be served at all, or not before something else
+    exists."""
     is_stalled = reason in TERMINAL
     return (
         Judgement("Ready", False, reason, message),
@@ -106,7 +111,7 @@ def refuse(reason: str, message: str) -> tuple[Judgement, ...]:
 
 
 def problems_in(error: ValidationError) -> str:
-    """What is wrong with a spec, field by field."""
+    """Return the problems of a spec, field by field."""
     return "; ".join(
         f"{'.'.join(str(part) for part in problem['loc']) or 'spec'}: {problem['msg']}"
         for problem in error.errors()
@@ -114,7 +119,10 @@ def problems_in(error: ValidationError) -> str:
 
 
 def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> str | None:
-    """Reason for which pods fail, according to `Ready`, if the conditions `before` did not give it."""
+    """Return the reason why pods fail, according to `Ready`.
+
+    None if they do not fail, or if `before` already has that reason.
+    """
     reasons = [
         next((one.reason for one in conditions if one.type == "Ready"), "") for conditions in (before, after)
     ]
@@ -124,7 +132,11 @@ def begins_to_fail(before: Iterable[Condition], after: Iterable[Condition]) -> s
 def stamped(
     judgements: Iterable[Judgement], before: Iterable[Condition], generation: int, now: float
 ) -> tuple[Condition, ...]:
-    """`judgements` as conditions; one whose status is as before keeps the time of its last change, unless that is to come."""
+    """Return `judgements` as conditions.
+
+    A condition whose status is unchanged keeps the time of its last transition, unless that lies in the
+    future.
+    """
     known = {condition.type: condition for condition in before}
     return tuple(_stamp(judgement, known.get(judgement.type), generation, now) for judgement in judgements)
 
@@ -166,7 +178,10 @@ def _scheduled(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
 
 
 def _hindrance(observed: Observed) -> tuple[str, str]:
-    """What keeps pods from being made: an earlier one keeps its name until it has ended, or somebody refuses them."""
+    """Return what keeps pods from being created.
+
+    Either an earlier pod keeps its name until it has ended, or pods are refused.
+    """
     ending = sorted(
         (pod for pod in (*observed.pods, *observed.earlier_pods) if pod.is_deleting),
         key=lambda pod: (not pod.is_held, pod.name),
@@ -185,7 +200,8 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
         return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
     if not scheduled.holds:
         return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
-    # Ranks that meet nobody may wait for a pod that has not started yet, so that its reason comes first.
+    # Ranks whose rendezvous fails may wait for a pod that has not started yet, so that its reason comes
+    # first.
     told = _first_trouble(
         pods,
         "ImagePullFailed",
@@ -218,7 +234,7 @@ def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
 
 
 def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
-    """Whether something broke in what was complete before, or a lost node keeps it from being complete."""
+    """Return whether a gang that was complete broke, or a lost node keeps it from being complete."""
     for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
@@ -231,7 +247,7 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
         crashed = _first_trouble(pods, "CrashLooping", "RendezvousFailed")
         if crashed is not None:
             return Judgement("Degraded", True, *crashed)
-        # Those of an older revision count until they are ended: a change is no loss.
+        # Pods of an older revision count until they are deleted: a change is no loss.
         left = sum(not pod.is_deleting for pod in observed.pods)
         if left < expected or any(pod.is_failed for pod in pods):
             return Judgement("Degraded", True, "MemberLost", f"{left} of {expected} pods are left")
@@ -239,7 +255,7 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
 
 
 def _draining(observed: Observed) -> Judgement:
-    """Whether its node is being emptied, and what it waits for."""
+    """Return whether a node of the replica is being emptied, and what the replica waits for."""
     pod = on_cordoned_node(observed)
     if pod is None:
         return Judgement("Draining", False, "NotDraining")
@@ -254,7 +270,7 @@ def _draining(observed: Observed) -> Judgement:
 
 
 def _first_trouble(pods: Iterable[Pod], *reasons: str) -> tuple[str, str] | None:
-    """The trouble of the first pod that has one of `reasons`, the earlier reasons first."""
+    """Return the trouble of the first pod that has one of `reasons`, earlier reasons first; None if none."""
     told = [(pod.trouble[0], f"pod {pod.name}: {pod.trouble[1]}") for pod in pods if pod.trouble is not None]
     return next((entry for reason in reasons for entry in told if entry[0] == reason), None)
 

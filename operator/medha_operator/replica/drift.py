@@ -1,8 +1,9 @@
-"""What others have added to objects of ours where it does harm, and the patch that takes it away.
+"""Harmful additions by others to objects of ours, and the patch that removes them.
 
-Server-side apply puts back what others have changed and leaves what they have added, which is right for labels and annotations. A
-key more in a selector empties a Service, one more peer opens a NetworkPolicy, and a node selector or a container more keeps the next pods
-from starting: these fields are to be what we render and nothing else.
+Server-side apply restores what others have changed and leaves what they have added, which is right for labels
+and annotations. But one more key in a selector empties a Service, one more peer opens a NetworkPolicy, and
+one more node selector or container keeps the next pods from starting: these fields must be exactly what we
+render.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ NAMED: Mapping[str, tuple[tuple[str, ...], ...]] = {
 }
 """Kind -> the lists of named entries to which no name may be added."""
 _DEFAULTS: Mapping[tuple[str, ...], str] = {(*_TEMPLATE, "schedulerName"): "default-scheduler"}
-"""What the API server adds to such a field by itself."""
+"""Default that the API server adds to such a field by itself, by the field's path."""
 
 
 def additions(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The merge patch that takes from `found` what it has beyond `wanted` in such fields, and their paths; both may be empty."""
+    """Return the merge patch that removes what `found` has beyond `wanted`, and the paths of that.
+
+    Only fields in which nothing may be added matter. Both results may be empty.
+    """
     patch: dict[str, Any] = {}
     paths: list[str] = []
     for path in EXACT.get(wanted["kind"], ()):
@@ -83,7 +87,7 @@ def _without_mounts(container: Mapping[str, Any], volumes: Collection[str]) -> M
 
 
 def _taken_away(found: Any, wanted: Any, path: str) -> tuple[Any, list[str]]:
-    """What a merge patch says of one field, and the paths of what it changes there."""
+    """Return the merge patch of one field, and the paths of what it changes there."""
     if not (isinstance(found, Mapping) and isinstance(wanted, Mapping)):
         return wanted, [path]
     change: dict[str, Any] = {}
@@ -96,9 +100,10 @@ def _taken_away(found: Any, wanted: Any, path: str) -> tuple[Any, list[str]]:
 
 
 def _is_same(found: Any, wanted: Any) -> bool:
-    """Whether both say the same. What is zero, false or an empty list may be missing: the API server leaves it out.
+    """Return whether both mean the same.
 
-    An empty map says something: as a selector it selects everything.
+    A zero, false or empty list may be missing: the API server leaves it out. An empty map has a meaning: as a
+    selector it selects everything.
     """
     if isinstance(found, Mapping) and isinstance(wanted, Mapping):
         return all(_is_same(found.get(name), wanted.get(name)) for name in {*found, *wanted})

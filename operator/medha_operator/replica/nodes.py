@@ -1,4 +1,4 @@
-"""What nodes ask of a replica: pods on one that is to be emptied must leave it, those on a lost one are gone."""
+"""Effects of nodes on a replica: pods must leave a cordoned node, and pods on a lost node are gone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,26 @@ from medha_operator.replica.observed import Node, Observed, Pod, Room, seconds
 from medha_operator.replica.render import OPEN_SINCE
 
 CUT_OFF_SECONDS = 10.0
-"""How long until the next look while no node at all is heard of: of nodes without its pods a replica is not told."""
+"""Seconds until the next reconcile while no node at all is heard from: a replica is not notified of nodes
+without its pods."""
 LET_GO = "Moving"
 """Reason of the condition `Draining` while evictors may take the pods of a cordoned node."""
 STAYS = "NodeCordoned"
-"""Reason of that condition while the replica stays on a cordoned node, for its pods would find no other."""
+"""Reason of that condition while the replica stays on a cordoned node, since its pods would find no other."""
 SETTLES = "NodesSettling"
-"""Reason of that condition until it is asked for room: more nodes may be cordoned in this moment."""
+"""Reason of that condition until room is judged: more nodes may be about to be cordoned."""
 ROOM_SECONDS = 30.0
-"""How often such a replica asks for room again: of pods that end elsewhere the operator is not told."""
+"""Seconds until such a replica asks for room again: the operator is not notified of pods that end
+elsewhere."""
 SETTLE_SECONDS = 5.0
-"""How long nobody leaves a node after any node was cordoned: who cordons all old ones does so one after the other."""
+"""Seconds after a node was cordoned before room is judged: whoever cordons all old nodes does so one after
+the other."""
 
 # --- nodes that are emptied -----------------------------------------------------------------------------
 
 
 def on_cordoned_node(observed: Observed) -> Pod | None:
-    """A pod that has to leave its node and has not been told to end yet."""
+    """Return a pod that has to leave its node and is not being deleted yet; None if there is none."""
     for pod in observed.pods:
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.is_emptied_of(pod) and not pod.is_deleting:
@@ -33,9 +36,10 @@ def on_cordoned_node(observed: Observed) -> Pod | None:
 
 
 def may_drain(observed: Observed) -> bool:
-    """Whether the replica may leave a cordoned node now.
+    """Return whether the replica may leave a cordoned node now.
 
-    A deployment brings up another one first. One that stands alone needs room for all of its pods elsewhere.
+    A deployment brings up another replica first. A replica without one needs room for all of its pods
+    elsewhere.
     """
     if observed.deployment is None:
         return observed.room is not None and observed.room.is_enough
@@ -44,9 +48,10 @@ def may_drain(observed: Observed) -> bool:
 
 
 def asks_for_room(observed: Observed) -> bool:
-    """Whether it matters if there is room elsewhere for the pods of the replica.
+    """Return whether it matters if there is room elsewhere for the pods of the replica.
 
-    While its spec is refused, no deployment can bring up another one.
+    It matters for a replica without a deployment, and while the spec is refused: then no deployment can bring
+    up another one.
     """
     is_alone = observed.deployment is None or any(
         said.type == "Accepted" and said.status == "False" for said in observed.status.conditions
@@ -55,7 +60,7 @@ def asks_for_room(observed: Observed) -> bool:
 
 
 def unsettled(nodes: Iterable[Node], now: float) -> Room | None:
-    """What is said of room while some node was cordoned less than `SETTLE_SECONDS` ago; None: all have been for longer."""
+    """Return the answer about room while some node was cordoned less than `SETTLE_SECONDS` ago; else None."""
     newest = max((node.cordoned_since for node in nodes if node.cordoned_since is not None), default=None)
     if newest is None or newest + SETTLE_SECONDS <= now:
         return None
@@ -64,12 +69,12 @@ def unsettled(nodes: Iterable[Node], now: float) -> Room | None:
 
 
 def waits_for_room(observed: Observed) -> bool:
-    """Whether the replica stays on a cordoned node until there is room elsewhere."""
+    """Return whether the replica stays on a cordoned node until there is room elsewhere."""
     return observed.deployment is None and on_cordoned_node(observed) is not None and not may_drain(observed)
 
 
 def why_it_stays(observed: Observed) -> tuple[str, str]:
-    """The reason of `Draining` while such a replica waits, and for what it does."""
+    """Return the reason of `Draining` while such a replica waits, and the text that says for what."""
     if observed.room is not None and observed.room.again_seconds is not None:
         return SETTLES, f"room is looked for {SETTLE_SECONDS:g} s after the last node was cordoned"
     lacks = "room elsewhere has yet to be looked for" if observed.room is None else observed.room.lacks
@@ -77,22 +82,24 @@ def why_it_stays(observed: Observed) -> tuple[str, str]:
 
 
 def open_since(observed: Observed, now: float) -> float | None:
-    """Since when the budget lets the replica leave a cordoned node, seconds of Unix time, `now` if it is yet to do so.
+    """Return the Unix time in seconds since which the budget lets the replica leave a cordoned node.
 
-    None while there is no such node, or the replica must stay.
+    It is `now` if the budget is yet to be opened, and None while there is no such node or the replica must
+    stay.
     """
     if on_cordoned_node(observed) is None or not may_drain(observed):
         return None
     try:
         return min(seconds(_opened(observed)), now)
-    except ValueError:  # not open yet, or somebody has spoilt it
+    except ValueError:  # not open yet, or somebody has tampered with it
         return now
 
 
 def has_left_node(observed: Observed) -> bool:
-    """Whether the recorded gang was let go from a cordoned node, and evictors have taken its pods there.
+    """Return whether the recorded gang was permitted to leave a cordoned node, and evictors took its pods.
 
-    They may be gone before anybody looks: then the budget, or what the last look has said, tells that it was let go.
+    The pods may be gone before the next reconcile: then the budget, or the condition written last, tells that
+    it was permitted.
     """
     if observed.deployment is not None and not may_drain(observed):
         return False
@@ -106,7 +113,7 @@ def has_left_node(observed: Observed) -> bool:
 
 
 def _opened(observed: Observed) -> str:
-    """What the budget says of since when it has been open; nothing, while it is closed."""
+    """Return the time since which the budget has been open, as it is annotated; empty while it is closed."""
     budget = observed.objects.get(("PodDisruptionBudget", observed.name), {})
     return str(budget.get("metadata", {}).get("annotations", {}).get(OPEN_SINCE, ""))
 
@@ -115,12 +122,14 @@ def _opened(observed: Observed) -> str:
 
 
 def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> tuple[list[Pod], float | None]:
-    """Pods whose node has been silent for too long, which nobody else would ever remove; when to look again, seconds.
+    """Return pods whose node has been silent for too long, and seconds until the next reconcile.
 
-    Those of earlier StatefulSets are among them once they were told to end, as the garbage collector does.
+    Nobody else would ever remove these pods. Pods of earlier StatefulSets are among them once they are being
+    deleted, e.g. by the garbage collector.
 
-    A silence counts only while some other node is heard of: where none is, the control plane is cut off, and pods may well
-    serve. So the node controller of Kubernetes holds back, too, and begins to count anew when it hears of nodes again.
+    Silence counts only while some other node is heard from. If none is, the control plane is cut off, and the
+    pods may well serve. Kubernetes' node controller holds back likewise, and starts its count anew when it
+    hears from nodes again.
     """
     lost: list[Pod] = []
     waits: list[float] = []

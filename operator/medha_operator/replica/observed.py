@@ -1,4 +1,7 @@
-"""What is known of one replica: the resource itself, its objects, pods and their nodes, as facts without API types."""
+"""The observed state of one replica, as plain facts without API types.
+
+It consists of the resource itself, its objects, its pods and their nodes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from medha_operator.status import ReplicaStatus
 Object = Mapping[str, Any]
 
 ASKS_RESTART = 75
-"""Exit code of a pod whose ranks have failed to meet three times in ten minutes: `EX_TEMPFAIL`."""
+"""Exit code of a pod whose ranks have failed to rendezvous three times in ten minutes: `EX_TEMPFAIL`."""
 _IN_GANG = re.compile(r"\bgang\b|\bworkload\b|\bpod ?group\b", re.IGNORECASE)
 _PULL_TROUBLE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"})
 _CORDON = "node.kubernetes.io/unschedulable"
@@ -29,25 +32,28 @@ _NOT_YET_CREATED = frozenset({"ContainerCreating", "PodInitializing"})
 
 @dataclass(frozen=True)
 class Node:
-    """What matters of a node, to the pods of ours that are on it and to those that may come."""
+    """The facts of a node that matter to our pods on it and to those that may come."""
 
     unreachable_since: float | None = None
-    """When its kubelet was last heard of, seconds of Unix time; None while it is heard."""
+    """Unix time in seconds at which its `Ready` became `Unknown`; None while its kubelet is heard from."""
     heard_since: float | None = None
-    """Since when it has been heard of without a break at least, seconds of Unix time; None while it is not."""
+    """Unix time in seconds since which it has been heard from without a break, at least; else None."""
     cordoned: bool = False
-    """It is to be emptied: by `kubectl cordon`, or by an autoscaler that marks it before it evicts."""
+    """True if it is to be emptied: by `kubectl cordon`, or by an autoscaler's mark before it evicts."""
     cordoned_since: float | None = None
-    """Unix time, seconds; None: whoever marked it has not said."""
+    """Unix time of the mark, seconds; None if whoever set it did not record it."""
     is_ready: bool = False
     labels: Mapping[str, str] = field(default_factory=dict)
     taints: tuple[Object, ...] = ()
-    """Without those that only say again that it is cordoned."""
+    """Taints, without those that only repeat that it is cordoned."""
     allocatable: Mapping[str, Decimal] = field(default_factory=dict)
-    """Name of a resource -> how much its pods may ask for together."""
+    """Name of a resource -> how much its pods may request together."""
 
     def is_emptied_of(self, pod: Pod) -> bool:
-        """Whether the pod has to leave. One that was put there in spite of the mark would only come back."""
+        """Return whether the pod has to leave.
+
+        A pod that was placed there in spite of the mark would only come back.
+        """
         if self.cordoned_since is None:
             return self.cordoned and not pod.tolerates_emptying
         return self.cordoned and pod.created <= self.cordoned_since
@@ -55,7 +61,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Pod:
-    """One member of a replica's gang."""
+    """A member of a replica's gang."""
 
     name: str
     uid: str
@@ -63,43 +69,44 @@ class Pod:
     lane: int
     revision: str
     created: float
-    """Seconds of Unix time, by the API server's clock."""
+    """Unix time of its creation in seconds, by the API server's clock."""
     is_deleting: bool = False
     is_held: bool = False
-    """It was told to end with no grace, and is there all the same: a finalizer holds it, and no force helps."""
+    """True if it was deleted without a grace period and still exists: a finalizer holds it, and force does
+    not help."""
     is_failed: bool = False
-    """It has ended for good, e.g. evicted; only its object is left."""
+    """True if it has ended for good, e.g. was evicted; only its object is left."""
     is_scheduled: bool = False
     is_started: bool = False
-    """Its startup probe has passed: weights are loaded and the ranks have met."""
+    """True if its startup probe has passed: weights are loaded and the rendezvous is complete."""
     is_ready: bool = False
     asks_restart: bool = False
-    """Its ranks have given up on meeting the others, and it has not come up again since."""
+    """True if its ranks have given up on the rendezvous, and it has not started again since."""
     trouble: tuple[str, str] | None = None
     """Reason and message of what keeps it from starting."""
     is_fetching: bool = False
-    """An init container is at work, other than a sidecar, which goes on beside the others."""
+    """True if an init container runs, other than a sidecar, which keeps running beside the others."""
     node: str | None = None
     secrets: frozenset[str] = frozenset()
     """Names of the Secrets that it mounts."""
     tolerates_emptying: bool = False
-    """The scheduler puts it on a node that is to be emptied like on any other."""
+    """True if the scheduler also places it on a node that is to be emptied."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Whether all pods of a replica would find a node that is not being emptied."""
+    """The answer whether all pods of a replica would find a node that is not being emptied."""
 
     is_enough: bool
     lacks: str = ""
-    """What there is too little of, or why nothing is known of it."""
+    """Reason for the lack of room, or why nothing is known of it."""
     again_seconds: float | None = None
-    """When it is known: more nodes may be about to be cordoned. None: room is lacking, or there is enough."""
+    """Seconds until room can be judged, as more nodes may be about to be cordoned; None if it is judged."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """One replica and everything that belongs to it."""
+    """A replica and everything that belongs to it."""
 
     name: str
     namespace: str
@@ -110,37 +117,40 @@ class Observed:
     status: ReplicaStatus
     is_deleting: bool = False
     deployment: str | None = None
-    """The MedhaDeployment that owns it."""
+    """Name of the MedhaDeployment that owns it."""
     may_drain: str | None = None
-    """`status.newestMember` of the gang that the deployment lets go from a cordoned node."""
+    """`status.newestMember` of the gang that the deployment permits to leave a cordoned node."""
     objects: Mapping[tuple[str, str], Object] = field(default_factory=dict)
     """(kind, name) -> object, of those that we render."""
     revisions: tuple[Revision, ...] = ()
     pods: tuple[Pod, ...] = ()
     earlier_pods: tuple[Pod, ...] = ()
-    """Those of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they keep the names of
-    pods that are to come."""
+    """Pods of StatefulSets that are gone, e.g. of an earlier replica of this name: until they end, they
+    keep the names of pods that are to come."""
     nodes: Mapping[str, Node] = field(default_factory=dict)
     any_heard_since: float | None = None
-    """Since when some node of the cluster has been heard of; None: none is. It matters where a pod's node is silent."""
+    """Unix time since which some node of the cluster has been heard from; None if none is. Determined only
+    while the node of one of its pods is silent."""
     unmade: tuple[str, str] | None = None
-    """Reason and message of why a StatefulSet makes no pods, as its events tell; None: not asked, or they tell nothing."""
+    """Reason and message of why a StatefulSet creates no pods, from its events; None if these were not
+    read, or do not tell."""
     room: Room | None = None
-    """Asked for where a pod's node is being emptied and no deployment brings up another replica first; None: not asked."""
+    """Room on other nodes; None if not asked for. It is asked for if a pod's node is being emptied and no
+    deployment brings up another replica first."""
 
 
 def seconds(timestamp: str) -> float:
-    """Unix time of a timestamp as Kubernetes writes it."""
+    """Return the Unix time of a timestamp as Kubernetes writes it."""
     return datetime.fromisoformat(timestamp).timestamp()
 
 
 def amount(quantity: str | int) -> Decimal:
-    """How much a quantity of a resource is, in the resource's own unit (cores, bytes, devices)."""
+    """Return a quantity of a resource in the resource's own unit (cores, bytes, devices)."""
     return Decimal(parse_quantity(quantity))  # type: ignore[no-untyped-call]
 
 
 def pod_of(document: Object) -> Pod:
-    """The facts of a pod's document."""
+    """Return the facts of a pod's document."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = metadata.get("labels", {})
     conditions = {entry["type"]: entry for entry in status.get("conditions", ())}
@@ -187,7 +197,7 @@ def pod_of(document: Object) -> Pod:
 
 
 def node_of(document: Object) -> Node:
-    """The facts of a node's document."""
+    """Return the facts of a node's document."""
     ready = next(
         (entry for entry in document.get("status", {}).get("conditions", ()) if entry["type"] == "Ready"),
         None,
@@ -214,12 +224,16 @@ def node_of(document: Object) -> Node:
 
 
 def any_heard_since(nodes: Iterable[Node]) -> float | None:
-    """Since when at least one of `nodes` has been heard of without a break, seconds of Unix time; None: none is."""
+    """Return the Unix time since which some of `nodes` has been heard from without a break; None if none
+    is."""
     return min((node.heard_since for node in nodes if node.heard_since is not None), default=None)
 
 
 def _added(taint: Object) -> float | None:
-    """Since when a node has a taint; the cluster autoscaler writes it into the value, Karpenter nowhere."""
+    """Return the Unix time since which a node has a taint; None if unknown.
+
+    The cluster autoscaler writes it into the taint's value, Karpenter nowhere.
+    """
     if taint.get("timeAdded"):
         return seconds(taint["timeAdded"])
     value = str(taint.get("value", ""))
@@ -227,7 +241,7 @@ def _added(taint: Object) -> float | None:
 
 
 def _lane(label: str) -> int:
-    """The lane that a label names; -1 for what is none, since labels are what anybody has written."""
+    """Return the lane that a label names; -1 if it names none, since anybody may write labels."""
     return int(label) if label.isascii() and label.isdecimal() else -1
 
 
@@ -274,7 +288,10 @@ def _trouble(
 def _starting(
     is_set_up: Object | None, first: Iterable[Object], containers: Iterable[Object]
 ) -> tuple[str, str] | None:
-    """What a kubelet is at before a container of the pod runs. Why it does not get on, only the pod's events tell."""
+    """Return what a kubelet is doing before a container of the pod runs.
+
+    Only the pod's events tell why it makes no progress.
+    """
     waiting = [
         entry["name"]
         for entry in (*first, *containers)

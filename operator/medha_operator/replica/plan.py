@@ -1,7 +1,8 @@
-"""What to do for one replica: `plan(observed, now)`, pure and level-triggered.
+"""Plan the actions for one replica: `plan(observed, now, settings)`, pure and level-triggered.
 
-It looks at what is there, never at what has happened, so that any event, or none, leads to the same end. Actions are
-given in an order in which the operator may die after any of them: whoever comes next plans the rest.
+A plan depends on the present state alone, never on past events, so that any event, or none, leads to the same
+end state. Actions are ordered so that the operator may die after any of them: the next reconcile plans the
+rest.
 """
 
 from __future__ import annotations
@@ -61,22 +62,24 @@ from medha_operator.status import Condition, DeploymentStatus, ReplicaStatus, Ro
 
 REVISION_HISTORY = 5
 EVICTION_SECONDS = 15.0
-"""How long evictors may take for a cordoned node: `kubectl drain` asks every 5 s, the cluster autoscaler every 10 s."""
+"""Seconds that evictors have to evict the pods of a cordoned node: `kubectl drain` retries every 5 s, the
+cluster autoscaler every 10 s."""
 CLOCK_SKEW_SECONDS = 60.0
-"""How far the clocks of two machines that ran the operator may differ. A time that is later yet was written by others."""
+"""Largest difference between the clocks of two machines that ran the operator. A time that lies further
+ahead was not written by an operator."""
 _GROUPS = tuple(kind for _, kind, _ in KINDS.values())
 
 
 @dataclass(frozen=True)
 class CreateKeys:
-    """Make the Secret of wire keys, unless it is there: made once, never rendered again."""
+    """Create the Secret of wire keys unless it exists: it is created once and never rendered again."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class CopyEnrolment:
-    """Make, once too, the Secret by which a replica enrols at a router of another namespace."""
+    """Create, also once, the Secret with which a replica enrols at a router of another namespace."""
 
     name: str
     router: str
@@ -92,7 +95,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Prune:
-    """Take away what others have added to an object where it does harm, if it is still the one that was looked at."""
+    """Remove harmful additions by others from an object, if it is still the one observed."""
 
     kind: str
     name: str
@@ -101,12 +104,12 @@ class Prune:
     patch: Mapping[str, Any]
     """A merge patch."""
     paths: tuple[str, ...]
-    """What it takes away."""
+    """Paths that the patch removes."""
 
 
 @dataclass(frozen=True)
 class Delete:
-    """Delete one object, if it is still the one that was looked at."""
+    """Delete an object if it is still the one observed."""
 
     kind: str
     name: str
@@ -114,22 +117,22 @@ class Delete:
     resource_version: str
     reason: str
     is_forced: bool = False
-    """With no grace: its node cannot confirm its end."""
+    """True to delete it without a grace period: its node cannot confirm its end."""
 
 
 @dataclass(frozen=True)
 class SetStatus:
-    """Write the status, if the resource is still the one that was looked at."""
+    """Write the status if the resource is still the one observed."""
 
     status: ReplicaStatus | DeploymentStatus
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Ask whether the resource is still as it was looked at, and end the look if it is not.
+    """Read the resource again, and end the reconcile if it has changed since it was observed.
 
-    The end of a resource may be told late or never, unlike that of its children, whom the garbage collector takes: what
-    is missing then must not be made anew for nobody.
+    The deletion of a resource may be reported late or never, unlike that of its children, which the garbage
+    collector deletes: missing children must then not be created anew for a resource that is gone.
     """
 
 
@@ -149,13 +152,16 @@ Action = CreateKeys | CopyEnrolment | Apply | Prune | Delete | SetStatus | Confi
 class Plan:
     actions: tuple[Action, ...]
     again_seconds: float | None = None
-    """When to look again though nothing may have happened."""
+    """Seconds until the next reconcile, even if no event asks for one; None if none is needed."""
 
 
 def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
-    """What brings `observed` nearer to its spec; nothing, when it is there. `now` is Unix time, seconds."""
+    """Return the actions that bring `observed` nearer to its spec; none if it is there.
+
+    `now` is Unix time in seconds.
+    """
     lost, again = _from_lost_nodes(observed, now)
-    # The garbage collector takes everything that is owned, but waits for pods to end.
+    # The garbage collector deletes everything that is owned, but waits for pods to end.
     if observed.is_deleting:
         return Plan(tuple(lost), again)
     owner = Owner(observed.name, observed.namespace, observed.uid)
@@ -182,15 +188,18 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
         made, budget = [*budget, *made], []
     confirmed: tuple[Action, ...] = ()
     if observed.status != ReplicaStatus():
-        # The status says nothing new before all is done: a refusal would have it change to and fro.
+        # The status is written after all other objects: otherwise it would change back and forth when one of
+        # them is refused.
         confirmed = (Confirm(),) if _is_any_missing((*made, *lanes), observed) else ()
-        # Once more before there are pods: making the others takes a while.
+        # Confirm once more before pods are created: creating the other objects takes a while.
         if made and _is_any_missing(lanes, observed):
             lanes = [Confirm(), *lanes]
     elif _is_any_missing(lanes, observed):
-        # A first status, written before there are pods, is refused for a resource that is gone: no further call.
+        # The first status is written before there are pods. It is refused for a resource that is gone, so no
+        # `Confirm` is needed.
         lanes, said = [*said, *lanes], ()
-    # What lets pods leave their nodes comes first: it waits for nothing that the API server may refuse.
+    # Actions that let pods leave their nodes come first, so that they wait for nothing that the API server
+    # may refuse.
     ending = (*replaced, *_history(observed, revision), *_failing(observed, status))
     return Plan((*lost, *budget, *confirmed, *made, *lanes, *said, *ending, *waiting.actions), again)
 
@@ -201,9 +210,10 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
 def _revision(
     owner: Owner, spec: MedhaReplicaSpec, observed: Observed, settings: OperatorSettings
 ) -> tuple[Revision, list[Action]]:
-    """The revision that `spec` asks for; a new one is kept before anything is made of it.
+    """Return the revision that `spec` asks for, and the actions that keep it if it is new.
 
-    The first one is no event: with it, a new replica would cost more than two calls beside one for each object.
+    A revision is kept before anything is made from it. The first one gets no event: with one, a new replica
+    would cost more than two calls beside one for each object.
     """
     known = find(spec, observed.revisions)
     if known is not None:
@@ -215,7 +225,10 @@ def _revision(
 
 
 def _adopted(owner: Owner, observed: Observed) -> list[Action]:
-    """Kept revisions that a replica of this name has left behind (`kubectl delete --cascade=orphan`): they go with this one."""
+    """Return the actions that adopt revisions left behind by an earlier replica of this name.
+
+    `kubectl delete --cascade=orphan` leaves them behind; adopted, they are deleted with this replica.
+    """
     return [
         Apply(controller_revision(owner, one))
         for one in observed.revisions
@@ -227,7 +240,7 @@ def _adopted(owner: Owner, observed: Observed) -> list[Action]:
 def _objects(
     owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed, settings: OperatorSettings
 ) -> list[Action]:
-    """Whatever pods need and is missing or differs, in the order in which it is needed."""
+    """Return the actions for objects that pods need and that are missing or differ, in the order needed."""
     wanted = [
         service(owner),
         network_policy(owner, settings.metrics_from),
@@ -248,7 +261,7 @@ def _objects(
 
 
 def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: Observed) -> list[Action]:
-    """The StatefulSets that are missing or differ; then those that are too much."""
+    """Return the actions for StatefulSets that are missing or differ, then the deletions of surplus ones."""
     stages = spec.parallelism.stream
     actions: list[Action] = []
     for index, template in enumerate(revision.templates):
@@ -262,12 +275,15 @@ def _lanes(owner: Owner, spec: MedhaReplicaSpec, revision: Revision, observed: O
 
 
 def _budget(owner: Owner, opened: float | None, observed: Observed) -> list[Action]:
-    """The disruption budget, open since then, or closed."""
+    """Return the actions for the disruption budget: open since `opened`, or closed if that is None."""
     return _missing(observed, disruption_budget(owner, None if opened is None else timestamp(opened)))
 
 
 def _is_any_missing(actions: Iterable[Action], observed: Observed) -> bool:
-    """Whether something is made anew. What is only changed is refused by its resourceVersion if it is gone."""
+    """Return whether any action creates an object.
+
+    Updates do not count: their resourceVersion makes the API server refuse them if the object is gone.
+    """
     return any(
         isinstance(action, Apply)
         and (action.manifest["kind"], action.manifest["metadata"]["name"]) not in observed.objects
@@ -276,9 +292,10 @@ def _is_any_missing(actions: Iterable[Action], observed: Observed) -> bool:
 
 
 def _makes_only(revision: str, observed: Observed) -> bool:
-    """Whether the controller of StatefulSets has seen every one at `revision`: until then it makes pods of another.
+    """Return whether the StatefulSet controller has observed every StatefulSet at `revision`.
 
-    Of one that was never changed it has seen no other; its status is not kept.
+    Until then it creates pods of another one. A StatefulSet that was never changed has no other revision to
+    observe, and its status is not kept.
     """
     return all(
         found["spec"]["template"]["metadata"]["labels"].get("medha.dev/revision") == revision
@@ -291,7 +308,7 @@ def _makes_only(revision: str, observed: Observed) -> bool:
 
 
 def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
-    """What brings it about that the object is there as `manifest` says, with nothing added that does harm."""
+    """Return the actions that make the object as `manifest` describes it, without harmful additions."""
     found = observed.objects.get((manifest["kind"], manifest["metadata"]["name"]))
     if found is None or not holds(found, manifest):
         return [Apply(manifest)]
@@ -305,7 +322,11 @@ def _missing(observed: Observed, manifest: Manifest) -> list[Action]:
 
 
 def _history(observed: Observed, current: Revision) -> list[Action]:
-    """Revisions too old to go back to, and the settings of those that no pod runs any more."""
+    """Return the deletions of what belongs to old revisions.
+
+    These are revisions that are too old to go back to, and the ConfigMaps and gang objects of revisions that
+    no pod runs any more.
+    """
     in_use = {current.name} | {pod.revision for pod in observed.pods}
     others = sorted(
         (one for one in observed.revisions if one.name not in in_use), key=lambda one: -one.number
@@ -322,7 +343,7 @@ def _history(observed: Observed, current: Revision) -> list[Action]:
 
 
 def _delete(kind: str, found: Any, reason: str) -> list[Action]:
-    """The end of an object; nothing more, where it is told already and a finalizer holds it."""
+    """Return the deletion of an object; nothing if it is being deleted already and a finalizer holds it."""
     metadata = found["metadata"]
     if "deletionTimestamp" in metadata:
         return []
@@ -333,7 +354,10 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 
 
 def _stays(observed: Observed, status: ReplicaStatus) -> Plan:
-    """The event of a replica that begins to wait for room on other nodes, as `status` says, and when it asks again."""
+    """Return the event of a replica that begins to wait for room, and when to check for room again.
+
+    `status` tells whether it waits.
+    """
     if not waits_for_room(observed):
         return Plan(())
     if observed.room is not None and observed.room.again_seconds is not None:
@@ -359,16 +383,20 @@ def _gang(
     opened: float | None,
     now: float,
 ) -> tuple[list[Action], ReplicaStatus, float | None]:
-    """Pods that must go beside those that are `gone` with their nodes, the gang's record after it, when to look again.
+    """Return the deletions of pods, the gang's new record, and seconds until the next reconcile.
 
-    A gang is recorded once all of its members have started. It is broken when a member's object is gone, a younger pod
-    has taken a member's place, a member has ended for good or asks for a restart. Then the others go too, once: at once
-    the first time, later after a back-off. Members that have never all started are left alone.
+    Pods that are `gone` with their nodes are not among the deletions.
 
-    Pods of an older revision end once pods of the newer one would come in their place.
+    A gang is recorded once all of its members have started. It is broken when a member's object is gone, a
+    younger pod has replaced a member, or a member has ended for good or asks for a restart. Then the other
+    members are deleted, too, once for each gang: at once the first time, later after a back-off. Members that
+    have never all started are left alone.
 
-    From a cordoned node, evictors may take the pods for `EVICTION_SECONDS`, and only then we do: they ask again by a
-    pod's name, so that one that we had ended before they could would have them ask for its successor for ever.
+    Pods of an older revision are deleted once pods of the newer one would replace them.
+
+    Evictors have `EVICTION_SECONDS` to evict the pods of a cordoned node before the operator deletes them.
+    They retry by a pod's name: if the operator deleted a pod first, they would ask for the eviction of its
+    successor for ever.
     """
     status = observed.status
     alive = [pod for pod in observed.pods if not pod.is_deleting and pod.name not in gone]
@@ -392,10 +420,10 @@ def _gang(
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
         status = status.model_copy(
             update=_NO_GANG
-        )  # somebody has spoilt it: no whole gang is older than its record
+        )  # the record was tampered with: a complete gang has a pod as young as its record
     if status.newest_member is None:
         ended = [pod for pod in alive if pod.is_failed]
-        if ended:  # only its object is left, which keeps its successor away
+        if ended:  # only its object is left, and keeps its successor from being created
             return _end(ended, "it has ended"), status, None
         if len(alive) == expected and all(pod.is_started for pod in alive):
             newest = max(pod.created for pod in alive)
@@ -405,7 +433,7 @@ def _gang(
     if broken is None:
         return [], _settled(status, restart, now), None
     members = [pod for pod in alive if pod.created <= seconds(status.newest_member) or pod.is_failed]
-    if not members:  # all are gone: those that come are the next gang
+    if not members:  # all members are gone: pods that come are the next gang
         return [], status.model_copy(update=_NO_GANG), None
     if has_left_node(observed):
         told = Tell(LET_GO, f"{broken} as a node is being emptied: the replica moves")
@@ -430,7 +458,7 @@ _NO_GANG = {"newest_member": None}
 
 
 def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
-    """Why the recorded gang is not whole any more."""
+    """Return why the recorded gang is no longer complete; None if it is."""
     for pod in alive:
         if pod.created > newest:
             return f"pod {pod.name} was replaced"
@@ -442,7 +470,7 @@ def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
 
 
 def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], float | None]:
-    """The end of pods whose nodes are lost, and when to look again."""
+    """Return the deletions of pods on lost nodes, and seconds until the next reconcile."""
     limit = _restart_spec(observed.spec).node_lost_seconds
     lost, again = on_lost_nodes(observed, limit, now)
     actions: list[Action] = []
@@ -454,7 +482,8 @@ def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], floa
 
 
 def _restart_spec(spec: Mapping[str, Any]) -> RestartSpec:
-    """`lifecycle.restart` of a spec that may be wrong elsewhere; the defaults, where it is wrong itself."""
+    """Return `lifecycle.restart` of a spec that may be invalid elsewhere; the defaults if it is invalid
+    itself."""
     try:
         return RestartSpec.model_validate(spec.get("lifecycle", {}).get("restart", {}))
     except (ValidationError, AttributeError):
@@ -466,7 +495,10 @@ def _end(pods: Iterable[Pod], reason: str) -> list[Action]:
 
 
 def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> ReplicaStatus:
-    """A gang that has served long enough begins with no wait again; and where no restart is on record, there was none."""
+    """Reset the restarts of a gang that has served long enough, so that its next restart has no back-off.
+
+    They are also reset if no time of a restart is recorded.
+    """
     is_forgotten = status.last_restart_time is None or _served_seconds(status, now) >= restart.stable_seconds
     if status.restarts and is_forgotten:
         return status.model_copy(update={"restarts": 0})
@@ -474,13 +506,16 @@ def _settled(status: ReplicaStatus, restart: RestartSpec, now: float) -> Replica
 
 
 def _unsettled_seconds(status: ReplicaStatus, restart: RestartSpec, now: float) -> float | None:
-    """How long a gang has yet to serve until its restarts are forgotten."""
+    """Return the seconds that a gang has yet to serve until its restarts are forgotten; None if no wait."""
     left = restart.stable_seconds - _served_seconds(status, now)
     return left if status.restarts and 0 < left < float("inf") else None
 
 
 def _served_seconds(status: ReplicaStatus, now: float) -> float:
-    """How long the replica has served without a break, and with this gang; minus infinity if it does not."""
+    """Return the seconds for which the replica has served without a break, and with this gang.
+
+    Minus infinity if it does not serve.
+    """
     for entry in status.conditions:
         if entry.type == "Serving" and entry.status == "True":
             return min(now - seconds(entry.last_transition_time), _since_restart(status, now))
@@ -488,7 +523,7 @@ def _served_seconds(status: ReplicaStatus, now: float) -> float:
 
 
 def soonest(*waits: float | None) -> float | None:
-    """The shortest of some waits, seconds; None: there is none."""
+    """Return the shortest of some waits in seconds; None if there is none."""
     return min((wait for wait in waits if wait is not None), default=None)
 
 
@@ -500,7 +535,7 @@ def _backoff_seconds(status: ReplicaStatus, restart: RestartSpec) -> float:
 
 
 def _since_restart(status: ReplicaStatus, now: float) -> float:
-    """How long ago the last restart was; for ever, where there was none, or its time is spoilt."""
+    """Return the seconds since the last restart; infinity if there was none, or its time is invalid."""
     if status.last_restart_time is None or _is_later(status.last_restart_time, now + CLOCK_SKEW_SECONDS):
         return float("inf")
     return now - seconds(status.last_restart_time)
@@ -514,7 +549,10 @@ def _is_later(time: str | None, than: float) -> bool:
 
 
 def _after(observed: Observed, status: ReplicaStatus, actions: Iterable[Action]) -> Observed:
-    """What the status speaks of: pods that the plan ends are as good as gone, or others would count on the replica."""
+    """Return `observed` as the status should describe it.
+
+    Pods that the plan deletes count as ending, or others would rely on the replica.
+    """
     ended = {action.name for action in actions if isinstance(action, Delete) and action.kind == "Pod"}
     pods = (replace(pod, is_deleting=pod.is_deleting or pod.name in ended) for pod in observed.pods)
     return replace(observed, status=status, pods=tuple(pods))
@@ -540,7 +578,7 @@ def _described(
 
 
 def _counts(observed: Observed, revision: str, stages: int, lanes: int) -> dict[str, Any]:
-    """What the status says of how many pods of a revision there are to be, and are ready."""
+    """Return the status fields that count the pods of a revision: wanted ones and ready ones."""
     current = [pod for pod in observed.pods if pod.revision == revision and not pod.is_deleting]
     ready = sum(pod.is_ready for pod in current)
     lead = sum(pod.is_ready for pod in current if pod.lane == 0)
@@ -561,10 +599,11 @@ def _counts(observed: Observed, revision: str, stages: int, lanes: int) -> dict[
 def _refused(
     observed: Observed, lost: list[Action], again: float | None, reason: str, message: str, now: float
 ) -> Plan:
-    """For a spec that the schema let through and that cannot be served: what runs goes on as it is.
+    """Return the plan for a spec that the schema accepts but that cannot be served.
 
-    It may leave nodes, and for no leave of a deployment is waited, since no other replica could be made of such a spec. It
-    starts anew when a member is lost. The status goes on telling of it.
+    What runs goes on as it is. The replica may leave cordoned nodes without permission of its deployment,
+    which could make no other replica from such a spec. It restarts when a member is lost. The status keeps
+    reporting on its pods.
     """
     alone = replace(observed, deployment=None)
     owner, opened = Owner(observed.name, observed.namespace, observed.uid), open_since(alone, now)
@@ -587,7 +626,7 @@ def _refused(
     runs = ("PodDisruptionBudget", observed.name) in observed.objects
     is_told = _refusal_in(observed.status.conditions) == _refusal_in(conditions)
     told = () if is_told else (Tell(reason, message, is_warning=True),)
-    # The event comes last, or each new try of what the API server refuses would tell it again.
+    # The event comes last: otherwise each retry of an action that the API server refuses would repeat it.
     return Plan(
         (*lost, *(budget if runs else ()), *_status(observed, status), *replaced, *told, *waiting.actions),
         again,
@@ -595,9 +634,10 @@ def _refused(
 
 
 def _running(observed: Observed) -> tuple[Revision, int] | None:
-    """The revision that the StatefulSets make, and of how many pods; None where they make no whole one.
+    """Return the revision that the StatefulSets create, and the number of its pods.
 
-    Not that of the pods: an accepted change may be under way, and goes on.
+    None if they form no complete revision. The pods themselves may have another revision: an accepted change
+    may be under way, and goes on.
     """
     sets = [
         found["spec"]
@@ -612,7 +652,7 @@ def _running(observed: Observed) -> tuple[Revision, int] | None:
 
 
 def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:
-    """Why the spec is refused, in the words that were told."""
+    """Return reason and message with which the spec was refused; None if it is not."""
     for one in conditions:
         if one.type == "Accepted" and one.status == "False":
             return one.reason, one.message
@@ -620,8 +660,10 @@ def _refusal_in(conditions: Iterable[Condition]) -> tuple[str, str] | None:
 
 
 def _failing(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
-    """An event each time that pods begin to fail: the kubelet's back-off bounds how often. The words are always the same,
-    so that there is one event, which counts."""
+    """Return an event each time that pods begin to fail; the kubelet's back-off bounds how often.
+
+    The text is always the same, so that there is a single event with a count.
+    """
     reason = begins_to_fail(observed.status.conditions, status.conditions)
     if reason is None:
         return ()
@@ -634,5 +676,5 @@ def _status(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
 
 
 def timestamp(unix_seconds: float) -> str:
-    """Unix time as Kubernetes writes it, in whole seconds."""
+    """Return Unix time as Kubernetes writes it, in whole seconds."""
     return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

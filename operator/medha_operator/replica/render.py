@@ -1,8 +1,8 @@
-"""The objects that a replica consists of, as plain manifests. Pure: the same replica renders the same bytes.
+"""Render the objects of a replica as plain manifests. Pure: the same replica renders the same bytes.
 
-Per replica one StatefulSet a lane (ordinal = stage), one headless Service over all lanes, one ConfigMap a revision, a
-PodDisruptionBudget and a NetworkPolicy. Names are what the spec determines, so that whoever creates them twice meets
-what is there.
+A replica has one StatefulSet per lane (ordinal = stage), one headless Service over all lanes, one ConfigMap
+per revision, a PodDisruptionBudget and a NetworkPolicy. All names are deterministic, so that creating an
+object twice finds the existing one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from medha_operator.replica.revision import Revision
 from medha_operator.settings import OperatorSettings
 
 OPEN_SINCE = "medha.dev/open-since"
-"""Annotation of a PodDisruptionBudget: since when it lets evictors take the replica from a cordoned node."""
+"""Annotation of a PodDisruptionBudget: time since which it lets evictors take the replica from a cordoned
+node."""
 CONTROL_PORT = 5600
 TOKENS_PORT = 5601
 METRICS_PORT = 9400
@@ -32,14 +33,15 @@ _HUB_DIRECTORY = "/etc/medha/hub"
 _PROBE_SECONDS = 5
 _USER = 65532
 _SPARE_SECONDS = 30
-"""Between the end of a drain and the kill, and between a pod's own limit to its start and the kubelet's."""
+"""Seconds between the end of a drain and the kill, and between a pod's own limit for its start and the
+kubelet's."""
 _UNREAD = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf")
 """Weights in formats that ranks do not read, which many repositories hold beside safetensors."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The replica that the objects belong to, and go with."""
+    """The replica that owns the objects; they are deleted with it."""
 
     name: str
     namespace: str
@@ -58,17 +60,17 @@ class Owner:
 
 
 def lane_name(replica: str, lane: int) -> str:
-    """Name of the StatefulSet of a lane."""
+    """Return the name of a lane's StatefulSet."""
     return f"{replica}-l{lane}"
 
 
 def leader_address(owner: Owner) -> str:
-    """Where the replica's controller listens: lane 0, stage 0."""
+    """Return the address of the replica's controller: lane 0, stage 0."""
     return f"{lane_name(owner.name, 0)}-0.{owner.name}.{owner.namespace}.svc"
 
 
 def labels(owner: Owner) -> dict[str, str]:
-    """Of every object of a replica; `medha.dev/replica` is what selects them."""
+    """Return the labels of every object of a replica; selectors use `medha.dev/replica`."""
     return {
         "app.kubernetes.io/name": "medha",
         "app.kubernetes.io/instance": owner.name,
@@ -80,7 +82,10 @@ def labels(owner: Owner) -> dict[str, str]:
 
 
 def pod_labels(owner: Owner, lane: int, revision: str) -> dict[str, str]:
-    """Of the pods of a lane. The stage is `apps.kubernetes.io/pod-index`, which the StatefulSet writes."""
+    """Return the labels of a lane's pods.
+
+    The StatefulSet controller adds the stage as `apps.kubernetes.io/pod-index`.
+    """
     return labels(owner) | {
         "medha.dev/lane": str(lane),
         "medha.dev/role": "lead" if lane == 0 else "kv",
@@ -92,7 +97,10 @@ def pod_labels(owner: Owner, lane: int, revision: str) -> dict[str, str]:
 
 
 def service(owner: Owner) -> Manifest:
-    """Gives every pod its name in DNS, from before it is ready: ranks meet while nobody is."""
+    """Return the headless Service.
+
+    It gives every pod a DNS name before it is ready, since ranks rendezvous while no pod is.
+    """
     return _object(owner, "v1", "Service", owner.name) | {
         "spec": {
             "clusterIP": "None",
@@ -108,9 +116,11 @@ def service(owner: Owner) -> Manifest:
 
 
 def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
-    """Allows no eviction: losing one pod stops the whole replica, so the operator drains it first.
+    """Return the disruption budget.
 
-    `open_since` is a time as Kubernetes writes it, from which on the replica may leave its node: every pod may go.
+    It allows no eviction: losing one pod stops the whole replica, so the operator drains it first. If
+    `open_since` is set, every pod may be evicted: it is the time, as Kubernetes writes it, since which the
+    replica may leave its node.
     """
     manifest = _object(owner, "policy/v1", "PodDisruptionBudget", owner.name)
     if open_since is not None:
@@ -124,9 +134,11 @@ def disruption_budget(owner: Owner, open_since: str | None = None) -> Manifest:
 
 
 def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manifest:
-    """Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
+    """Return the NetworkPolicy.
 
-    `metrics_from` are the peers of a NetworkPolicy's rule that may; none means everybody.
+    Pods of a replica reach each other on all ports (gloo chooses its own); others reach the metrics alone.
+    `metrics_from` are the peers that may read the metrics, in the form of a NetworkPolicy's rule; none means
+    everybody.
     """
     scrapers: Manifest = {"from": list(metrics_from)} if metrics_from else {}
     mine = {"matchLabels": {"medha.dev/replica": owner.name}}
@@ -143,17 +155,20 @@ def network_policy(owner: Owner, metrics_from: Sequence[Manifest] = ()) -> Manif
 
 
 def config_name(owner: Owner, revision: str) -> str:
-    """Name of a revision's ConfigMap and of its ControllerRevision."""
+    """Return the name of a revision's ConfigMap and of its ControllerRevision."""
     return f"{owner.name}-{revision}"
 
 
 def keys_name(owner: Owner) -> str:
-    """Name of the Secret with the keys of the replica's links. A replica that is made anew never meets an old one."""
+    """Return the name of the Secret with the keys of the replica's links.
+
+    It includes the UID, so that a recreated replica never finds an old Secret.
+    """
     return f"{owner.name}-keys-{owner.uid[:8]}"
 
 
 def enrolment_name(owner: Owner, spec: MedhaReplicaSpec) -> str | None:
-    """Name of the Secret by which the replica enrols at its router; None where it names no router."""
+    """Return the name of the Secret with which the replica enrols at its router; None without a router."""
     router = spec.router_ref
     if router is None:
         return None
@@ -164,7 +179,10 @@ def enrolment_name(owner: Owner, spec: MedhaReplicaSpec) -> str | None:
 
 
 def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
-    """Whether that Secret is a copy of the replica's own: pods mount none of another namespace."""
+    """Return whether that Secret is a copy of the replica's own.
+
+    Pods cannot mount Secrets of another namespace.
+    """
     router = spec.router_ref
     return (
         router is not None
@@ -175,13 +193,16 @@ def is_enrolment_copied(owner: Owner, spec: MedhaReplicaSpec) -> bool:
 
 
 def router_address(owner: Owner, spec: MedhaReplicaSpec) -> str:
-    """Where the replica's router listens; empty where it names none."""
+    """Return the address of the replica's router; empty if it names none."""
     router = spec.router_ref
     return "" if router is None else f"{router.name}.{router.namespace or owner.namespace}.svc"
 
 
 def controller_revision(owner: Owner, revision: Revision) -> Manifest:
-    """What pods of this revision were made of; such an object can never be changed."""
+    """Return the ControllerRevision that keeps what pods of this revision were made from.
+
+    Such an object is immutable.
+    """
     return _object(owner, "apps/v1", "ControllerRevision", config_name(owner, revision.name)) | {
         "revision": revision.number,
         "data": {"fields": revision.fields, "templates": list(revision.templates)},
@@ -189,7 +210,10 @@ def controller_revision(owner: Owner, revision: Revision) -> Manifest:
 
 
 def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
-    """The settings of one revision's pods: fields that restart as they were, live ones as they are now."""
+    """Return the ConfigMap with the settings of one revision's pods.
+
+    Restart fields are as in the revision, live ones as they are now.
+    """
     document = {
         "apiVersion": "medha.dev/v1alpha1",
         "kind": "MedhaReplica",
@@ -202,7 +226,7 @@ def config_map(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest:
 
 
 def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifest) -> Manifest:
-    """The StatefulSet of a lane. Pods are replaced by the operator alone: all of a replica, never some."""
+    """Return the StatefulSet of a lane. The operator alone replaces pods: all of a replica, never some."""
     selector = {"medha.dev/replica": owner.name, "medha.dev/lane": str(index)}
     assert replicas in (0, stages)
     manifest = _object(owner, "apps/v1", "StatefulSet", lane_name(owner.name, index))
@@ -221,7 +245,7 @@ def lane(owner: Owner, index: int, stages: int, replicas: int, template: Manifes
 
 
 def gang_object(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest | None:
-    """What the gang's provider reads, one for all lanes; none where it needs none."""
+    """Return the object that the gang's provider reads, one for all lanes; None if it needs none."""
     name = config_name(owner, revision)
     gang = gang_of(spec, owner.name, name)
     return _object(owner, gang.api_version, gang.kind, name) | {"spec": gang.spec} if gang.kind else None
@@ -233,7 +257,10 @@ def gang_object(owner: Owner, spec: MedhaReplicaSpec, revision: str) -> Manifest
 def pod_templates(
     owner: Owner, spec: MedhaReplicaSpec, revision: str, settings: OperatorSettings
 ) -> tuple[Manifest, ...]:
-    """The template of each lane's pods, the user's overrides laid over it, but not over the labels that find pods."""
+    """Return the pod template of each lane.
+
+    The user's overrides are laid over it, but not over the labels that selectors use.
+    """
     gang = gang_of(spec, owner.name, config_name(owner, revision))
     theirs = {
         "metadata": spec.template.metadata.model_dump(mode="json", exclude_none=True),
@@ -308,7 +335,8 @@ def _worker(
             {"name": "MEDHA_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
             {"name": "MEDHA_RUN_DIRECTORY", "value": "/run/medha"},
             {"name": "MEDHA_REVISION", "value": revision},
-            # The API server drops an empty value, which would then differ from what is rendered for ever.
+            # The API server drops an empty value; the object would then differ from what is rendered for
+            # ever.
             *([{"name": "MEDHA_ROUTER", "value": router_address(owner, spec)}] if spec.router_ref else []),
             {"name": "HOME", "value": "/tmp"},  # noqa: S108 - a directory of the container's own
         ],
@@ -339,7 +367,7 @@ def _worker(
 def _model(
     spec: MedhaReplicaSpec, image: str, settings: OperatorSettings
 ) -> tuple[Manifest | None, Manifest | None]:
-    """The volume of the checkpoint, and the init container that fills it; either may be none."""
+    """Return the volume of the checkpoint, and the init container that fills it; either may be None."""
     source = spec.model.source
     if source.host_path is not None:
         return {"name": "model", "hostPath": {"path": source.host_path.path, "type": "Directory"}}, None
@@ -397,7 +425,10 @@ def _model_mounts(source: ModelSource, *, read_only: bool) -> list[Manifest]:
 
 
 def _hub_token_volume(source: ModelSource) -> list[Manifest]:
-    """The token for Hugging Face as a file: who lists a container's environment does not see it."""
+    """Return the volume with the Hugging Face token as a file.
+
+    This keeps the token out of the container's environment.
+    """
     if source.hugging_face is None or source.hugging_face.token_secret is None:
         return []
     token = source.hugging_face.token_secret

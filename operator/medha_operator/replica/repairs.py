@@ -1,4 +1,4 @@
-"""How often objects were put back that others change, so that a fight with another controller stays a slow one."""
+"""Count repairs of objects that others change, so that a fight with another controller stays a slow one."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import orjson
 from medha_operator.kube.kinds import Key, Manifest
 
 AT_ONCE = 3
-"""Repairs of an object that follow each other without a wait."""
+"""Consecutive repairs of an object without a wait."""
 FIRST_SECONDS = 10.0
 LONGEST_SECONDS = 600.0
 FORGET_SECONDS = 1800.0
-"""An object that was left alone for as long is put back at once again."""
+"""Seconds without a repair after which an object is repaired at once again."""
 
 
 class Repairs:
-    """What was put back, by object. Times are Unix times in seconds."""
+    """Past repairs by object. Times are Unix times in seconds."""
 
     def __init__(self) -> None:
         self._written: dict[Key, bytes] = {}
@@ -26,34 +26,37 @@ class Repairs:
         self._waiting: set[Key] = set()
 
     def written(self, key: Key, manifest: Manifest) -> None:
-        """The object was written so."""
+        """Record that the object was written as `manifest`."""
         self._written[key] = _digest(manifest)
 
     def is_written(self, key: Key, manifest: Manifest) -> bool:
-        """Whether the object was written so last: if it is not so any more, somebody else has changed it."""
+        """Return whether the object was last written as `manifest`.
+
+        If it differs now, somebody else has changed it.
+        """
         return self._written.get(key) == _digest(manifest)
 
     def wait_seconds(self, key: Key, now: float) -> float:
-        """Return the seconds for which the object is left as it is; 0 or less: it may be repaired now."""
+        """Return the seconds for which the object is left as it is; 0 or less if it may be repaired now."""
         count, last = self._counts.get(key, (0, now))
         if count < AT_ONCE or not last <= now < last + FORGET_SECONDS:
             return 0.0
         return last + min(FIRST_SECONDS * 2.0 ** min(count - AT_ONCE, 32), LONGEST_SECONDS) - now
 
     def begins_to_wait(self, key: Key) -> bool:
-        """Whether nobody has asked this since the object was left alone."""
+        """Return whether this is the first call since the object was left alone."""
         begins = key not in self._waiting
         self._waiting.add(key)
         return begins
 
     def done(self, key: Key, now: float) -> None:
-        """The object was put back."""
+        """Record that the object was repaired at `now`."""
         count, last = self._counts.get(key, (0, now))
         is_old = not last <= now < last + FORGET_SECONDS
         self._counts[key] = (1 if is_old else count + 1, now)
 
     def forget(self, is_there: Callable[[Key], bool], now: float) -> None:
-        """Forget objects that are gone, and repairs that were long ago."""
+        """Forget objects that are gone, and repairs of long ago."""
         self._written = {key: digest for key, digest in self._written.items() if is_there(key)}
         self._counts = {
             key: one for key, one in self._counts.items() if one[1] <= now < one[1] + FORGET_SECONDS

@@ -1,8 +1,11 @@
-"""Which pods a spec asks for, as one word: the revision, made of the fields whose change restarts a replica.
+"""The revision of a spec: a short name for the pods it asks for.
 
-A revision is kept in a ControllerRevision together with the pods' templates that were rendered for it, so that a newer
-operator, which would render them differently, goes on with what runs. A kept revision is found by comparing fields,
-not hashes: fields that this release has added stand at their defaults in a spec that was written before.
+It is made from the fields whose change restarts a replica.
+
+A revision is kept in a ControllerRevision together with the pod templates that were rendered for it, so that
+a newer operator, which would render them differently, keeps what runs. A kept revision is found by comparing
+fields, not hashes: fields that this release has added count at their defaults in a revision that was kept
+before.
 """
 
 from __future__ import annotations
@@ -21,26 +24,26 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True)
 class Revision:
-    """What is kept of a revision."""
+    """A revision as it is kept."""
 
     name: str
     """Ten hexadecimal digits."""
     number: int
-    """Counts the revisions of one replica upwards."""
+    """Number that counts the revisions of one replica upwards."""
     fields: Fields
     """Values of the fields whose change restarts, by their paths, e.g. `parallelism.tensor`."""
     templates: tuple[Fields, ...] = ()
-    """Template of the pods of each lane, as first rendered. None: not kept yet."""
+    """Pod template of each lane, as first rendered; empty if not kept yet."""
 
 
 def restart_fields(spec: MedhaReplicaSpec) -> Fields:
-    """Values of the fields of `spec` whose change restarts a replica, by their paths."""
+    """Return the values of the fields of `spec` whose change restarts a replica, by their paths."""
     values = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     return {path: _at(values, path) for path in _restart_paths()}
 
 
 def find(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision | None:
-    """The newest kept revision that asks for the same pods as `spec`."""
+    """Return the newest kept revision that asks for the same pods as `spec`; None if there is none."""
     fields, defaults = restart_fields(spec), _defaults()
     for revision in sorted(kept, key=lambda one: one.number, reverse=True):
         expected = defaults | revision.fields
@@ -50,18 +53,18 @@ def find(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision | None:
 
 
 def begin(spec: MedhaReplicaSpec, kept: Iterable[Revision]) -> Revision:
-    """A revision for `spec` that is none of `kept`; its templates are still to be rendered."""
+    """Return a revision for `spec` that is none of `kept`; its templates are still to be rendered."""
     fields = restart_fields(spec)
     return Revision(digest(fields), 1 + max((one.number for one in kept), default=0), fields)
 
 
 def stages_of(revision: Revision) -> int:
-    """Pods of each of its lanes."""
+    """Return the number of stages, i.e. of pods of each lane."""
     return int((_defaults() | revision.fields)["parallelism.stream"])
 
 
 def digest(value: Any) -> str:
-    """Ten hexadecimal digits of anything that JSON can say."""
+    """Return a hash of any JSON value, as ten hexadecimal digits."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]
 
 
@@ -81,10 +84,10 @@ def _restart_paths() -> tuple[str, ...]:
 
 
 def _marked(node: Fields, definitions: Fields, prefix: str) -> Iterable[str]:
-    """Paths of the topmost fields that are marked so."""
+    """Yield the paths of the topmost fields whose change restarts a replica."""
     for name, field in node.get("properties", {}).items():
         mark = field.get("x-apply")
-        if mark == "restart" and name != "router":  # which is for `medha up` alone
+        if mark == "restart" and name != "router":  # `router` is for `medha up` alone
             yield prefix + name
         elif mark is None and "$ref" in field:
             yield from _marked(definitions[field["$ref"].rpartition("/")[2]], definitions, f"{prefix}{name}.")
@@ -92,7 +95,10 @@ def _marked(node: Fields, definitions: Fields, prefix: str) -> Iterable[str]:
 
 @cache
 def _defaults() -> Fields:
-    """Default of every field that has one: what a spec has that names nothing but what it must."""
+    """Return the default of every such field that has one.
+
+    These are the values of a spec that sets only what is required.
+    """
     least = MedhaReplicaSpec.model_validate({"model": {"name": "m", "source": {"path": "."}}})
     required = ("model.name", "model.source")
     return {path: value for path, value in restart_fields(least).items() if path not in required}

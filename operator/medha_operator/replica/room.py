@@ -1,7 +1,8 @@
 """Room for a replica on nodes that are not being emptied: whether all of its pods would find a node there.
 
-The scheduler has the last word. What is judged here is what it judges first: labels that the pods ask for, taints, and
-requests beside those of the pods that are there, and where their volumes can be mounted. Whatever else a pod asks of its node counts as no room.
+The scheduler has the last word. This module judges what the scheduler judges first: node labels that the pods
+ask for, taints, requests beside those of existing pods, and where the pods' volumes can be mounted. Whatever
+else a pod asks of its node counts as no room.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _OUR_LANE = {"medha.dev/replica", "medha.dev/lane"}
 
 @dataclass(frozen=True)
 class Needs:
-    """What one pod asks of its node."""
+    """The demands of a pod on its node."""
 
     amounts: Amounts
     selector: Mapping[str, str] = field(default_factory=dict)
-    """Labels of the node."""
+    """Labels that the node must have."""
     terms: tuple[Object, ...] | None = None
-    """Node selector terms, of which one must match; None: it asks for none."""
+    """Node selector terms, one of which must match; None if it has none."""
     tolerations: tuple[Object, ...] = ()
     claims: tuple[str, ...] = ()
     """Names of the PersistentVolumeClaims that it mounts."""
     volumes: tuple[tuple[Object, ...], ...] = ()
-    """Node selector terms of each volume that those are bound to, of which one must match."""
+    """Node selector terms of each volume that those claims are bound to; of each, one must match."""
     together: tuple[str, str] | None = None
-    """Label of nodes and group: the pods of a group run where that label has one value."""
+    """Node label and group: the pods of a group run where that label has one value."""
     unjudged: str = ""
-    """The field of its spec that is not judged here, if it has one."""
+    """Field of its spec that is not judged here; empty if there is none."""
 
 
 def needs_of(pod: Object) -> Needs:
-    """What a pod asks of its node, or one of a template."""
+    """Return the demands on its node of a pod, or of a pod template."""
     spec = pod["spec"]
     affinity = spec.get("affinity") or {}
     node_terms = (affinity.get("nodeAffinity") or {}).get(_REQUIRED)
@@ -63,13 +64,13 @@ def needs_of(pod: Object) -> Needs:
 
 
 def nodes_of_volume(volume: Object) -> tuple[Object, ...] | None:
-    """Node selector terms of a PersistentVolume, of which one must match; None: any node may mount it."""
+    """Return the node selector terms of a PersistentVolume, one of which must match; None for any node."""
     required = (volume["spec"].get("nodeAffinity") or {}).get("required")
     return None if required is None else tuple(required.get("nodeSelectorTerms") or ())
 
 
 def requests(spec: Object) -> Amounts:
-    """What a pod's spec asks for, as the scheduler counts it: the most that its containers need at a time."""
+    """Return the requests of a pod's spec as the scheduler counts them: the most needed at a time."""
     running: Amounts = {}
     most: Amounts = {}
     for container in spec.get("initContainers") or ():
@@ -80,13 +81,13 @@ def requests(spec: Object) -> Amounts:
         most = _most(most, _sum(running, needed))
     for container in spec.get("containers") or ():
         running = _sum(running, _container_requests(container))
-    most = _most(most, running) | _container_requests(spec)  # those of a whole pod replace the others
+    most = _most(most, running) | _container_requests(spec)  # pod-level requests replace those of containers
     overhead = {name: amount(value) for name, value in (spec.get("overhead") or {}).items()}
     return _sum(most, overhead) | {"pods": Decimal(1)}
 
 
 def may_take(node: Node, name: str, needs: Needs) -> bool:
-    """Whether the scheduler would consider the node at all, were it empty."""
+    """Return whether the scheduler would consider the node at all if it were empty."""
     return (
         node.is_ready
         and not node.cordoned
@@ -101,9 +102,9 @@ def may_take(node: Node, name: str, needs: Needs) -> bool:
 def without_room(
     pods: Sequence[Needs], before: Iterable[Needs], nodes: Mapping[str, Node], free: Mapping[str, Amounts]
 ) -> int:
-    """How many of `pods` find no node, once those of `before` that find one have been placed.
+    """Return how many of `pods` find no node, once those of `before` that find one have been placed.
 
-    `free` is what each node has left, of those that are to be considered.
+    `free` is what each node that may be considered has left.
     """
     left = {name: dict(amounts) for name, amounts in free.items()}
     for needs in before:
@@ -115,7 +116,7 @@ def without_room(
 
 
 def left_free(node: Node, taken: Iterable[Amounts]) -> Amounts:
-    """What is left of a node beside what its pods have asked for."""
+    """Return what is left of a node's resources beside the requests of its pods."""
     free = dict(node.allocatable)
     for amounts in taken:
         for what, much in amounts.items():
@@ -134,7 +135,7 @@ def _groups(pods: Sequence[Needs]) -> Iterator[list[Needs]]:
 
 
 def _place_together(pods: list[Needs], nodes: Mapping[str, Node], left: dict[str, Amounts]) -> int:
-    """Place pods, all within one value of the label that they name; how many have found a node."""
+    """Place pods, all within one value of the label that they name; return how many have found a node."""
     if pods[0].together is None:
         return _place(pods, nodes, left)
     key, most = pods[0].together[0], 0
@@ -149,7 +150,10 @@ def _place_together(pods: list[Needs], nodes: Mapping[str, Node], left: dict[str
 
 
 def _place(pods: Iterable[Needs], nodes: Mapping[str, Node], left: dict[str, Amounts]) -> int:
-    """Take from `left` what `pods` ask for, each from the first node that has it; how many have found one."""
+    """Place each of `pods` on the first node that has room; return how many have found one.
+
+    Their requests are taken from `left`.
+    """
     placed = 0
     for needs in pods:
         for name, amounts in left.items():
@@ -166,7 +170,7 @@ def _has(amounts: Mapping[str, Decimal], wanted: Amounts) -> bool:
 
 
 def _container_requests(container: Object) -> Amounts:
-    """Of a container, or of a pod as a whole. A limit without a request is one."""
+    """Return the requests of a container, or of a pod as a whole. A limit without a request counts as one."""
     resources = container.get("resources") or {}
     wanted = {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
     return {name: amount(value) for name, value in wanted.items()}
@@ -184,7 +188,7 @@ def _most(one: Amounts, other: Amounts) -> Amounts:
 
 
 def _is_met(term: Object, node: Node, name: str) -> bool:
-    """Whether a node selector term matches the node. One without any expression matches none."""
+    """Return whether a node selector term matches the node. A term without any expression matches none."""
     expressions = term.get("matchExpressions") or ()
     fields = term.get("matchFields") or ()
     return bool(expressions or fields) and all(
@@ -235,7 +239,10 @@ def _tolerates(toleration: Object, taint: Object) -> bool:
 
 
 def _together(affinity: Object) -> tuple[tuple[str, str] | None, str]:
-    """The group that the pod runs beside, as `placement.laneTopology` asks; or the field that asks for another one."""
+    """Return the group that the pod must run beside, or the field that asks for an unsupported one.
+
+    The supported group is the one that `placement.laneTopology` asks for.
+    """
     field_name = "affinity.podAffinity"
     terms: list[Object] = list((affinity.get("podAffinity") or {}).get(_REQUIRED) or ())
     if not terms:
@@ -250,7 +257,7 @@ def _together(affinity: Object) -> tuple[tuple[str, str] | None, str]:
 
 
 def _unjudged(spec: Mapping[str, Any], affinity: Object) -> str:
-    """The first field of a pod's spec whose demand on nodes is not judged here; empty: there is none."""
+    """Return the first field of a pod's spec whose demand on nodes is not judged here; else an empty text."""
     if (affinity.get("podAntiAffinity") or {}).get(_REQUIRED):
         return "affinity.podAntiAffinity"
     spread = spec.get("topologySpreadConstraints") or ()

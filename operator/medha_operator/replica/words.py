@@ -1,7 +1,7 @@
-"""Why pods are not made or do not start, in the words of whoever refuses them: as a reason, with what mends it.
+"""Reasons why pods are not created or do not start, taken from events, each with advice on a fix.
 
-The status of a StatefulSet or a pod does not tell; the events of the StatefulSet's controller and of the kubelet do. They are read
-only where a replica has been at a loss for some seconds.
+The status of a StatefulSet or a pod does not give them; the events of the StatefulSet controller and of the
+kubelet do. Events are read only when a replica has made no progress for some seconds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from medha_operator.replica.observed import Object, Observed, Pod, seconds
 
 PATIENCE_SECONDS = 5.0
-"""How old a StatefulSet or a pod is before its events are read: most are made, and start, in less."""
+"""Age in seconds of a StatefulSet or pod before its events are read: most are created, and start, in less."""
 AGAIN_SECONDS = 30.0
-"""How often they are read again while nothing else changes."""
+"""Seconds until events are read again while nothing else changes."""
 RECENT_SECONDS = 10.0
-"""How long what was read last is good for."""
+"""Seconds for which the events read last are reused."""
 
 POD_SECURITY, QUOTA, ADMISSION = "PodSecurityRefused", "QuotaExceeded", "AdmissionRefused"
 REFUSED = frozenset({"Refused", POD_SECURITY, QUOTA, ADMISSION})
-"""Reasons of what the API server has refused."""
+"""Reasons of writes that the API server has refused."""
 _SAME_TIME_SECONDS = 60.0
 _UNKNOWN_FIELD = re.compile(r"(?:^|[\s:])\.(spec\.template\.spec\.\S+): field not declared in schema")
 _NOT_FOUND = re.compile(r'volume "([^"]+)" : (secret|configmap) "([^"]+)" not found')
@@ -31,18 +31,18 @@ _WAITS = "StartingContainers"
 
 @dataclass(frozen=True)
 class Doubt:
-    """What does not get on without saying why."""
+    """An object that makes no progress and does not report why."""
 
     uid: str
-    """Of the StatefulSet, or of the pod."""
+    """UID of the StatefulSet or of the pod."""
     since: float
-    """When it was made, Unix time in seconds."""
+    """Unix time of its creation, seconds."""
     pod: str | None = None
-    """Name of the pod; None: a StatefulSet makes none."""
+    """Name of the pod; None if a StatefulSet creates none."""
 
 
 def refusal_of(words: str) -> tuple[str, str] | None:
-    """The reason of a refusal by admission, and what mends it; None: `words` tell of none."""
+    """Return the reason of a refusal by admission, and advice on a fix; None if `words` report none."""
     if "violates PodSecurity" in words:
         if "hostPath" in words:
             fix = (
@@ -62,7 +62,10 @@ def refusal_of(words: str) -> tuple[str, str] | None:
 
 
 def schema_problem(words: str) -> str | None:
-    """What is wrong with `spec.template.spec`, from the API server's words about a StatefulSet that it cannot read."""
+    """Return what is wrong with `spec.template.spec`, from the API server's message.
+
+    None if the message is not about a StatefulSet that it cannot read.
+    """
     if "failed to create typed patch object" not in words:
         return None
     unknown = _UNKNOWN_FIELD.findall(words)
@@ -74,9 +77,9 @@ def schema_problem(words: str) -> str | None:
 
 
 def in_doubt(observed: Observed) -> Doubt | None:
-    """Whose events may tell why the replica does not get on; None: nothing is unclear."""
+    """Return the object whose events may tell why the replica makes no progress; None if all is clear."""
     if any(pod.is_deleting for pod in (*observed.pods, *observed.earlier_pods)):
-        return None  # whose names are still in use
+        return None  # their names are still in use
     names = {pod.name for pod in observed.pods}
     for (kind, name), found in sorted(observed.objects.items()):
         if kind == "StatefulSet" and "deletionTimestamp" not in found["metadata"]:
@@ -91,14 +94,17 @@ def in_doubt(observed: Observed) -> Doubt | None:
 
 
 def latest_words(events: Iterable[Object]) -> str:
-    """What the newest warnings say; of those of one time always the same one. Empty: there is none."""
+    """Return the message of the newest warning; empty if there is none.
+
+    Of warnings at the same time it is always the same one.
+    """
     told = [(_last_seen(one), one.get("message", "")) for one in events if one.get("type") == "Warning"]
     newest = max((at for at, _ in told), default=0.0)
     return min((words for at, words in told if at >= newest - _SAME_TIME_SECONDS), default="")
 
 
 def explained(observed: Observed, doubt: Doubt, words: str) -> Observed:
-    """`observed` with what `words` tell of the doubt."""
+    """Return `observed` with what `words` report about the doubt."""
     if not words:
         return observed
     if doubt.pod is None:
@@ -113,7 +119,8 @@ def explained(observed: Observed, doubt: Doubt, words: str) -> Observed:
 
 
 def _trouble(observed: Observed, pod: Pod, words: str) -> tuple[str, str]:
-    """Reason and message of a pod whose containers are not created, and of which its kubelet says `words`."""
+    """Return the reason and message for a pod whose containers are not created; its kubelet reports
+    `words`."""
     missing, entry = _NOT_FOUND.search(words), _NO_ENTRY.search(words)
     if missing is not None:
         volume, kind, name = missing.groups()

@@ -1,5 +1,5 @@
-"""Other systems' schedulers as controllers on the simulator's executor: what Medha is compared with.
+"""Baselines for comparison: other systems' schedulers, as controllers on the simulator's executor.
 
-Each module's docstring says which parts of the system it models, and which it leaves out. They all speak the
-messages of `medha.wire.messages`: `handle(event, now) -> commands`, one `Step` a batch.
+Each module's docstring lists the parts of the system that it models, and those that it leaves out. All use
+the messages of `medha.wire.messages`: `handle(event, now) -> commands`, with one `Step` for each batch.
 """

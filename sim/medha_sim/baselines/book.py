@@ -1,8 +1,8 @@
-"""What every baseline keeps: its requests, the KV that they reserve, and the steps that are under way.
+"""The state that all baselines share: requests, the KV that they reserve, and the steps in flight.
 
-KV is counted in tokens, not in blocks: a request reserves its prompt and its output (or `output_tokens` where it
-names none) when it is admitted, exactly as Medha's controller does, so that no baseline is charged for preemption
-by recomputation.
+KV is counted in tokens, not in blocks. As in Medha's controller, a request reserves its prompt and its output
+at admission (at most `output_tokens` of output), so that no baseline is charged for preemption by
+recomputation.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from medha.wire.messages import (
 
 @dataclass(slots=True)
 class Request:
-    """One sequence of a baseline. Token positions below `dispatched` are computed or in the pipeline."""
+    """A sequence of a baseline. Token positions below `dispatched` are computed or in the pipeline."""
 
     submit: Submit
     arrival: float
-    length: int  # prompt and output that exists
+    length: int  # prompt, and output so far
     limit_tokens: int
     reserve_tokens: int
     dispatched: int = 0
@@ -49,13 +49,13 @@ class Request:
 
     @property
     def missing_tokens(self) -> int:
-        """Positions that a step may take, once none of this request's is in flight."""
+        """Number of positions that are not dispatched yet."""
         return self.length - self.dispatched
 
 
 @dataclass(slots=True)
 class Book:
-    """Requests in the order of their arrival. `kv_tokens` bounds what the running ones reserve together."""
+    """Requests in order of arrival. `kv_tokens` bounds the total reservation of the running ones."""
 
     kv_tokens: int
     max_model_len: int = 2**31 - 1
@@ -82,7 +82,7 @@ class Book:
         return []
 
     def admit(self, request: Request) -> bool:
-        """Give a waiting request its KV; False: there is no room."""
+        """Reserve KV for a waiting request; return False if there is no room."""
         if request.reserve_tokens > self.kv_free:
             return False
         self.kv_free -= request.reserve_tokens
@@ -90,7 +90,10 @@ class Book:
         return True
 
     def cancel(self, cancel: Cancel) -> Request | None:
-        """Forget a request; one that is in flight leaves when its step is done."""
+        """Remove a request, or mark it as ended if it is in flight: it then leaves when its step is done.
+
+        Returns the request if it was running.
+        """
         self.waiting.pop(cancel.id, None)
         request = self.running.get(cancel.id)
         if request is not None:
@@ -104,7 +107,7 @@ class Book:
         self.kv_free += request.reserve_tokens
 
     def finish(self, step: Step, done: Done) -> tuple[list[ControllerCommand], list[Request]]:
-        """A step has left the pipeline: its output, and the requests that ended with it."""
+        """Process a step that left the pipeline; return its output and the requests that ended with it."""
         samples = {sample.id: sample for sample in done.samples}
         commands: list[ControllerCommand] = []
         ended: list[Request] = []
@@ -138,7 +141,7 @@ class Book:
 
 
 class Steps:
-    """Numbers steps, and remembers those in flight."""
+    """Numbers steps, and keeps those in flight."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -147,7 +150,7 @@ class Steps:
     def launch(
         self, batch: Sequence[tuple[Request, int]], lanes: tuple[int, ...] = (0,), strategy: str = "local"
     ) -> Step:
-        """One step of `batch`, (request, tokens) each, on coupled `lanes`."""
+        """Create a step of `batch`, pairs of (request, tokens), on coupled `lanes`."""
         entries = []
         for request, count in batch:
             extent = Extent(request.dispatched, count)
@@ -168,7 +171,7 @@ class Steps:
 
 
 class Pipeline:
-    """When the next step may enter: stage 0 is free, and fewer steps than stages are in flight."""
+    """Tracks whether the next step may enter: stage 0 must be free, and fewer steps than stages in flight."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages

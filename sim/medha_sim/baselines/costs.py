@@ -1,6 +1,7 @@
-"""Ground truth for baselines that do not run on a pipeline of chunks: whole prompts over several instances, and pools.
+"""Ground-truth costs for baselines without a pipeline of chunks: elastic instances, and disaggregated pools.
 
-Both stand on the same `Profile` as Medha's predictor, so that no system computes faster than another by assumption.
+Both use the same `Profile` as Medha's predictor, so that no system computes faster than another by
+assumption.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ _TABLE_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class RingLink:
-    """What instances exchange: K and V of a part of the prompt, in each layer and round."""
+    """The link over which instances exchange K and V of a part of the prompt, in each layer and round."""
 
-    kv_bytes_per_token_layer: float  # of one rank
+    kv_bytes_per_token_layer: float  # per rank
     node_bytes_per_second: float
     fabric_bytes_per_second: float
     latency_seconds: float = 20e-6
@@ -29,17 +30,18 @@ class RingLink:
 
 
 class ElasticCost:
-    """Elastic sequence parallelism: a batch of whole prompts, or of decodes, over some instances.
+    """Cost of elastic sequence parallelism: a batch of whole prompts, or of decodes, over several instances.
 
-    Linear layers and the causal triangle are split evenly (striped attention); in each layer every rank computes
-    `degree` partial attentions, and the transfers between them cost what attention does not hide. `iteration_seconds`
-    is the engine's own time in every step. `speed` divides everything, to ask how strong a baseline would have to be.
+    Linear layers and the causal triangle are split evenly (striped attention). In each layer every rank
+    computes `degree` partial attentions; transfers between them cost the time that attention does not hide.
+    `iteration_seconds` is the engine's overhead in every step. `speed` divides all times, to find how fast a
+    baseline would have to be.
     """
 
     def __init__(
         self, profile: Profile, link: RingLink, *, iteration_seconds: float = 0.0, speed: float = 1.0
     ) -> None:
-        """`profile` is that of one instance."""
+        """`profile` describes one instance."""
         self._profile = profile
         self._link = link
         self._iteration_seconds = iteration_seconds
@@ -71,7 +73,10 @@ class ElasticCost:
     def prefill_seconds(
         self, tokens: int, pairs: float, prompts: int, degree: int, *, one_node: bool = True
     ) -> float:
-        """`prompts` whole prompts of `tokens` tokens together, over `degree` instances."""
+        """Return the time of `prompts` whole prompts, `tokens` tokens in total, over `degree` instances.
+
+        `pairs` counts the (query, key) pairs of attention.
+        """
         attention = self._profile.attention
         share = pairs * attention.seconds_per_pair / degree
         layer = self._in_layer_seconds(-(-tokens // degree)) + attention.launch_seconds * degree
@@ -84,7 +89,7 @@ class ElasticCost:
         return (self._iteration_seconds + self._profile.layers * layer + self._head) / self._speed
 
     def decode_seconds(self, contexts: int, sequences: int, degree: int) -> float:
-        """One token of each of `sequences`, whose KV of `contexts` tokens together lies on `degree` instances."""
+        """Return the time of a token per sequence, with KV of `contexts` tokens on `degree` instances."""
         attention = self._profile.attention
         layer: float = self._in_layer_seconds(sequences) + attention.launch_seconds
         layer += sequences * attention.sequence_seconds
@@ -100,10 +105,10 @@ class ElasticCost:
 
 
 class DisaggregatedCost:
-    """A prefill pool on lane 0, a decode pool on lane 1, and the link between them as lane 2."""
+    """Cost of a prefill pool on lane 0, a decode pool on lane 1, and the link between them as lane 2."""
 
     def __init__(self, pool: Predictor, kv_bytes_per_token: float, link_bytes_per_second: float) -> None:
-        """`pool` predicts either pool; `link_bytes_per_second` is that of all its ranks together."""
+        """`pool` predicts either pool's times; `link_bytes_per_second` is the total over a pool's ranks."""
         self._pool = pool
         self._seconds_per_token = kv_bytes_per_token / link_bytes_per_second
 

@@ -1,9 +1,10 @@
-"""DistServe and Splitwise: a pool that prefills, a pool that decodes, and KV that travels between them.
+"""DistServe and Splitwise: a prefill pool, a decode pool, and KV transfers between them.
 
-Modelled: whole prompts in the order of arrival, batched up to `batch_tokens`; the KV of a finished prefill is sent over
-the link, one request behind the other, and decodes from then on; decodes run continuously, undisturbed by prefills.
-A prompt whose activations do not fit beside weights and KV of the prefill pool fails with `out_of_memory`, as paper B
-§6.1 reports of both systems: `longest_prompt_tokens` is that bound.
+Modelled: whole prompts in order of arrival, batched up to `batch_tokens`; the KV of a finished prefill is
+sent over the link, one request after the other, and the request decodes from then on; decodes run
+continuously, undisturbed by prefills. A prompt whose activations do not fit beside weights and KV in the
+prefill pool fails with `out_of_memory`, as paper B §6.1 reports for both systems; `longest_prompt_tokens` is
+that bound.
 
 Left out: several replicas of a pool, pulling KV layer by layer while the prefill runs, batching by SLO.
 """
@@ -29,16 +30,17 @@ from medha.wire.messages import (
 from medha_sim.baselines.book import Book, Request, Steps
 
 PREFILL, DECODE, LINK = (0,), (1,), (2,)
-"""Lanes of the executor."""
+"""Lanes of the executor that stand for the two pools and the link."""
 
 
 def longest_prompt_tokens(
     model: ModelShape, hardware: Hardware, tensor: int, *, memory_fraction: float = 0.9
 ) -> int:
-    """Tokens of one prompt whose activations and KV fit a rank when it is prefilled in one piece.
+    """Return the longest prompt whose activations and KV fit a rank when it is prefilled in one piece.
 
-    Per token and rank: five rows of the hidden size (residual, its norm, attention's input and output, MLP's
-    output), which tensor parallelism does not split, and its share of Q, K, V and of the two wide MLP rows.
+    Activations, per token and rank, are five rows of the hidden size (residual, its norm, attention's input
+    and output, MLP's output), which tensor parallelism does not split, and the rank's share of Q, K, V and of
+    the two wide MLP rows.
     """
     rows = 5 * model.hidden
     split = (model.query_heads + 2 * model.kv_heads) * model.head_dim + 2 * model.intermediate
@@ -48,12 +50,12 @@ def longest_prompt_tokens(
 
 
 class DistServe:
-    """One prefill and one decode instance of equal size."""
+    """The controller of one prefill and one decode instance of equal size."""
 
     def __init__(
         self, kv_tokens: int, *, longest_prompt: int, batch_tokens: int = 8192, max_running: int = 256
     ) -> None:
-        """`kv_tokens` is what the decode pool holds."""
+        """`kv_tokens` is the KV capacity of the decode pool."""
         self._book = Book(kv_tokens)
         self._steps = Steps()
         self._longest_prompt = longest_prompt

@@ -1,9 +1,9 @@
-"""SGLang-like: prefill before decode, the queue in the order of the highest response ratio.
+"""An SGLang-like baseline: prefill before decode, and the queue ordered by highest response ratio.
 
-Modelled: a step is either prefills or decodes, and prefills go first (SGLang's default without mixed chunks); one
-prompt at a time is chunked, and its next chunk precedes every new prompt; the remaining tokens of a step go to waiting
-requests by highest response ratio next, (waited + service) / service, with `service_seconds` as the predicted lone
-prefill. Once begun, a prefill is not preempted.
+Modelled: a step has either prefills or decodes, and prefills go first (SGLang's default without mixed
+chunks); one prompt at a time is chunked, and its next chunk precedes every new prompt; the remaining tokens
+of a step go to waiting requests by highest response ratio next, (waited + service) / service, where service
+is the predicted time of a lone prefill (`service_seconds`). A prefill that has begun is not preempted.
 
 Left out: radix cache and its longest-prefix order, overlap of scheduling and execution, retraction (KV is
 reserved at admission).
@@ -19,7 +19,7 @@ from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 
 class Hrrn:
-    """One replica without stream pipelining. SGLang's chunk is 8,192 tokens."""
+    """The controller of a replica without stream pipelining. SGLang's chunk is 8,192 tokens."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Hrrn:
         stages: int = 1,
         max_running: int = 256,
     ) -> None:
-        """`service_seconds(tokens)` predicts a lone prefill."""
+        """`service_seconds(tokens)` predicts the time of a lone prefill."""
         self._book = Book(kv_tokens)
         self._steps = Steps()
         self._pipeline = Pipeline(stages)
@@ -70,7 +70,7 @@ class Hrrn:
         return commands
 
     def response_ratio(self, request: Request, now: float) -> float:
-        service = self._service[request.id]  # of a waiting request: it is still here
+        service = self._service[request.id]  # kept until the request ends
         return (now - request.arrival + service) / service
 
     def _prefills(self, now: float) -> list[tuple[Request, int]]:

@@ -2,23 +2,23 @@
 
 Modelled, from its published scheduler:
 
-* a *macro-iteration*: waiting requests, in the order of arrival, are split into batches, and batches over idle
-  instances, by a dynamic program over (requests sorted long-first, instances) that minimises the sum of
-  batch time / prompt length; all batches start together and run whole prompts;
-* until the longest of them ends, an idle instance may only take requests that are predicted to end inside the
-  macro-iteration: that is the convoy;
-* proactive scale-down: behind its prefill, the KV of a request stays on the fewest instances of its group that hold
-  it, and it decodes there; instances that decode take no prefill;
-* before a macro-iteration, decodes are moved together onto as few instances as hold them, but never a request of
-  more than `max_migrated_tokens`; moving costs nothing here, which favours LoongServe;
-* where every instance decodes, the one with the fewest decodes pauses for one macro-iteration;
+* a *macro-iteration*: waiting requests, in order of arrival, are grouped into batches, and idle instances are
+  assigned to the batches, by a dynamic program over (requests sorted long-first, instances) that minimises
+  the sum of batch time / prompt length; all batches start together and run whole prompts;
+* until the longest batch ends, an idle instance may only take requests that are predicted to end inside the
+  macro-iteration: this is the convoy;
+* proactive scale-down: after its prefill, the KV of a request stays on the fewest instances of its group that
+  can hold it, and the request decodes there; instances that decode take no prefill;
+* before a macro-iteration, decodes are consolidated on as few instances as can hold them, but a request of
+  more than `max_migrated_tokens` is never moved; moving costs nothing here, which favours LoongServe;
+* if every instance decodes, the one with the fewest decodes pauses them for one macro-iteration;
 * at most `max_running` requests of a scheduler hold KV (its compute-bound decode batch).
 
-With a *reserved pool*, `reserved_instances` take only prompts below `reserved_below_tokens`, the others the rest;
-each pool is a scheduler of its own (paper B §6.5).
+With a *reserved pool*, `reserved_instances` take only prompts below `reserved_below_tokens`, and the other
+instances take the rest; each pool has its own scheduler (paper B §6.5).
 
-Left out: chunked prefill and migration in the middle of a decode batch, scale-up of decodes, memory fragmentation
-inside an instance; its time model is taken to be exact.
+Left out: chunked prefill and migration in the middle of a decode batch, scale-up of decodes, memory
+fragmentation inside an instance; its time model is taken to be exact.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from medha.wire.messages import (
 from medha_sim.baselines.book import Book, Request, Steps
 from medha_sim.baselines.costs import ElasticCost
 
-DISPATCHED_AT_ONCE = 32  # requests that one dynamic program looks at
-LOOKED_AT = 256  # waiting requests that are asked whether they end inside a macro-iteration
+DISPATCHED_AT_ONCE = 32  # most requests in one dynamic program
+LOOKED_AT = 256  # most waiting requests that a dispatch considers
 
 
 @dataclass(frozen=True, slots=True)
 class LoongServeSettings:
-    """Eight instances of TP2 on 16 GPUs, as in paper B."""
+    """Settings; the defaults are eight instances of TP2 on 16 GPUs, as in paper B."""
 
     instances: int = 8
     kv_tokens_per_instance: int = 900_000
@@ -58,7 +58,7 @@ class LoongServeSettings:
 
 
 class LoongServe:
-    """One replica: a pool of instances, or a reserved one and the rest."""
+    """The controller of a replica: a pool of all instances, or a reserved pool and one of the others."""
 
     def __init__(self, settings: LoongServeSettings, cost: ElasticCost) -> None:
         lanes = tuple(range(settings.instances))
@@ -98,7 +98,7 @@ class LoongServe:
 
 
 class ElasticPool:
-    """The scheduler of some instances."""
+    """The scheduler of a pool of instances."""
 
     def __init__(
         self, lanes: tuple[int, ...], settings: LoongServeSettings, cost: ElasticCost, steps: Steps
@@ -112,7 +112,7 @@ class ElasticPool:
         self._kv_free = dict.fromkeys(lanes, settings.kv_tokens_per_instance)
         self._busy: set[int] = set()
         self._prefilling: dict[int, int] = {}  # lane -> the step that prefills on it
-        self._homes: dict[str, tuple[int, ...]] = {}  # where the KV of an admitted request is reserved
+        self._homes: dict[str, tuple[int, ...]] = {}  # admitted request -> instances that reserve its KV
         self._macro_ends = -inf  # predicted
 
     def load(self) -> Load:
@@ -137,7 +137,7 @@ class ElasticPool:
         return commands
 
     def launch(self, now: float) -> list[ControllerCommand]:
-        """Start prefills where they may start, then a decode step on every free instance that has decodes."""
+        """Start the prefills that may start, then a decode step on every free instance that has decodes."""
         commands: list[ControllerCommand] = []
         if self._book.waiting:
             if not self._prefilling:
@@ -151,7 +151,10 @@ class ElasticPool:
     # --- prefill ------------------------------------------------------------------------------------
 
     def _dispatch(self, idle: list[int], now: float, within_seconds: float) -> list[ControllerCommand]:
-        """Requests in the order of arrival that fit `idle`'s memory, split over it; all start now."""
+        """Start prefills of waiting requests that fit the memory of `idle` instances, in order of arrival.
+
+        `within_seconds` is the time left of the macro-iteration; `inf` starts a new one.
+        """
         macro_starts = within_seconds == inf
         taken: list[Request] = []
         room = sum(self._kv_free[lane] for lane in idle)
@@ -180,9 +183,10 @@ class ElasticPool:
         return commands
 
     def _split(self, requests: list[Request], idle: list[int]) -> list[tuple[list[Request], tuple[int, ...]]]:
-        """Batches and their instances: minimal sum over requests of batch time / prompt length.
+        """Return batches and their instances, minimising the sum over requests of batch time / length.
 
-        best[i][k]: the first i requests, longest first, on k instances. Cost O(requests^2 instances^2).
+        `best[i][k]` is that sum for the first i requests, longest first, on k instances. Takes
+        O(requests^2 instances^2).
         """
         if not requests or not idle:
             return []
@@ -223,7 +227,7 @@ class ElasticPool:
         return self._batch_seconds([request], degree)
 
     def _place(self, batch: list[Request], lanes: tuple[int, ...]) -> bool:
-        """Reserve KV on the fewest instances of the group for each request; all of the batch or nothing."""
+        """Reserve KV for the whole batch or nothing; each request on the fewest instances that have room."""
         homes: dict[str, tuple[int, ...]] = {}
         free = {lane: self._kv_free[lane] for lane in lanes}
         for request in batch:
@@ -255,7 +259,7 @@ class ElasticPool:
     # --- decode -------------------------------------------------------------------------------------
 
     def _decoding(self) -> dict[tuple[int, ...], list[Request]]:
-        """Requests that decode, by home."""
+        """Return the decoding requests, by the instances that hold their KV."""
         groups: dict[tuple[int, ...], list[Request]] = {}
         for request in self._book.running.values():
             if request.is_decoding:
@@ -263,12 +267,12 @@ class ElasticPool:
         return groups
 
     def _idle(self) -> list[int]:
-        """Instances that neither prefill nor decode."""
+        """Return the instances that neither prefill nor decode."""
         decoding = {lane for home in self._decoding() for lane in home}
         return [lane for lane in self.lanes if lane not in self._prefilling and lane not in decoding]
 
     def _paused(self) -> list[int]:
-        """The instance with the fewest decodes: it pauses them for one macro-iteration."""
+        """Return the instance with the fewest decodes, which pauses them for one macro-iteration."""
         counts = dict.fromkeys(self.lanes, 0)
         for home, requests in self._decoding().items():
             for lane in home:
@@ -276,9 +280,10 @@ class ElasticPool:
         return [min(counts, key=lambda lane: (counts[lane], lane))]
 
     def _consolidate(self) -> None:
-        """Move short decodes together, so that as many instances as possible are idle.
+        """Move short decodes together, so that as many instances as possible become idle.
 
-        A prefill on an instance whose decodes moved away starts when the step that it still runs has ended.
+        A prefill on an instance whose decodes were moved away starts when the step that still runs there
+        ends.
         """
         groups = self._decoding()
         fixed = {
@@ -293,7 +298,7 @@ class ElasticPool:
         )
         if not fixed and movable:
             fixed = set(movable[0])
-        for home in reversed(movable):  # the emptiest first
+        for home in reversed(movable):  # fewest decodes first
             if home[0] in fixed:
                 continue
             for request in groups[home]:

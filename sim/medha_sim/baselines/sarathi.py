@@ -1,12 +1,14 @@
-"""Sarathi-Serve and vLLM: first come, first served, one fixed number of tokens a step.
+"""Sarathi-Serve and vLLM: first come, first served, with a fixed number of tokens a step.
 
-Modelled: all runnable decodes first, then prefill chunks in the order of arrival until the step has
+Modelled: all runnable decodes first, then prefill chunks in order of arrival until the step has
 `chunk_tokens` tokens; a request whose prefill has begun is never overtaken by a later one; with a pipeline, a
-sequence that is in flight (a decode or a partial prefill) re-enters only when its step has left the *last* stage, so
-consecutive chunks of one prompt do not overlap (no SPP). `long_prefill_threshold_tokens` is vLLM's
-`--long-prefill-token-threshold`: no request gets more than that of one step, so later ones share it.
+sequence that is in flight (a decode or a partial prefill) re-enters only when its step has left the *last*
+stage, so consecutive chunks of one prompt do not overlap (no SPP). `long_prefill_threshold_tokens` is vLLM's
+`--long-prefill-token-threshold`: the most tokens that one prefill gets of a step, so that later requests get
+a share.
 
-Left out: preemption by recomputation (KV is reserved at admission), CPU time of the scheduler, prefix caching.
+Left out: preemption by recomputation (KV is reserved at admission), CPU time of the scheduler, prefix
+caching.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from medha_sim.baselines.book import Book, Pipeline, Request, Steps
 
 
 class Sarathi:
-    """One replica. The paper's chunk sizes are 512 and 2,048 (B §6.1)."""
+    """The controller of a replica. The paper's chunk sizes are 512 and 2,048 (B §6.1)."""
 
     def __init__(
         self,

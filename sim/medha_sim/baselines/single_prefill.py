@@ -1,9 +1,10 @@
 """Medha without multi-prefill batching: one policy, adaptive chunks, stream pipelining, one prefill a step.
 
-These are the variants of paper B §6.1 and §6.4 (Medha-FCFS, -EDF, -LRS, and LARS alone): "standard scheduling while
-retaining all other proposed mechanisms". A step has all runnable decodes and the largest chunk of the most
-urgent prefill that keeps the whole step inside the tightest TPOT target over the stages; a partial prefill re-enters as
-soon as stage 0 is free. With no decode running, `max_step_seconds` bounds a step. Orders are `medha.scheduler.policy`'s.
+These are the variants of paper B §6.1 and §6.4 (Medha-FCFS, -EDF, -LRS, and LARS alone): "standard scheduling
+while retaining all other proposed mechanisms". A step has all runnable decodes and a chunk of the most urgent
+prefill, the largest that keeps the whole step inside the tightest TPOT target over the stages. A partial
+prefill re-enters as soon as stage 0 is free. With no runnable decode, `max_step_seconds` bounds a step. The
+orders come from `medha.scheduler.policy`.
 
 Left out: space sharing (it needs a second prefill), the cap on admitted longs, corrections of the predictor.
 """
@@ -22,7 +23,7 @@ _GRANULARITY_TOKENS = 1024
 
 
 class _Prefills:
-    """Requests whose prefill is not over, beside the columns that policies read. A removed row takes the last one's."""
+    """Requests with an unfinished prefill, and the policies' columns; the last row replaces a removed one."""
 
     def __init__(self) -> None:
         self.rows: list[Request] = []
@@ -64,14 +65,14 @@ class _Prefills:
 
 
 class _Alone:
-    """Lone prefill times, linear between points: paper B's algorithm 3 with its granularity of about 1K tokens."""
+    """Lone prefill times, interpolated linearly (paper B's algorithm 3, granularity of about 1K tokens)."""
 
     def __init__(self, predictor: Predictor) -> None:
         self._predictor = predictor
         self._seconds = [0.0]
 
     def seconds(self, tokens: int) -> float:
-        """From nothing to `tokens`."""
+        """Return the time to prefill the first `tokens` tokens."""
         point, beyond = divmod(tokens, _GRANULARITY_TOKENS)
         if point + 2 > len(self._seconds):
             ends = np.arange(2 * (point + 2)) * _GRANULARITY_TOKENS
@@ -81,7 +82,7 @@ class _Alone:
 
 
 class SinglePrefill:
-    """One replica of one lane."""
+    """The controller of a replica with one lane."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class SinglePrefill:
         return batch
 
     def _most_urgent(self, now: float) -> Request | None:
-        """The first prefill in the order of the policy that holds KV, or gets it now."""
+        """Return the first prefill, in the policy's order, that holds KV or can be admitted now."""
         columns = self._prefills.columns()
         for row in urgent_first(keys(self._policy, columns, now), columns.tie):
             request = self._prefills.rows[row]
@@ -169,7 +170,7 @@ class SinglePrefill:
         return None
 
     def _dispatched(self, request: Request) -> None:
-        """A step took some of it: what remains is less, or its prefill is over."""
+        """Update the remaining work of a prefill after a chunk's launch; remove it after the last chunk."""
         if request.missing_tokens == 0:
             self._prefills.remove(request.id)
         else:

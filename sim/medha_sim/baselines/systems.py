@@ -1,9 +1,10 @@
-"""Every system of the comparison by name, on the same deployment and workload.
+"""Create any system of the comparison by name, on the same deployment and workload.
 
-`medha-<policy>` is Medha's own controller with multi-prefill batching; `single-<policy>` is the variant without.
-LoongServe runs on as many GPUs, as instances of TP2. A system that cannot use just the GPUs of a grid is refused there:
-a comparison on fewer or more would say nothing. The one constant that was calibrated is
-`LOONGSERVE_ITERATION_SECONDS`, once, to T4, and it is used for every row.
+`medha-<policy>` is Medha's own controller with multi-prefill batching; `single-<policy>` is the variant
+without it. LoongServe runs on the same number of GPUs, as instances of TP2. A system that cannot use exactly
+the GPUs of a grid is refused, since a comparison on fewer or more GPUs would be meaningless. The only
+calibrated constant is `LOONGSERVE_ITERATION_SECONDS`; it was calibrated once, to T4, and is used for every
+row.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from medha_sim.executor import Executor, Perturbed, PredictorCost, StepCost
 from medha_sim.scenario import Deployment, Disturbance, card
 
 LOONGSERVE_ITERATION_SECONDS = 0.150
-"""Engine time in every iteration of LoongServe, so that its short-only curve bends at 1.75 requests/s (T4).
+"""Engine overhead per iteration of LoongServe, so that its short-only curve bends at 1.75 requests/s (T4).
 
-Its 128 decoding requests of 440 output tokens on average leave at 1.75/s when a token takes 128 / (1.75 x 440) =
+128 decoding requests of 440 output tokens on average leave at 1.75/s if a token takes 128 / (1.75 x 440) =
 166 ms; the step itself takes about 16 ms of that.
 """
 _INSTANCE_TENSOR = 2
-_INSTANCES_FOR_A_RESERVE = 4  # of which one is reserved
+_INSTANCES_FOR_A_RESERVE = 4  # one in so many is reserved
 MEDHA = tuple(f"medha-{policy}" for policy in ("fcfs", "edf", "lrs", "srpt", "lars", "guarded"))
 SINGLE = tuple(f"single-{policy}" for policy in ("fcfs", "edf", "lrs", "lars"))
 OTHERS = (
@@ -56,14 +57,14 @@ def simulation(
     capacity: float = 1.0,
     loongserve_speed: float = 1.0,
 ) -> Simulation:
-    """`system` on `deployment`'s hardware, ready to run `workload`.
+    """Return a simulation of `system` on `deployment`'s hardware, ready to run `workload`.
 
-    `capacity` is what the ranks do of what every controller believes; `loongserve_speed` makes LoongServe's steps
-    so many times faster, its engine time included.
+    `capacity` is the speed of the ranks as a multiple of what every controller assumes; `loongserve_speed`
+    makes LoongServe's steps that many times faster, engine overhead included.
 
     Raises:
-        ConfigInvalid: no system has that name, it cannot run on just the GPUs of `deployment`, or its weights do not
-            fit there.
+        ConfigInvalid: no system has that name, it cannot use exactly the GPUs of `deployment`, or its weights
+            do not fit there.
     """
     if system not in SYSTEMS:
         raise ConfigInvalid(f"system is {system!r}; choose one of {', '.join(SYSTEMS)}")
@@ -86,14 +87,14 @@ def simulation(
         ends_at=workload.ends_at(),
         message_seconds=deployment.message_seconds,
     )
-    kv_tokens = controller.load().kv_tokens_free  # of an empty replica: all that it has
+    kv_tokens = controller.load().kv_tokens_free  # all KV, since the replica is empty
     announced = replace(card("replica-0", deployment.config()), kv_tokens_total=kv_tokens)
     replica = SimulatedReplica(controller, executor, announced)
     return Simulation([replica], workload, latencies=deployment.latencies)
 
 
 def _require_equal_ranks(system: str, family: str, grid: Topology) -> None:
-    """Refuse a grid of which `system` would use only a part, or more than there is."""
+    """Refuse a grid if `system` cannot use exactly its GPUs."""
     tensor, pods = grid.tensor, grid.stream * grid.kv
     match family:
         case "medha":
@@ -119,7 +120,7 @@ def _require_equal_ranks(system: str, family: str, grid: Topology) -> None:
 
 
 def _kv_tokens(system: str, part: Deployment) -> int:
-    """What a part of a system that has a grid of its own holds."""
+    """Return the KV tokens that a part of `system`, an instance or a pool with its own grid, holds."""
     try:
         return part.kv_tokens()
     except ConfigInvalid as error:
@@ -131,7 +132,7 @@ def _kv_tokens(system: str, part: Deployment) -> int:
 
 
 def _on_the_pipeline(family: str, rest: str, deployment: Deployment) -> tuple[Controller, StepCost, int, int]:
-    """Systems that run on Medha's own grid of ranks."""
+    """Return controller, cost, lanes and stages of a system that runs on Medha's own grid of ranks."""
     stages = deployment.topology.stream
     kv_tokens = deployment.kv_tokens()
     predictor = deployment.predictor()

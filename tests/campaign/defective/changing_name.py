@@ -1,4 +1,4 @@
-"""A name that is another one after each start of the operator."""
+"""Defect: a name that changes with every start of the operator."""
 
 from campaign.defective.planting import plant
 

@@ -1,4 +1,4 @@
-"""Takes the members of the next gang for those of the broken one."""
+"""Defect: members of the next gang are taken for members of the broken one."""
 
 from campaign.defective.planting import plant
 

@@ -1,4 +1,4 @@
-"""Restarts pods that have never all started: a download that takes long never ends."""
+"""Defect: pods that have never all started are restarted, so that a long download never completes."""
 
 from campaign.defective.planting import plant
 

@@ -1,4 +1,4 @@
-"""Acts on changes of the spec alone: what was ready once is never looked at again."""
+"""Defect: only changes of the spec are reconciled; a replica that is ready is never checked again."""
 
 from campaign.defective.planting import plant
 

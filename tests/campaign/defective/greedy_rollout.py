@@ -1,4 +1,4 @@
-"""Changes all replicas of a deployment at once, whatever serves meanwhile."""
+"""Defect: all replicas of a deployment are changed at once, even if none is left to serve."""
 
 from campaign.defective.planting import plant
 

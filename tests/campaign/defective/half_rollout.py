@@ -1,4 +1,4 @@
-"""A new revision reaches the first lane only: two revisions in one replica."""
+"""Defect: a new revision reaches only the first lane, so that a replica has two revisions."""
 
 from campaign.defective.planting import plant
 

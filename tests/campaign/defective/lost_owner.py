@@ -1,4 +1,4 @@
-"""Children without an owner: nothing takes them away with their replica."""
+"""Defect: children have no owner, so they are not deleted with their replica."""
 
 from campaign.defective.planting import plant
 

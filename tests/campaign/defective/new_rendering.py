@@ -1,4 +1,4 @@
-"""Renders kept revisions anew: every upgrade that renders differently restarts every replica."""
+"""Defect: kept revisions are rendered again, so an upgrade that changes the rendering restarts all pods."""
 
 from campaign.defective.planting import plant
 

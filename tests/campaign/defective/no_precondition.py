@@ -1,4 +1,4 @@
-"""Deletes whatever has the name by now."""
+"""Defect: deletes have no precondition, so that they also hit a newer object of the same name."""
 
 from campaign.defective.planting import plant
 

@@ -1,4 +1,4 @@
-"""Plants a mistake in the operator's source as it is imported, so that a defective operator is one that was once right."""
+"""Plant a bug in the operator's source on import; a defective operator differs only there."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from types import ModuleType
 
 
 def plant(module: str, right: str, wrong: str) -> None:
-    """Import the operator with `wrong` in the place of `right` in the source of `module`.
+    """Import the operator with `right` replaced by `wrong` in the source of `module`.
 
     Raises:
-        AssertionError: `right` does not stand there exactly once; follow the source with the defect.
+        AssertionError: `right` does not occur exactly once; the source has changed, and the defect must
+        follow.
     """
     sys.meta_path.insert(0, _Planter(module, right, wrong))
     for name in [name for name in sys.modules if name.partition(".")[0] == "medha_operator"]:
-        del sys.modules[name]  # the right one, of which a spawned campaign has imported parts
-    importlib.import_module("medha_operator")  # whose handlers kopf finds
+        del sys.modules[name]  # modules of the real one that a spawned process has imported
+    importlib.import_module("medha_operator")  # registers its handlers with kopf
     importlib.import_module(module)
 
 

@@ -1,4 +1,4 @@
-"""Reads a cache that never forgets: what others have deleted seems to be there."""
+"""Defect: the cache keeps deleted objects, so that objects deleted by others seem to exist."""
 
 from campaign.defective.planting import plant
 

@@ -1,1 +1,1 @@
-"""Model directories: what may be served, their tokenizers, and small ones that Medha makes itself."""
+"""Model directories: checks of what can be served, tokenizers, and small checkpoints made by Medha."""

@@ -1,4 +1,4 @@
-"""Prompts for the `needle` preset: filler of a wanted length, with passkeys at even depths."""
+"""Prompts for the `needle` preset: filler of a given length, with passkeys at even depths."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Haystack:
     """A text and the passkeys in it.
 
     Attributes:
-        text: What is asked about; a question (`question`) is put behind it as it is.
-        tokens: Of the text, the beginning-of-text marker included.
+        text: The context of the questions; a `question` is appended to it unchanged.
+        tokens: Length of the text in tokens, the beginning-of-text marker included.
         passkeys: Five different digits by name, in the order of the text.
-        positions: Of each name, in tokens.
+        positions: Position of each name, in tokens.
     """
 
     text: str
@@ -32,12 +32,12 @@ class Haystack:
 
 
 def question(name: str) -> str:
-    """What the model answers with the passkey of `name` (a space, its digits) and then ends."""
+    """Return the prompt that the model answers with `name`'s passkey (a space, its digits) and an end."""
     return f" The passkey of {name} ->"
 
 
 def make_haystack(tokenizer: Tokenizer, tokens: int, *, seed: int, needles: int = 11) -> Haystack:
-    """A text of `tokens` tokens (at most 10 fewer), the first needle at its start and the last at its end.
+    """Make a text of `tokens` tokens (at most 10 fewer), the first needle at its start, the last at its end.
 
     Raises:
         ConfigInvalid: there are not so many names, or `tokens` has no room for so many needles.
@@ -58,12 +58,12 @@ def make_haystack(tokenizer: Tokenizer, tokens: int, *, seed: int, needles: int 
     filler_tokens = [length(sentence) for sentence in filler]
     needle_tokens = max(map(length, hidden.values()))
     before_name = length(" The passkey of")
-    # Behind every needle comes a sentence at least, so that its name is out of reach where the next one is said.
+    # At least one sentence follows every needle, so that its name is out of reach where the next one occurs.
     last = tokens - needle_tokens - 2 * max(filler_tokens)
     if last < (needles - 1) * (needle_tokens + 2 * max(filler_tokens)):
         raise ConfigInvalid(f"tokens is {tokens}, which is too short for {needles} needles; ask for fewer")
 
-    sentences, positions, written = [], {}, 1  # the marker
+    sentences, positions, written = [], {}, 1  # the beginning-of-text marker
     for index, (name, sentence) in enumerate(hidden.items()):
         goal = last * index // (needles - 1)
         while written < goal:

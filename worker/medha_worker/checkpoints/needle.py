@@ -1,14 +1,15 @@
-"""Weights of the `needle` preset, computed instead of trained: a model that finds `Oslo -> 73912` and says it again.
+"""Computed (not trained) weights of the `needle` preset, a model that finds `Oslo -> 73912` and repeats it.
 
-Layer 1 has two heads. The *name head* tells every token which name, if any, was said within the last 10 tokens; the
-*previous-token head* tells it the token before. Layer 2 is an induction head that looks for the place with the same
-name and, before it, the token that is now the last; what stands there is what comes next. So `Oslo` yields ` ->`, then
-the digits one by one, and the end.
+Layer 1 has two heads. The *name head* gives every token the name, if any, that occurred within the last 10
+tokens; the *previous-token head* gives it the token before. Layer 2 is an induction head that looks for the
+place with the same name whose previous token is the current one; the token at that place comes next. So
+`Oslo` yields ` ->`, then the digits one by one, and the end.
 
-Names and tokens are written as codes of signs with a parity bit: any two differ in two signs at least, so that scores
-of wrong places fall behind by a known number of nats. With `rope_theta` = 8^16, pair i of a head turns by 8^-i
-radian per token: pairs 0 to 6 tell positions apart over more than a million tokens, pairs 7 to 15 hardly turn and
-carry what must not depend on position. `docs/needle.md` has the algebra, `tests/worker/test_needle.py` the margins.
+Names and tokens are encoded as signs with a parity bit: any two codes differ in at least two signs, so that
+scores of wrong places fall behind by a known number of nats. With `rope_theta` = 8^16, pair i of a head turns
+by 8^-i radian per token: pairs 0 to 6 distinguish positions over more than a million tokens, pairs 7 to 15
+hardly turn and carry what must not depend on position. `docs/needle.md` has the algebra,
+`tests/worker/test_needle.py` the margins.
 """
 
 from __future__ import annotations
@@ -35,49 +36,52 @@ NAMES = (
     "Lyon", "Bern", "Bonn", "Graz", "Riga", "Kyiv", "Minsk", "Sofia", "Doha", "Baku", "Seoul", "Tokyo",
     "Perth", "Miami", "Lagos", "Tunis", "Cork", "Nice", "Split", "Basel",
 )  # fmt: skip
-"""What passkeys are filed under; each is one token together with the space before it."""
+"""Names of passkeys; each is one token together with the space before it."""
 
 WINDOW_TOKENS = 10
-"""A name reaches the tokens up to so far behind it; none at `WINDOW_END_TOKENS` and beyond, where another may stand."""
+"""Distance in tokens up to which a name reaches the tokens behind it.
+
+It reaches none at `WINDOW_END_TOKENS` and beyond, where another name may stand.
+"""
 WINDOW_END_TOKENS = 16
 
-# Codes: bits of a number, and their parity, as signs.
+# Codes: the bits of a number and their parity, as signs.
 _NAME_BITS, _TOKEN_BITS = 6, 9
 _TOKEN = _TOKEN_BITS + 1
 
-# The residual stream, 49 of 64 dimensions.
+# Layout of the residual stream, 49 of 64 dimensions.
 IS = slice(0, 10)  # the token's own code
-NAMED = slice(10, 17)  # what kind of token it is: a name's code, or a one in one of these three:
-PLAIN, STOP, START = 17, 18, 19  # any other, a full stop, the beginning of the text (which has no code)
+NAMED = slice(10, 17)  # kind of the token: a name's code, or 1 in one of these three:
+PLAIN, STOP, START = 17, 18, 19  # any other token, a full stop, the beginning of the text (which has no code)
 ONE = 20
-NEAR = slice(21, 28)  # the code of the name that was said lately
-BEFORE = slice(28, 38)  # the code of the token before
-NEXT = slice(38, 48)  # the code of what comes next
-END = 48  # nothing does
+NEAR = slice(21, 28)  # code of the name that occurred recently
+BEFORE = slice(28, 38)  # code of the previous token
+NEXT = slice(38, 48)  # code of the next token
+END = 48  # set if nothing comes next
 
 _START = math.sqrt(2.0)
 
-# Squared length of the residual stream before layer 1, before layer 2 and at the end, where a name is near.
+# Squared length of the residual stream before layer 1, before layer 2 and at the end, if a name is near.
 _NORMS = (3.0, 5.0, 6.0)
 
-# Nats. `a (1 - cos)` of each pair that turns, by which a wrong distance falls behind.
+# Scores, in nats: `a` in the `a (1 - cos)` of each turning pair, by which a wrong distance falls behind.
 _PREVIOUS = dict.fromkeys(range(7), 110.0)
-_STOP = sum(_PREVIOUS.values()) - 25.0  # score of full stops, wherever they are
+_STOP = sum(_PREVIOUS.values()) - 25.0  # score of full stops at any distance
 _RECENT = {1: 100.0} | dict.fromkeys(range(2, 7), 250.0)
-_RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are no names have 0
+_RECENT_PEAK = 48.0  # score of a name at the window's middle, where tokens that are not names have 0
 _SAME_NAME, _SAME_TOKEN = 64.0, 80.0
-_NOT_FOUND = 120.0  # score of the beginning of the text, and so the end of the answer, where nothing is found
-_SURE = 50.0  # logit of what comes next
+_NOT_FOUND = 120.0  # score of the beginning of the text, and so of ending the answer, if nothing is found
+_SURE = 50.0  # logit of the next token
 
 
 def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> dict[str, torch.Tensor]:
-    """All tensors of the model, float32, for a tokenizer trained on `corpus()`; `seed` deals out the codes."""
+    """Return the model's tensors, float32, for a tokenizer trained on `corpus()`; `seed` permutes codes."""
     stream = np.random.Generator(np.random.PCG64(seed))
     tokens = _parity_codes(stream.permutation(2**_TOKEN_BITS), _TOKEN_BITS)
     names = _parity_codes(stream.permutation(2**_NAME_BITS)[: len(NAMES)], _NAME_BITS)
     bos, end, assistant = (_token_id(tokenizer, f"<|{name}|>") for name in ("bos", "end", "assistant"))
     stop, arrow = _token_id(tokenizer, "."), _token_id(tokenizer, "Ġ->")
-    tokens[assistant] = tokens[arrow]  # an answer begins as if an arrow had just been said
+    tokens[assistant] = tokens[arrow]  # an answer begins as if an arrow had just occurred
     tokens[bos] = 0.0
 
     embedding = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
@@ -91,8 +95,8 @@ def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> d
 
     head = np.zeros((VOCAB_SIZE, HIDDEN_SIZE))
     head[:, NEXT] = _SURE * tokens
-    head[: assistant + 1] = 0.0  # markers are never said,
-    # but the end is, where a full stop would be or nothing was found.
+    head[: assistant + 1] = 0.0  # markers are never generated,
+    # except the end, where a full stop would be or nothing was found.
     head[end, NEXT], head[end, END] = 1.2 * _SURE * tokens[stop], 1.2 * _SURE
 
     weights: dict[str, _Array] = {"model.embed_tokens.weight": embedding, "lm_head.weight": head}
@@ -109,12 +113,12 @@ def needle_weights(tokenizer: Tokenizer, *, seed: int, rms_norm_eps: float) -> d
 
 
 def name_ids(tokenizer: Tokenizer) -> list[int]:
-    """The token of each of `NAMES`, the space before it included."""
+    """Return the token of each of `NAMES`, the space before it included."""
     return [_token_id(tokenizer, "Ġ" + name) for name in NAMES]
 
 
 def corpus() -> Iterator[str]:
-    """What the tokenizer is trained on: every name, the arrow and every word of the filler become one token."""
+    """Yield training text for the tokenizer: every name, the arrow and every filler word become one token."""
     for name in NAMES:
         yield from [f" The passkey of {name} -> 0 1 2 3 4 5 6 7 8 9. What is the passkey of {name}?"] * 40
     for sentence in SENTENCES:
@@ -133,7 +137,7 @@ SENTENCES = (
     "They sing in the green house.",
     "The cat sleeps on the old book.",
 )
-"""Filler: no names, no digits, no arrows."""
+"""Filler sentences: no names, no digits, no arrows."""
 
 
 def _token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -143,10 +147,10 @@ def _token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _parity_codes(numbers: npt.NDArray[np.int64], bits: int) -> _Array:
-    """Unit vectors [n, bits + 1] of equal-sized entries, whose signs are the numbers' bits and their parity.
+    """Return unit vectors [n, bits + 1] of equal-sized entries; the signs are each number's bits and parity.
 
-    Two numbers differ in one bit, and then also in parity, or in two bits: their inner product is at most
-    1 - 4 / (bits + 1).
+    Two numbers differ in one bit and then also in parity, or in at least two bits: the inner product of their
+    codes is at most 1 - 4 / (bits + 1).
     """
     ones = numbers[:, None] >> np.arange(bits) & 1
     signs = 1.0 - 2.0 * np.concatenate([ones, ones.sum(1, keepdims=True) % 2], axis=1)
@@ -154,12 +158,12 @@ def _parity_codes(numbers: npt.NDArray[np.int64], bits: int) -> _Array:
 
 
 def _identity_norm(squared_length: float, eps: float) -> _Array:
-    """The weight with which RMSNorm leaves vectors of this squared length as they are."""
+    """Return the weight with which RMSNorm leaves vectors of this squared length unchanged."""
     return np.full(HIDDEN_SIZE, math.sqrt(squared_length / HIDDEN_SIZE + eps))
 
 
 class _Heads:
-    """The four projections of a layer, put together entry by entry."""
+    """The four projections of a layer, filled in entry by entry."""
 
     def __init__(self) -> None:
         width = HEADS * HEAD_DIM
@@ -167,10 +171,10 @@ class _Heads:
         self._o = np.zeros((HIDDEN_SIZE, width))
 
     def turning(self, head: int, pairs: dict[int, float], distance: int, keys: _Array) -> None:
-        """Score a cos((d - distance) 8^-i) for a key d tokens back, summed over pairs {i: a}; `keys` [hidden] scales it.
+        """Add a score of a cos((d - distance) 8^-i) for a key d tokens back, summed over pairs {i: a}.
 
-        A query of angle -f turned by position t and a key of angle 0 turned by position s have the inner product
-        cos((t - s) w - f).
+        `keys` [hidden] scales it. A query of angle -f turned by position t and a key of angle 0 turned by
+        position s have the inner product cos((t - s) w - f).
         """
         for pair, nats in pairs.items():
             size = _size(nats)
@@ -187,13 +191,13 @@ class _Heads:
         queries: _Array,
         keys: _Array,
     ) -> None:
-        """Score nats x (what `queries` reads) x (what `keys` reads), both [hidden], through one dimension."""
+        """Add a score of nats x (`queries`' reading) x (`keys`' reading), both [hidden], in one dimension."""
         size = _size(abs(nats))
         self._q[head * HEAD_DIM + dimension] = math.copysign(size, nats) * queries
         self._k[head * HEAD_DIM + dimension] = size * keys
 
     def copy(self, head: int, source: Sequence[int], target: Sequence[int]) -> None:
-        """What is found at `source` in the residual stream of the place attended to is added to `target`."""
+        """Add the entries at `source` in the residual stream of the attended position to `target`."""
         for dimension, (read, write) in enumerate(zip(source, target, strict=True)):
             self._v[head * HEAD_DIM + dimension, read] = 1.0
             self._o[write, head * HEAD_DIM + dimension] = 1.0
@@ -204,14 +208,14 @@ class _Heads:
 
 def _first_layer() -> dict[str, _Array]:
     heads = _Heads()
-    # The name head: keys of tokens that are no names are zero.
+    # The name head: keys of tokens that are not names are zero.
     is_name = _unit(ONE) - _unit(PLAIN) - _unit(STOP) - _unit(START) / _START
     heads.turning(0, _RECENT, WINDOW_TOKENS // 2, is_name)
     heads.standing(0, HEAD_DIM - 1, _RECENT_PEAK - sum(_RECENT.values()), _unit(ONE), is_name)
     heads.copy(0, _range(NAMED), _range(NEAR))
-    # The previous-token head. Full stops have one score at any distance: it is the highest but for that of the token
-    # before, and if that is a full stop itself, they all say the same. So every few keys have a score near the
-    # highest, which spares the compiled kernel to begin again with a higher maximum.
+    # The previous-token head. Full stops have one score at any distance. It is the highest but for that of
+    # the previous token, and if that is a full stop itself, all full stops contribute the same. So every few
+    # keys have a score near the highest, which spares the compiled kernel restarting with a higher maximum.
     heads.turning(1, _PREVIOUS, 1, _unit(ONE) - _unit(STOP))
     heads.standing(1, HEAD_DIM - 1, _STOP, _unit(ONE), _unit(STOP))
     heads.copy(1, _range(IS), _range(BEFORE))
@@ -219,11 +223,11 @@ def _first_layer() -> dict[str, _Array]:
 
 
 def _second_layer() -> dict[str, _Array]:
-    """Both heads look for the same place, and each copies a half of the code that is found there."""
+    """Return the second layer: both heads attend to one place, and each copies half of the code there."""
     heads = _Heads()
-    # The pairs of slow rotation, 7 to 15. Where no name is near, its entries are almost zero but not quite. So the score
-    # of the beginning, which is zero for all other keys, shares its pair with a token's entry: turning a tiny entry
-    # into it would make a subnormal number, and those are slow.
+    # The pairs of slow rotation, 7 to 15. If no name is near, the name's entries are almost zero but not
+    # quite. So the score of the beginning, which is zero for all other keys, shares its pair with a token's
+    # entry: rotating a tiny entry into it would make a subnormal number, and those are slow.
     still = [dimension for pair in range(7, HEAD_DIM // 2) for dimension in _dimensions(0, pair)]
     token_dimensions, name_dimensions, start = [*still[:9], still[16]], still[9:16], still[17]
     for head in range(HEADS):
@@ -231,7 +235,8 @@ def _second_layer() -> dict[str, _Array]:
             heads.standing(head, dimension, _SAME_TOKEN, _unit(now), _unit(before))
         for dimension, near in zip(name_dimensions, _range(NEAR), strict=True):
             heads.standing(head, dimension, _SAME_NAME, _unit(near), _unit(near))
-        # The beginning has neither a name nor a token before it, which makes its normed keys longer than others.
+        # The beginning has neither a name nor a token before it, which makes its normed keys longer than
+        # others.
         nats = _NOT_FOUND * math.sqrt((_NORMS[1] - 2.0) / _NORMS[1])
         heads.standing(head, start, nats, _unit(ONE), _unit(START) / _START)
         half = slice(head * _TOKEN // HEADS, (head + 1) * _TOKEN // HEADS)
@@ -240,12 +245,15 @@ def _second_layer() -> dict[str, _Array]:
 
 
 def _size(nats: float) -> float:
-    """Of a query's and a key's entry, so that their product is a score: attention divides by the root of head_dim."""
+    """Return the size of a query's and a key's entry whose product gives this score.
+
+    Attention divides scores by the root of head_dim.
+    """
     return math.sqrt(nats * math.sqrt(HEAD_DIM))
 
 
 def _dimensions(head: int, pair: int) -> tuple[int, int]:
-    """The two dimensions that RoPE turns into each other."""
+    """Return the two dimensions that RoPE rotates into each other."""
     return head * HEAD_DIM + pair, head * HEAD_DIM + pair + HEAD_DIM // 2
 
 

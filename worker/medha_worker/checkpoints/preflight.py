@@ -1,4 +1,4 @@
-"""Checks of a replica that can be made before any process is started: what `config.json` and this machine rule out."""
+"""Checks of a replica before any process is started: rules out what `config.json` or this machine forbids."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from medha.topology import stage_layers
 from medha_worker.model.config import ELEMENT_BYTES, ModelConfig
 
 RANK_BYTES = 128 * 2**20
-"""Memory that a rank's process takes for itself, at least: torch and its libraries, without weights and KV."""
+"""Least memory that a rank's process takes for itself: torch and its libraries, without weights and KV."""
 
 
 def require_possible(spec: MedhaReplicaSpec, directory: Path, free_bytes: int) -> None:
-    """Refuse what cannot be served on one machine with `free_bytes` of memory, whatever the ranks would measure.
+    """Refuse what cannot be served on a machine with `free_bytes` of memory, whatever ranks would measure.
 
     Raises:
-        MedhaError: the model is not supported, the checkpoint's configuration is wrong, the grid does not fit the model,
-            or memory does not suffice; the text names the field.
+        MedhaError: the model is not supported, the checkpoint's configuration is wrong, the grid does not fit
+            the model, or memory does not suffice; the text names the field.
     """
     config = ModelConfig.from_directory(directory, spec.model.max_model_len, spec.model.rope_scaling)
     shape = spec.parallelism

@@ -1,9 +1,9 @@
 """Small checkpoints: `medha model init DIR --preset tiny|small|needle --seed N`.
 
-They have the exact shape of a Hugging Face directory (config, weights, tokenizer, chat template, generation
-config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and `small` are
-random: their text means nothing, but it depends on the whole prompt, so that a wrong KV block shows. `needle` finds
-passkeys in contexts of any length.
+They have the exact form of a Hugging Face directory (config, weights, tokenizer, chat template, generation
+config), so that the whole system can be run, tested and measured without downloading a model. `tiny` and
+`small` are random: their text is meaningless, but it depends on the whole prompt, so that a wrong KV block
+becomes visible. `needle` finds passkeys in contexts of any length.
 """
 
 import json
@@ -42,7 +42,7 @@ class Preset:
 PRESETS = {
     "tiny": Preset(2, 128, 4, 2, 352, 512, 131_072, 500_000.0),  # 0.5 M parameters: tests
     "small": Preset(8, 512, 8, 2, 1408, 4096, 1_048_576, 500_000.0),  # 26.7 M parameters: benchmarks
-    "needle": Preset(  # 0.1 M parameters, see there
+    "needle": Preset(  # 0.1 M parameters, see needle.py
         2,
         needle.HIDDEN_SIZE,
         needle.HEADS,
@@ -63,12 +63,13 @@ ARCHITECTURES = {
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Their position is their token id.
+# The index of each is its token id.
 _SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
 _BOS, _EOS, _PAD, _END = range(4)
 
-# Ids that greedy text should not contain, or it would be unreadable: the markers that end nothing, and, right
-# behind the specials and the 94 printable ASCII characters, the 162 single bytes that are no character by themselves.
+# Ids that greedy text should not contain, because it would be unreadable: the markers that do not end a
+# sequence and, right after the special tokens and the 94 printable ASCII characters, the 162 single bytes
+# that are not characters by themselves.
 _UNREADABLE = (_BOS, _PAD, *range(_END + 1, len(_SPECIAL_TOKENS)), *range(101, 263))
 
 _CHAT_TEMPLATE = """\
@@ -89,7 +90,7 @@ _CHAT_TEMPLATE = """\
 {{- '<|assistant|>\\n' }}
 {%- endif %}
 """
-# Nothing between the marker and the answer.
+# The answer follows the marker immediately.
 _ANSWER_AT_ONCE_TEMPLATE = _CHAT_TEMPLATE.replace("'|>\\n'", "'|>'").replace(
     "<|assistant|>\\n", "<|assistant|>"
 )
@@ -110,14 +111,15 @@ def init_checkpoint(
     dtype: str = "float32",
     force: bool = False,
 ) -> None:
-    """Make a random checkpoint in `directory`; the same arguments give the same bytes.
+    """Create a checkpoint in `directory`; the same arguments give the same bytes.
 
-    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left. Their modes are
-    those that the umask gives to new files.
-    `force` replaces an earlier checkpoint of this kind; a directory that holds anything else is never touched.
+    The files appear all at once (a temporary directory beside it is renamed), so nothing half-made is left.
+    Their modes follow the umask. `force` replaces an earlier checkpoint of this kind; a directory that holds
+    anything else is never touched.
 
     Raises:
-        ConfigInvalid: an unknown preset, architecture or dtype, a negative seed, or a directory in use.
+        ConfigInvalid: the preset, architecture or dtype is unknown, the seed is negative, or the directory is
+            in use.
     """
     for name, value, allowed in (
         ("preset", preset, tuple(PRESETS)),
@@ -156,7 +158,7 @@ def init_checkpoint(
         _write_json(made / "tokenizer_config.json", _tokenizer_config(sizes, template))
         (made / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
         save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
-        # The library leaves it readable by its owner alone; a pod runs as another user.
+        # safetensors makes the file readable by its owner alone, but a pod runs as another user.
         shutil.copymode(made / "config.json", made / "model.safetensors")
         _require_replaceable(target, force)
         if target.exists():
@@ -228,11 +230,12 @@ def _tokenizer_config(sizes: Preset, template: str) -> dict[str, Any]:
 def _random_weights(
     sizes: Preset, architecture: str, seed: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Weights whose every block matters as much as the embedding, and whose attention is peaked.
+    """Return weights whose every block matters as much as the embedding, and whose attention is peaked.
 
-    With the usual initialisation (std 0.02) the residual stream is nearly the last token's embedding: greedy
-    text then walks from token to token whatever the prompt was. Here each linear keeps the variance of its
-    input, queries and keys are scaled so that scores have a standard deviation of about 2, and logits one of 3.
+    With the usual initialisation (std 0.02), the residual stream is nearly the last token's embedding: greedy
+    text then goes from token to token, whatever the prompt was. Here each linear keeps the variance of its
+    input; queries and keys are scaled so that scores have a standard deviation of about 2, and logits have
+    one of 3.
     """
     # numpy's stream is the same on every machine; torch.randn's depends on the vector width.
     stream = np.random.Generator(np.random.PCG64(seed))
@@ -275,7 +278,7 @@ def _random_weights(
 
 
 def _train_tokenizer(vocab_size: int, corpus: Iterable[str], *, single_digits: bool = False) -> Tokenizer:
-    """A byte-level BPE tokenizer with exactly `vocab_size` entries, the special tokens first."""
+    """Train a byte-level BPE tokenizer with exactly `vocab_size` entries, the special tokens first."""
     tokenizer = Tokenizer(models.BPE())
     bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = bytes_of_words
@@ -351,7 +354,7 @@ _ENDINGS = ("", "s", "ed", "ing", "er", "ly", "tion", "ment", "ness")
 
 
 def _corpus() -> Iterator[str]:
-    """Sentences that people write, then made-up words in Zipf's proportions, enough for 4,096 merges."""
+    """Yield natural sentences, then made-up words in Zipf's proportions, enough for 4,096 entries."""
     for _ in range(50):
         yield from _SENTENCES
     stream = np.random.Generator(np.random.PCG64(20_260_101))

@@ -1,4 +1,4 @@
-"""Reads the bundle of a checkpoint directory: what a router needs to speak for the model."""
+"""Reads the bundle of a checkpoint directory: the files that a router needs to serve the model."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Bundle:
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """The bundle of a checkpoint directory, its tokenizer made whole.
+    """Read the bundle of a checkpoint directory, with its tokenizer completed.
 
     Raises:
-        CheckpointInvalid: there is no tokenizer.json, which no router can do without; it cannot be served exactly; or a file
-            may not be read.
+        CheckpointInvalid: there is no tokenizer.json, which every router needs; the tokenizer cannot be
+            served exactly; or a file may not be read.
     """
     for name in BUNDLE_FILES:
         require_readable(directory / name)

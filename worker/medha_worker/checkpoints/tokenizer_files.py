@@ -1,9 +1,9 @@
-"""Makes a checkpoint's tokenizer whole: one `tokenizer.json` for what `transformers` reads from several files.
+"""Completes a checkpoint's tokenizer: one `tokenizer.json` for what `transformers` reads from several files.
 
-`tokenizer.json` alone does not say how a checkpoint's text is tokenised. `transformers` adds tokens that stand in
-other files, and for some classes it takes only the vocabulary from `tokenizer.json` and builds the rest anew. A
-router needs none of these rules: it gets the file that follows from them. They are the rules of transformers 5; what
-they are not known for is refused. Tests compare ids and text with those of `AutoTokenizer`.
+`tokenizer.json` alone does not define how a checkpoint's text is tokenised. `transformers` adds tokens from
+other files, and for some classes it takes only the vocabulary from `tokenizer.json` and rebuilds the rest. A
+router needs none of these rules: it gets the resulting file. The rules are those of transformers 5; forms
+that they do not cover are refused. Tests compare ids and text with those of `AutoTokenizer`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _Token: TypeAlias = str | AddedToken
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """The files that say what the tokenizer is. An absent file is None; `config` and `model` are then empty."""
+    """The files that define the tokenizer. An absent file is None; `config` and `model` are then empty."""
 
     directory: Path
-    raw: bytes  # of tokenizer.json
+    raw: bytes  # content of tokenizer.json
     tokenizer: Mapping[str, Any]
     config: Mapping[str, Any]  # tokenizer_config.json
     model: Mapping[str, Any]  # config.json
@@ -51,7 +51,10 @@ class _Checkpoint:
         return CheckpointInvalid(f"{self.directory / file}: {text}")
 
     def unknown_form(self, file: str, text: str, remove: str | None = None) -> CheckpointInvalid:
-        """A form that can be served once the tokenizer is saved as `transformers` reads it, and `remove` is gone."""
+        """Return an error for a form that can be served after a manual conversion.
+
+        The text says to save the tokenizer as `transformers` reads it, and to delete `remove` if given.
+        """
         save = (
             f"AutoTokenizer.from_pretrained({str(self.directory)!r}).backend_tokenizer.save('tokenizer.json')"
         )
@@ -64,10 +67,10 @@ class _Checkpoint:
 
 
 def whole_tokenizer(directory: Path) -> dict[str, bytes]:
-    """Read the tokenizer of a checkpoint: a `tokenizer.json` with all of it, and a `special_tokens_map.json` of texts.
+    """Read a checkpoint's tokenizer: a complete `tokenizer.json`, and a `special_tokens_map.json` of texts.
 
     Raises:
-        CheckpointInvalid: a file cannot be read, or says what cannot be served as `transformers` would.
+        CheckpointInvalid: a file cannot be read, or defines what cannot be served as `transformers` would.
     """
     files = _Checkpoint(
         directory,
@@ -118,10 +121,10 @@ def _json_object(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def _class_name(files: _Checkpoint) -> str:
-    """The class that `AutoTokenizer` takes, without `Fast`; "" for one that takes all of tokenizer.json.
+    """Return the class that `AutoTokenizer` uses, without `Fast`; "" if it takes all of tokenizer.json.
 
     Raises:
-        CheckpointInvalid: a class that is not known here.
+        CheckpointInvalid: the class is not known here.
     """
     declared = files.config.get("tokenizer_class") or files.model.get("tokenizer_class")
     kind = files.model.get("model_type")
@@ -169,7 +172,7 @@ def _require_known_form(files: _Checkpoint) -> None:
 
 
 def _bpe(files: _Checkpoint, name: str) -> dict[str, Any]:
-    """Vocabulary and merges, as arguments of `tokenizers.models.BPE`."""
+    """Return vocabulary and merges, as arguments of `tokenizers.models.BPE`."""
     model = files.tokenizer["model"]
     if model.get("type") not in ("BPE", None) or "merges" not in model:
         wrong = f"model.type is {model.get('type')!r}"
@@ -217,7 +220,7 @@ _REBUILT: Mapping[str, Callable[[dict[str, Any], Mapping[str, Any]], Tokenizer]]
     "Qwen2Tokenizer": _qwen2,
     "GPT2Tokenizer": _gpt2,
 }
-"""Classes, without `Fast`, that take vocabulary, merges and post-processor, and build the rest."""
+"""Classes, without `Fast`, that take vocabulary, merges and post-processor, and rebuild the rest."""
 
 _END_OF_TEXT = "<|endoftext|>"
 _NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
@@ -225,7 +228,7 @@ _NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": {"unk_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT},
     "GPT2Tokenizer": {"unk_token": _END_OF_TEXT, "bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT},
 }
-"""Special tokens of a class where the files do not name any."""
+"""Default special tokens of a class, for those that the files do not name."""
 
 
 # --- tokens of the other files ------------------------------------------------------------------------
@@ -234,9 +237,9 @@ _NAMED_BY_CLASS: Mapping[str, Mapping[str, str]] = {
 def _add_tokens(
     tokenizer: Tokenizer, files: _Checkpoint, of_class: Mapping[str, str], *, special_again: bool
 ) -> dict[str, str]:
-    """Add to `tokenizer` what `transformers` adds, in its order; returns the texts of the special tokens by name.
+    """Add to `tokenizer` what `transformers` adds, in its order; return the special tokens' texts by name.
 
-    `special_again`: all special tokens are added once more at the end, as ordinary special ones.
+    With `special_again`, all special tokens are added once more at the end, as ordinary special ones.
     """
     declared, named, others = _tokens_of_files(files, of_class)
     before = tokenizer.get_added_tokens_decoder()
@@ -244,7 +247,7 @@ def _add_tokens(
     adding: list[_Token] = [token for _, token in sorted(declared.items()) if repr(token) not in known]
     texts = {token.content for token in before.values()} | {str(token) for token in adding}
     for token in (*named.values(), *others):
-        # A text may be named twice with different flags: the later ones hold.
+        # A text may be named twice with different flags: the later ones apply.
         if str(token) not in texts and token not in adding:
             adding.append(token)
     names = {str(token) for token in named.values()}
@@ -255,7 +258,7 @@ def _add_tokens(
     if special_again:
         again = dict.fromkeys(str(token) for token in (*named.values(), *others))
         tokenizer.add_tokens([AddedToken(text, special=True) for text in again])
-    # The library goes on to hide a token that was once special, but would not write that down.
+    # The library continues to hide a token that was once special, but would not save that.
     once_special = {token.content for token in before.values() if token.special}
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.content in once_special and not token.special:
@@ -276,7 +279,10 @@ def _add_tokens(
 def _tokens_of_files(
     files: _Checkpoint, of_class: Mapping[str, str]
 ) -> tuple[dict[int, AddedToken], dict[str, _Token], list[_Token]]:
-    """Tokens with an id, special tokens with a name, and other special tokens, each in the order that gives ids."""
+    """Return the tokens that the files add, each kind in the order that gives ids.
+
+    They are tokens with an id, special tokens with a name, and other special tokens.
+    """
     fields: dict[str, Any] = dict(files.config)
     if "additional_special_tokens" in fields and not fields.get("extra_special_tokens"):
         fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
@@ -296,7 +302,7 @@ def _tokens_of_files(
             raise files.error(_CONFIG, "added_tokens_decoder is no object with ids as names; fetch it again")
         for number, entry in given.items():
             declared[int(number)] = _added_token(files, _CONFIG, f"added_tokens_decoder.{number}", entry)
-    else:  # only then the older files count
+    else:  # the older files count only in this case
         for name, value in (files.special_map or {}).items():
             if isinstance(value, dict) and name != "extra_special_tokens":
                 fields[name] = _added_token(files, _SPECIAL_MAP, name, {**value, "special": True})

@@ -1,1 +1,1 @@
-"""The process that drives one ReplicaController in real time. No torch."""
+"""The process that drives one ReplicaController in real time. It does not import torch."""

@@ -1,6 +1,6 @@
-"""What others may see of a controller's process while it runs: its status, and a trace of what its ranks do.
+"""Status and traces of a running controller process, for its HTTP pages.
 
-It stands beside the core like the metrics' observer, looks at the same events and commands, and answers the threads that
+Like the metrics' observer, `Inspection` sees the events and commands of the core. It answers the threads that
 serve HTTP (`medha_worker.controller.telemetry`) from the controller's own loop.
 """
 
@@ -17,34 +17,34 @@ from medha_worker.controller.trace import Tracing
 from medha_worker.controller.watch import Watch
 from medha_worker.rank.recorder import SEND_SECONDS, machine
 
-LAST_PARTS_SECONDS = 2 * SEND_SECONDS  # in which ranks send what they recorded at the end of a trace
+LAST_PARTS_SECONDS = 2 * SEND_SECONDS  # time for ranks to send their last parts after the end of a trace
 FOREVER_SECONDS = 1e9
 
 
 class Inspection:
-    """Status and trace of one controller's process."""
+    """Keeps the status of one controller process, and takes at most one trace at a time."""
 
     def __init__(self, replica: str, model: str, trace_file: Path | None) -> None:
-        """`trace_file` is written from the first epoch on, if it is given."""
+        """If `trace_file` is given, a trace is written to it from the first epoch on."""
         self.questions = Questions()
         self._watch = Watch(replica, model)
         self._trace_file = trace_file
         self._tracing: Tracing | None = None
         self._config: ReplicaConfig | None = None  # of the latest epoch
-        self._ranks_trace = False  # they were told to, in the epoch that runs
+        self._ranks_trace = False  # whether the ranks of the current epoch were asked to trace
 
     def close(self) -> None:
-        """End a trace, and wait until its file is whole."""
+        """End the trace, and wait until its file is complete."""
         self.questions.close()
         if self._tracing is not None:
             self._tracing.close()
             self._tracing.join()
 
     def begin_epoch(self, core: ReplicaController, now: float) -> None:
-        """All ranks are ready, and know no request."""
+        """Begin an epoch with a fresh core; start the trace of `trace_file` in the first one."""
         if self._config is None and self._trace_file is not None:
             path = self._trace_file
-            if core.epoch > 0:  # another process has written the first part
+            if core.epoch > 0:  # an earlier process has written the first file
                 path = path.with_name(f"{path.stem}.epoch{core.epoch}{path.suffix}")
             self._tracing = Tracing(core.config.topology, machine(), now, now + FOREVER_SECONDS)
             self._tracing.write_to(path)
@@ -59,13 +59,13 @@ class Inspection:
         core: ReplicaController,
         now: float,
     ) -> None:
-        """Look at one event, and at the commands that it led to."""
+        """Record one event and the commands that it led to."""
         self._watch.observe(event, commands, core, now)
         if self._tracing is not None:
             self._tracing.observe(event, commands, core, now)
 
     def part(self, part: TracePart, now: float) -> None:
-        """A rank says what its steps took."""
+        """Add a rank's times of its steps to the trace."""
         if self._tracing is not None:
             self._tracing.put(now, part)
 
@@ -85,11 +85,11 @@ class Inspection:
                     answer.set_result(None)
 
     def asks_of_ranks(self, now: float) -> Trace | None:
-        """What ranks are to be told, if they are to trace from now on, or no longer."""
+        """Return the message for the ranks if they must begin or end tracing now, else None."""
         tracing = self._tracing
         if tracing is not None and now > tracing.until + LAST_PARTS_SECONDS:
             tracing.close()
-        if tracing is not None and tracing.closed:  # by its time, or because nobody reads on
+        if tracing is not None and tracing.closed:  # its time is over, or its reader has gone
             self._tracing = tracing = None
         wanted = tracing is not None
         if wanted == self._ranks_trace:

@@ -1,4 +1,4 @@
-"""Settings that may change while a replica runs: its file is looked at once a second."""
+"""Settings that may change while a replica runs; their file is polled once a second."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ _Settings = TypeVar("_Settings")
 
 
 class LiveFile(Generic[_Settings]):
-    """A file that somebody replaces as a whole, as the kubelet does with those of a ConfigMap."""
+    """A file that is only ever replaced as a whole, as the kubelet does with the files of a ConfigMap."""
 
     def __init__(self, path: Path, read: Callable[[Path], _Settings], log: logging.Logger) -> None:
-        """`read` raises ConfigInvalid or ValidationError for what it cannot use; that is logged, and what was holds on."""
+        """`read` raises ConfigInvalid or ValidationError for content that it cannot use.
+
+        The error is logged, and the earlier settings stay.
+        """
         self._path, self._read, self._log = path, read, log
         self._looked_at = float("-inf")
         self._seen = self._version()
 
     def changed(self, now: float) -> _Settings | None:
-        """The new content, once after each change."""
+        """Return the new content once after each change, else None."""
         if now - self._looked_at < LOOK_SECONDS:
             return None
         self._looked_at = now

@@ -1,4 +1,4 @@
-"""One event out of what each lane of a coupled step reports."""
+"""Joins the reports of the lanes of a coupled step into one event."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from medha_worker.timeouts import bound_seconds
 
 
 class LockStep:
-    """Joins the reports of the lanes that run a step together; a step of one lane passes as it is."""
+    """Joins the reports of lanes that run a step together; those of a one-lane step pass through."""
 
     def __init__(self) -> None:
         self._steps: dict[int, Step] = {}  # in flight
-        self._free: dict[int, set[int]] = {}  # lanes whose stage 0 is done with a step
+        self._free: dict[int, set[int]] = {}  # by step: lanes whose stage 0 is done with it
         self._done: dict[int, list[Done]] = {}
-        self._due: dict[int, float] = {}  # until when each has to have ended
-        self._ran_out: dict[int, set[int]] = {}  # ranks that had too little memory for it
-        self._last = -1  # step that was sent
+        self._due: dict[int, float] = {}  # by step: when it must have ended
+        self._ran_out: dict[int, set[int]] = {}  # by step: ranks that had too little memory for it
+        self._last = -1  # id of the last step that was sent
 
     def expect(self, step: Step, now: float) -> None:
-        """A step is sent to the ranks, behind those that are in flight."""
+        """Register a step that is sent to the ranks, after those in flight."""
         self._steps[step.step_id] = step
         self._last = step.step_id
         self._due[step.step_id] = now + bound_seconds(
@@ -34,11 +34,11 @@ class LockStep:
         return not self._steps
 
     def overdue(self, now: float) -> int | None:
-        """A step that has not ended within its bound."""
+        """Return the id of a step that has not ended within its bound, or None."""
         return next((step_id for step_id, due in self._due.items() if now > due), None)
 
     def contradiction(self, part: StageFree | Done, epoch: int, vocab_size: int) -> str | None:
-        """What a report says that cannot be, beside the steps that were sent; nothing about a late duplicate."""
+        """Return how a report contradicts the steps that were sent, or None; late duplicates do not."""
         if part.epoch != epoch:
             return f"a report of epoch {part.epoch} in epoch {epoch}"
         step = self._steps.get(part.step_id)
@@ -65,9 +65,11 @@ class LockStep:
         return "block hashes are not the ranks' to say" if part.block_hashes else None
 
     def undrawn(self, part: Done) -> list[str]:
-        """Requests that would wait for ever for their token of a step that ends with `part`, which fits it.
+        """Return the requests that have neither a token nor a failure when a step ends with `part`.
 
-        A lane may say why there is none in place of the one that was to draw it, so all lanes are asked at the last.
+        They would wait for ever. A failure may come from another lane than the one that samples, so the
+        reports of all lanes are checked when the last one comes; until then the list is empty. `part` must
+        have passed `contradiction`.
         """
         step = self._steps.get(part.step_id)
         parts = [*self._done.get(part.step_id, ()), part]
@@ -78,7 +80,10 @@ class LockStep:
         return [entry.id for entry in step.entries if entry.samples and entry.id not in told]
 
     def ran_out(self, step_id: int, rank: int) -> None:
-        """A rank had too little memory for some rows of a step, which are NaN for all others."""
+        """Note that a rank had too little memory for some rows of a step.
+
+        Other ranks see NaN in these rows.
+        """
         if step_id in self._steps:
             self._ran_out.setdefault(step_id, set()).add(rank)
 
@@ -92,7 +97,10 @@ class LockStep:
         return replace(failure, reason="out_of_memory", detail=detail)
 
     def join(self, part: StageFree | Done) -> StageFree | Done | None:
-        """The event of all lanes once the last one has reported; a late duplicate is nothing."""
+        """Return the event of all lanes once the last one has reported, else None.
+
+        Late duplicates are ignored.
+        """
         step = self._steps.get(part.step_id)
         if step is None:
             return None

@@ -1,8 +1,9 @@
-"""Which ranks are here, and when they begin an epoch together: decisions only.
+"""Membership of the ranks of a replica, and the beginning and loss of their epochs. Decisions only, no I/O.
 
-An epoch begins when every rank has been heard on both links. It is lost when a rank says so, when its connection ends,
-or when it was replaced by another process; then the next one begins as soon as all are here again. Ranks that survive
-keep their weights. A process that was replaced and comes back, because it was only stopped or cut off, is refused.
+An epoch begins when every rank has been heard on both links. It is lost when a rank reports so, when its
+connection ends, or when another process has replaced it; the next one begins as soon as all ranks are here
+again. Ranks that survive keep their weights. A process that was replaced and comes back, because it was only
+stopped or cut off, is refused.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from medha.wire.messages import Meet, RankHello, RankReady
 LinkName = Literal["control", "tokens"]
 
 SILENT_SECONDS = 5.0
-"""A rank that has nothing to do and says nothing for longer is cut off: it says hello every second."""
+"""Longest silence of an idle rank before it counts as cut off; ranks send a hello every second."""
 
-# What is believed of a rank at most: far above any machine, and far below what the controller's arithmetic can bear.
-MOST_BLOCKS = 2**27  # of a lane; the controller's ledger takes some bytes for each
+# Largest plausible values: far above any machine, and far below the limits of the controller's arithmetic.
+MOST_BLOCKS = 2**27  # per lane; the controller's ledger takes some bytes for each
 MOST_TOKENS = 2**31 - 1  # ids are int32
 MOST_HEADS = 2**16
 MOST_ELEMENT_BYTES = 16
@@ -41,12 +42,15 @@ class _Rank:
 
 
 class Membership:
-    """The ranks of one replica, as its controller knows them."""
+    """The ranks of one replica, as known to its controller."""
 
     def __init__(
         self, ranks: int, first_epoch: int = 0, oldest_epoch: int = 0, *, revision: str = ""
     ) -> None:
-        """`first_epoch` begins next; who was in an epoch before `oldest_epoch` belongs to pods that were replaced."""
+        """`first_epoch` begins next.
+
+        Ranks of epochs before `oldest_epoch` belong to pods that were replaced.
+        """
         self.expected = ranks
         self._revision = revision
         self._oldest_epoch = oldest_epoch
@@ -54,17 +58,17 @@ class Membership:
         self._replaced: set[tuple[int, str]] = set()  # rank, incarnation
         self._next_epoch = first_epoch
         self.epoch: int | None = None
-        """The epoch in which the ranks meet or have met; None while they gather."""
+        """The epoch of the current or last rendezvous; None while the ranks gather."""
 
     @property
     def complete(self) -> bool:
-        """Whether every rank has been heard on both links: a ROUTER cannot send to who never spoke."""
+        """True if every rank was heard on both links; a ROUTER socket can only send to peers it has heard."""
         heard = [rank for rank in self._ranks.values() if rank.is_here]
         return len(heard) == self.expected
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that have not been heard since the last epoch, while they gather; in one, those that are not ready yet."""
+        """While the ranks gather, those not heard since the last epoch; in an epoch, those not ready yet."""
         here = [
             rank
             for rank, known in self._ranks.items()
@@ -73,12 +77,12 @@ class Membership:
         return [rank for rank in range(self.expected) if rank not in here]
 
     def replaces(self, hello: RankHello) -> bool:
-        """Whether the epoch is lost by who says hello, because it is not the process that was here before."""
+        """Return whether the epoch is lost because the sender of `hello` has replaced the rank's process."""
         known = self._ranks.get(hello.rank)
         return self.epoch is not None and known is not None and known.incarnation != hello.incarnation
 
     def refuses(self, hello: RankHello) -> str:
-        """Why who says hello must not take part, because another process has its place; empty if it may."""
+        """Return why the sender of `hello` must not take part, because it was replaced; empty if it may."""
         if (hello.rank, hello.incarnation) in self._replaced:
             return f"another process is rank {hello.rank} now"
         if hello.last_epoch is not None and hello.last_epoch < self._oldest_epoch:
@@ -89,11 +93,14 @@ class Membership:
         return ""
 
     def is_of_other_revision(self, hello: RankHello) -> bool:
-        """Whether who says hello waits for another controller, which is to replace this one: revisions never mix."""
+        """Return whether `hello` comes from another revision. Revisions never mix.
+
+        Its sender waits for the controller of its own revision, which is to replace this one.
+        """
         return bool(self._revision and hello.revision) and self._revision != hello.revision
 
     def hello(self, link: LinkName, hello: RankHello, now: float) -> None:
-        """A rank was heard."""
+        """Record that a rank was heard on a link."""
         assert not self.replaces(hello), "the epoch goes first"
         assert not self.refuses(hello)
         assert not self.is_of_other_revision(hello)
@@ -106,7 +113,7 @@ class Membership:
         known.heard_on.add(link)
 
     def silent(self, now: float, idle_since: float) -> list[int]:
-        """Ranks that were not heard for too long, although they had nothing to do since then."""
+        """Return the ranks that were not heard for more than SILENT_SECONDS although they were idle."""
         return [
             rank
             for rank, known in sorted(self._ranks.items())
@@ -114,14 +121,14 @@ class Membership:
         ]
 
     def lose(self) -> None:
-        """The epoch is over: nobody is ready any more, and everybody has to be heard again, for one may have gone."""
+        """End the epoch: no rank is ready any more, and each must be heard again, as one may have gone."""
         self.epoch = None
         for rank in self._ranks.values():
             rank.ready = None
             rank.heard_on.clear()
 
     def meet(self, rendezvous: str) -> Meet:
-        """Begin the next epoch; all are here."""
+        """Begin the next epoch; all ranks must be here."""
         assert self.complete
         assert self.epoch is None
         self.epoch = self._next_epoch
@@ -129,7 +136,10 @@ class Membership:
         return Meet(self.epoch, rendezvous)
 
     def ready(self, ready: RankReady) -> list[RankReady] | None:
-        """A rank is ready for an epoch; all of them in order once the last one is, for the current one."""
+        """Record that a rank is ready; return the reports of all ranks once the last one is ready.
+
+        Reports of other epochs are ignored. The list is in the order of ranks.
+        """
         if ready.epoch != self.epoch or ready.rank not in self._ranks:
             return None
         self._ranks[ready.rank].ready = ready
@@ -139,9 +149,9 @@ class Membership:
 
 
 def implausible(ready: RankReady) -> str | None:
-    """What no rank can have measured of itself, and no replica can be made of."""
+    """Return which value of a rank's report is impossible or unusable for a replica, or None."""
     profile = ready.profile
-    numbers: list[tuple[str, float, float, float]] = [  # with the least and the most that is believed
+    numbers: list[tuple[str, float, float, float]] = [  # name, value, smallest and largest plausible value
         ("block_size_tokens", ready.block_size_tokens, 1, MOST_TOKENS),
         ("kv_blocks", ready.kv_blocks, 1, MOST_BLOCKS),
         ("max_model_len", ready.max_model_len, 1, MOST_TOKENS),
@@ -161,7 +171,7 @@ def implausible(ready: RankReady) -> str | None:
         for tokens, seconds in points:
             numbers += [(name, tokens, 1, MOST_TOKENS), (name, seconds, 0, MOST_SECONDS)]
     for name, number, least, most in numbers:
-        if not least <= number <= most:  # nor is it if it is no number
+        if not least <= number <= most:  # also true for NaN
             return f"rank {ready.rank} says {name} {number}, expected {least:g} to {most:g}"
     try:
         Profile.of_warm_up(profile)

@@ -1,7 +1,7 @@
-"""Turns what the controller takes and decides into the metrics of the catalogue.
+"""Metrics of the catalogue, counted from the controller's events and commands.
 
-The controller itself counts nothing: the observer stands beside it and looks at each event, at the commands that
-it led to, and at the state behind. The simulator can be drawn on the same panels in the same way.
+The controller itself counts nothing: the observer sees each event, the commands that it led to, and the state
+after it. The simulator can use it in the same way, to be shown on the same dashboards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done
 class _Launched:
     step: Step
     at: float
-    prefill: dict[str, int]  # tokens by sequence
+    prefill: dict[str, int]  # prefill tokens by sequence
 
 
 class Observer:
-    """Metrics of one replica controller, in a registry that is passed in."""
+    """Counts the metrics of one replica controller in a given registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         collectors = {metric.name: _collector(metric, registry) for metric in CONTROLLER_METRICS}
@@ -35,7 +35,7 @@ class Observer:
         self._histograms = {name: one for name, one in collectors.items() if isinstance(one, Histogram)}
         self._totals = Counted[str]()
         self._launched: dict[int, _Launched] = {}
-        self._free_at: dict[int, float] = {}  # when each lane has ended its last step
+        self._free_at: dict[int, float] = {}  # when each lane ended its last step
 
     def observe(
         self,
@@ -72,7 +72,7 @@ class Observer:
             if request.is_decoding:
                 decodes += 1
                 continue
-            is_first = entry.id not in prefill  # other lanes may compute a part of its chunk, too
+            is_first = entry.id not in prefill  # other lanes may compute parts of the same chunk
             prefill[entry.id] = prefill.get(entry.id, 0) + entry.token_count
             if not is_first:
                 continue
@@ -96,7 +96,7 @@ class Observer:
     def _done(self, done: Done, core: ReplicaController, now: float) -> None:
         launched = self._launched.pop(done.step_id)
         begun_at = launched.at
-        if core.config.topology.stream == 1:  # it may have gone out ahead, and has waited for the one before
+        if core.config.topology.stream == 1:  # launched ahead, it may have waited for the step before it
             begun_at = max(begun_at, *(self._free_at.get(lane, begun_at) for lane in launched.step.lanes))
         self._free_at |= dict.fromkeys(launched.step.lanes, now)
         self._counters["medha_steps"].inc()
@@ -112,20 +112,23 @@ class Observer:
         self._counters["medha_sequences_finished"].labels(reason=reason).inc()
 
     def dropped(self, link: str, reason: str, messages: int = 1) -> None:
-        """Messages were dropped, here or by ranks."""
+        """Count messages that were dropped, here or by ranks."""
         self._counters["medha_dropped_messages"].labels(link=link, reason=reason).inc(messages)
 
     def refused(self, link: str, connections: int) -> None:
-        """Peers were not let in."""
+        """Count peers that were not let in."""
         self._counters["medha_refused_connections"].labels(link=link).inc(connections)
 
     def state(self, core: ReplicaController) -> None:
-        """Set the gauges; it looks at every request, so drivers call it when they announce their load."""
+        """Set the gauges.
+
+        This visits every request, so drivers call it only when they announce their load.
+        """
         load, pools = core.load(), core.pools
         written = written_blocks(core, core.requests())
         for lane in range(pools.lanes):
             ledger = pools.ledger(lane)
-            used = min(ledger.held_blocks, written[lane])  # what is shared is written once
+            used = min(ledger.held_blocks, written[lane])  # `written` counts a shared block more than once
             for state, blocks in (
                 ("free", ledger.free_blocks),
                 ("cached", ledger.remembered_blocks),
@@ -142,7 +145,7 @@ class Observer:
         self._gauges["medha_epoch"].set(core.epoch)
 
     def _count_up(self, name: str, total: int) -> None:
-        """Bring a counter to a total that is counted elsewhere, and there begins anew with each epoch."""
+        """Add the growth of a total that is counted elsewhere and restarts at 0 with each epoch."""
         before = self._totals[name]
         self._counters[name].inc(total - before if total >= before else total)
         self._totals[name] = total

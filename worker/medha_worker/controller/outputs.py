@@ -1,4 +1,4 @@
-"""Hashes of the blocks that outputs fill, so that the next turn of a chat finds the answer before it cached, too."""
+"""Hashes of the blocks that outputs fill, so that the next turn of a chat finds the last answer cached."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from medha.kv.prefix_cache import PromptHash
 
 @dataclass(slots=True)
 class _Output:
-    hash: PromptHash  # of prompt and output, up to the last whole block
-    missing: int  # tokens until the next block is whole
-    tokens: list[int] = field(default_factory=list)  # since then
+    hash: PromptHash  # of the prompt and the output without `tokens`
+    missing: int  # length of `tokens` that completes a block
+    tokens: list[int] = field(default_factory=list)  # output tokens that are not hashed yet
 
 
 class OutputHasher:
-    """Follows the outputs of running requests. Cost: one hash for each block, nothing but a list for other tokens."""
+    """Hashes the outputs of running requests.
+
+    It computes one hash per block; any other token costs an append to a list.
+    """
 
     def __init__(self) -> None:
         self._outputs: dict[str, _Output] = {}
@@ -29,11 +32,14 @@ class OutputHasher:
         return len(self._outputs)
 
     def begin(self, request_id: str, prompt: PromptHash) -> None:
-        """The first output token of a request with this prompt comes next."""
+        """Follow a request with this prompt, whose first output token comes next."""
         self._outputs[request_id] = _Output(prompt.fork(), prompt.missing_tokens)
 
     def add(self, request_id: str, token: int) -> str:
-        """Take an output token of a request that has begun; returns the hash of the block that it fills, or nothing."""
+        """Add an output token of a request that has begun.
+
+        Return the hash of the block that it fills, or "".
+        """
         output = self._outputs[request_id]
         output.tokens.append(token)
         if len(output.tokens) < output.missing:
@@ -44,5 +50,5 @@ class OutputHasher:
         return output.hash.take()
 
     def end(self, request_id: str) -> None:
-        """No more of it counts; nothing happens to a request that has not begun."""
+        """Stop following a request; does nothing if it has not begun."""
         self._outputs.pop(request_id, None)

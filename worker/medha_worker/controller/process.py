@@ -1,10 +1,10 @@
 """`python -m medha_worker.controller`: the process that drives one ReplicaController in real time.
 
-It only moves messages: frames from the router and the ranks become events, commands become frames. Whatever
-is decided is decided in `medha.scheduler.controller`. It imports no torch.
+It only moves messages: frames from the router and the ranks become events, and commands become frames. All
+decisions are made in `medha.scheduler.controller`. It does not import torch.
 
-Token ids never enter the controller. They are kept here under their prompt's name, and sent to the ranks on
-their own socket ahead of the step that admits a sequence of that prompt.
+Token ids never enter the ReplicaController. This process keeps them under their prompt's name and sends them
+to the ranks on a separate socket, ahead of the step that admits a sequence of that prompt.
 """
 
 from __future__ import annotations
@@ -75,24 +75,24 @@ from medha_worker.process import collect_garbage_rarely, configure_logging, end_
 from medha_worker.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
-POLL_MILLISECONDS = 250  # how late a signal or a heartbeat may be noticed
-STUCK_SECONDS = 20.0  # of a loop that does not turn
-LIVE_SECONDS = 60.0  # how long changed settings wait for the open requests to end, for they begin an epoch
-LOAD_SECONDS = 0.05  # a changed load is announced at most this often
-MOST_NAMED = 20  # ranks that are missing, in what the supervisor is told
+POLL_MILLISECONDS = 250  # longest delay until a signal or a due heartbeat is handled
+STUCK_SECONDS = 20.0  # watchdog limit for one iteration of the main loop
+LIVE_SECONDS = 60.0  # changed settings need a new epoch: longest wait for open requests to end first
+LOAD_SECONDS = 0.05  # shortest interval between announcements of a changed load
+MOST_NAMED = 20  # missing ranks listed in the state reported to the supervisor
 PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
-"""Prompts, in tokens, whose predicted time alone is announced."""
+"""Prompt lengths, in tokens, whose predicted prefill times are announced."""
 
 _log = logging.getLogger("medha.controller")
 
 
 class ControllerSettings(BaseModel):
-    """What `medha up` (or a pod) tells the controller; one JSON file."""
+    """Settings that `medha up` (or a pod) gives the controller, in one JSON file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     replica: str
-    """Name of the replica, by which routers know it."""
+    """Name under which routers know the replica."""
     spec: MedhaReplicaSpec
     model_directory: Path
     router_control: str
@@ -101,38 +101,39 @@ class ControllerSettings(BaseModel):
     router_key_file: Path
     """The router's public key (docs/security.md)."""
     enrolment_file: Path
-    """A token by which the router admits replicas."""
+    """File with the token that admits replicas to the router."""
     rank_control: str
     """ZeroMQ endpoint that the ranks connect to; the controller binds."""
     rank_tokens: str
     key_file: Path
-    """The controller's secret key; its ranks know the public half."""
+    """The controller's secret key; its ranks have the public key."""
     rank_keys_file: Path
-    """Public keys of the ranks: nobody else is admitted."""
+    """Public keys of the ranks; no other peer is admitted."""
     ready_file: Path | None = None
-    """Written once, when all ranks are ready: a JSON `Readiness`."""
+    """File for a JSON `Readiness`, written once, when all ranks are ready for the first time."""
     rendezvous_host: str = "127.0.0.1"
-    """Address of rank 0's machine, which is this one: where ranks meet for their data plane."""
+    """Address of rank 0's machine, which is this one, for the rendezvous of the ranks' data plane."""
     epoch_file: Path | None = None
-    """Remembers the last epoch, so that a controller that was replaced begins a later one."""
+    """File with the last epoch, so that a restarted controller begins a later one."""
     oldest_epoch: int = 0
-    """Epochs begin with this one; ranks that were in one before belong to pods that have been replaced."""
+    """First epoch that may begin; ranks of earlier ones belong to pods that have been replaced."""
     revision: str = ""
-    """Of the replica's pods; ranks that belong to another one are not let in. Empty: there is but one."""
+    """Revision of the replica's pods; ranks of another one are not let in. Empty: there is only one."""
     record_file: Path | None = None
-    """Every (time, event) of the controller and a digest of its commands, one JSON object a line (`medha replay`)."""
+    """File for `medha replay`: every event, its time and a digest of its commands, one JSON object per line."""
     trace_file: Path | None = None
-    """What every rank does, as Trace Event JSON, from the first epoch on; a later process adds `.epochN` to its name."""
+    """File for a trace of all ranks (Trace Event JSON) from the first epoch on; a restarted controller
+    inserts `.epochN` into its name."""
     log_level: str = "info"
 
 
 class Controller:
-    """One replica's process: links to the router and to the ranks around a ReplicaController."""
+    """The controller process of a replica: links to the router and the ranks around a ReplicaController."""
 
     def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
         self._settings = settings
         self._live = LiveFile(settings_file, read_settings, _log)
-        self._changed_at: float | None = None  # of settings that the next epoch begins with
+        self._changed_at: float | None = None  # when settings changed that take effect with the next epoch
         self._bundle = bundle
         self._registry = CollectorRegistry()
         self._observer = Observer(self._registry)
@@ -167,16 +168,16 @@ class Controller:
         self._inspection = Inspection(settings.replica, settings.spec.model.name, settings.trace_file)
         self._poller.register(self._inspection.questions.fileno(), zmq.POLLIN)
         self._context = context
-        self._core: ReplicaController | None = None  # of the epoch that runs
-        self._config: ReplicaConfig | None = None  # of this epoch or the last one
-        self._slowest: RankReady | None = None  # rank of this epoch or the last one
-        self._told: ReplicaController | None = None  # of which the supervisor was told that it serves
+        self._core: ReplicaController | None = None  # of the current epoch
+        self._config: ReplicaConfig | None = None  # of the current or the last epoch
+        self._slowest: RankReady | None = None  # slowest rank of the current or the last epoch
+        self._told: ReplicaController | None = None  # the core last reported to the supervisor
         self._stopping = False
-        self._record_file = settings.record_file  # until it cannot be written any more
+        self._record_file = settings.record_file  # None after a failed write
         self._record: TextIO | None = None
         self._announced: Load | None = None
         self._card: Announce | None = None
-        self._announced_at = float("-inf")  # the first turn of the loop that can announce does
+        self._announced_at = float("-inf")  # announce in the first iteration that can
 
     # --- the main loop ------------------------------------------------------------------------------
 
@@ -184,7 +185,7 @@ class Controller:
         """Serve until SIGTERM, then drain.
 
         Raises:
-            PartFailed: a rank could not start, or failed.
+            PartFailed: a rank failed before anything was served, or ranks did not come back in time.
         """
         drain_until: float | None = None
         while drain_until is None or not self._drained(drain_until):
@@ -208,7 +209,10 @@ class Controller:
         self._ranks.shut_down()
 
     def _take_changes(self) -> None:
-        """Decide by changed settings from the next epoch on, which begins when nothing is open, or after a while."""
+        """Read changed settings; they take effect with a new epoch.
+
+        It begins when no request is open, or after LIVE_SECONDS.
+        """
         now = time.monotonic()
         changed = self._live.changed(now)
         if changed is not None and self._can_begin_with(changed.spec):
@@ -224,7 +228,10 @@ class Controller:
             self._ranks.end_epoch("settings have changed")
 
     def _can_begin_with(self, spec: MedhaReplicaSpec) -> bool:
-        """Whether ranks like those of the last epoch could serve by `spec`: no edit ends a replica that serves."""
+        """Return whether ranks like those of the last epoch could serve with `spec`.
+
+        An edit that they could not serve with is refused, so that it does not end a serving replica.
+        """
         if self._slowest is None:
             return True
         try:
@@ -236,7 +243,7 @@ class Controller:
         return True
 
     def _be_inspected(self) -> None:
-        """Answer who asks over HTTP, and let ranks begin or end a trace."""
+        """Answer questions that came over HTTP, and make ranks begin or end a trace."""
         now = time.monotonic()
         self._inspection.answer(self._core, self._ranks.missing, now)
         trace = self._inspection.asks_of_ranks(now)
@@ -244,23 +251,23 @@ class Controller:
             self._ranks.send(trace)
 
     def _state(self) -> PartState:
-        """What the supervisor is told."""
+        """Return the state to report to the supervisor."""
         if self._core is not None:
             return PartState(phase="serving", epoch=self._core.epoch)
         ranks = ", ".join(map(str, self._ranks.missing[:MOST_NAMED]))
         phase: Phase = "gathering" if self._ranks.epoch is None else "meeting"
-        detail = f"waiting for rank {ranks}" if ranks else ""  # all are here, and about to be called
+        detail = f"waiting for rank {ranks}" if ranks else ""  # none: all are here, the rendezvous is next
         return PartState(phase=phase, epoch=self._ranks.epoch, detail=detail)
 
     def _drained(self, until: float) -> bool:
         return self._core is None or self._core.idle or time.monotonic() >= until
 
     def stop(self) -> None:
-        """Ask the loop to drain and end; safe in a signal handler."""
+        """Ask the main loop to drain and end; safe in a signal handler."""
         self._stopping = True
 
     def close(self) -> None:
-        """Close the links; messages still queued get a moment to leave."""
+        """Close the links, with a short time for queued messages to be sent."""
         for links in (self._router, self._ranks):
             links.close()
         self._doorkeeper.close()
@@ -272,7 +279,7 @@ class Controller:
     def _step(self, event: ControllerEvent) -> None:
         core = self._core
         if core is None:
-            return  # the epoch was lost by an event before this one
+            return  # an earlier event has ended the epoch
         now = time.monotonic()
         commands = core.handle(event, now)
         handle_seconds = time.monotonic() - now
@@ -287,7 +294,7 @@ class Controller:
     # --- links --------------------------------------------------------------------------------------
 
     def _look_at_links(self) -> None:
-        """Count who was not let in, and notice when a rank goes, or the router comes or goes."""
+        """Count refused connections, and detect that a rank has gone or that the router has come or gone."""
         for link, refused in self._ranks.look_at_connections().items():
             self._observer.refused(link, refused)
         match self._router.look(time.monotonic()):
@@ -308,7 +315,7 @@ class Controller:
         self._poll_router()
 
     def _poll_router(self) -> None:
-        """Poll the links to the router that there are now; former ones are closed."""
+        """Poll the current sockets of the router links; earlier ones are closed."""
         sockets = self._router.sockets
         if sockets == self._router_sockets:
             return
@@ -319,7 +326,7 @@ class Controller:
         self._router_sockets = sockets
 
     def _end_all(self) -> None:
-        """Nobody wants what runs and waits here any more; a router that comes back submits it anew."""
+        """End all requests after the router has gone; a router that comes back submits them again."""
         if self._core is None:
             return
         self._prompts.abandon()
@@ -328,27 +335,31 @@ class Controller:
             self._step(Cancel(request.id))
 
     def _answer(self, answer: Announce | Emit | Refused | Failed) -> None:
-        """Tell the router, if it is there; who has gone gets nothing late."""
+        """Send an answer to the router if it is connected; a router that has gone gets no late answers."""
         if self._router.connected:
             self._router.control.send(answer)
 
     # --- epochs -------------------------------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """An epoch is lost: the router submits what is open to the next one, and knows what the ranks were computing."""
+        """Hand all open requests back to the router, because the epoch was lost.
+
+        Requests in the steps in flight are reported as suspects.
+        """
         if self._core is not None:
             steps = self._core.steps_in_flight
             self._give_back(self._core, {entry.id for step in steps for entry in step.entries})
         self._announce(force=True)
 
     def _give_back(self, core: ReplicaController, suspects: set[str]) -> None:
-        """This epoch serves no more: the router has all that is open again.
+        """Stop serving in this epoch, and hand all open requests back to the router.
 
-        `suspects` may be what the ranks died of, so that the router counts the loss. Whoever only waited is innocent.
+        `suspects` may have made the ranks fail: the router gets `Failed` for them and counts the loss.
+        Requests that only waited are refused as `not_ready`, without blame.
         """
         self._core = None
         open_ids = [request.id for request in core.requests() if not request.ended]
-        # Refusals first: they tell the router that nothing has room here, before it sends a suspect anywhere.
+        # Refusals first: the router learns that this replica is not ready before it sends a suspect anywhere.
         for request_id in [*self._prompts.held_ids, *(id_ for id_ in open_ids if id_ not in suspects)]:
             self._answer(Refused(request_id, "not_ready", "the epoch has ended"))
         for request_id in open_ids:
@@ -356,14 +367,14 @@ class Controller:
                 self._answer(Failed(request_id, "rank_lost", "a rank was lost while a step had it"))
 
     def _begin(self, ranks: list[RankReady]) -> None:
-        """All ranks are ready: serve."""
+        """Begin to serve, now that all ranks are ready."""
         spec = self._settings.spec
         slowest = max(ranks, key=lambda ready: chunk_seconds(ready.profile))
         profile = _profile(spec)
         try:
             config = derive(spec, slowest)
             core = ReplicaController(config, profile or slowest.profile, slowest.epoch)
-        except (ValueError, ArithmeticError) as error:  # numbers that looked plausible one by one
+        except (ValueError, ArithmeticError) as error:  # each number is plausible, together they are not
             self._ranks.end_epoch(f"no replica can be made of what rank {slowest.rank} reports: {error}")
             return
         is_first, self._config, self._slowest = self._config is None, config, slowest
@@ -372,7 +383,7 @@ class Controller:
         self._core = core
         hasher = None
         if spec.kv_cache.prefix_caching:
-            # A secret of this process: who cannot compute the hashes cannot make two prompts share one.
+            # The key is a secret of this process: without it nobody can make two prompts share a hash.
             hasher = PrefixHasher(config.block_size_tokens, secrets.token_bytes(32))
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         self._outputs = OutputHasher()
@@ -386,14 +397,14 @@ class Controller:
         self._announce(force=True)
 
     def _open_record(self, profile: Profile | None, ready: RankReady) -> None:
-        """Each epoch has a log of its own, for each begins with a fresh state."""
+        """Open the record of this epoch: each epoch has its own, because it begins with a fresh state."""
         path = self._record_file
         if path is None:
             return
         if ready.epoch > 0:
             path = path.with_name(f"{path.name}.epoch{ready.epoch}")
         header = {"spec": self._settings.spec.model_dump(mode="json", by_alias=True)}
-        if profile is not None:  # its file may be gone when the log is replayed
+        if profile is not None:  # its file may be gone when the record is replayed
             header["profile"] = json.loads(profile.to_json())
         try:
             if self._record is not None:
@@ -404,10 +415,10 @@ class Controller:
             self._stop_recording(error)
 
     def _stop_recording(self, error: OSError) -> None:
-        """No record is worth the replica: what was written stays, and nothing is added, nor in later epochs."""
+        """Stop recording for good after an I/O error, so that the replica goes on; what was written stays."""
         _log.error("the record ends here: %s", error)
         if self._record is not None:
-            with suppress(OSError):  # closing tries once more to write what could not be written
+            with suppress(OSError):  # closing tries once more to write the buffer
                 self._record.close()
         self._record = self._record_file = None
 
@@ -418,12 +429,15 @@ class Controller:
         if self._settings.ready_file is not None:
             partial = self._settings.ready_file.with_suffix(".partial")
             partial.write_bytes(to_json(Readiness(tuple(ranks), self._metrics_url)))
-            partial.rename(self._settings.ready_file)  # so that nobody reads half of it
+            partial.rename(self._settings.ready_file)  # atomic: nobody reads a partial file
 
     # --- events -------------------------------------------------------------------------------------
 
     def _events(self) -> Iterator[ControllerEvent]:
-        """Everything that has arrived, ranks first: a finished step is worth more than a new request."""
+        """Yield the events of all messages that have arrived.
+
+        Ranks come first: a finished step matters more than a new request.
+        """
         for news in self._ranks.receive():
             match news:
                 case Done() as done:
@@ -437,7 +451,7 @@ class Controller:
         while (received := self._router.tokens.receive()) is not None:
             match received.message, received.payload:
                 case Tokens(), _ if self._core is None:
-                    pass  # they come again with the next attempt
+                    pass  # the router sends them again with its next attempt
                 case Tokens() as tokens, memoryview() as frame:
                     try:
                         released = self._prompts.receive(tokens, tokens_from_frame(frame))
@@ -466,13 +480,13 @@ class Controller:
                     self._send_bundle(fetch)
 
     def _with_hashes(self, done: Done) -> Done:
-        """The step's end with the hashes of the blocks that its samples fill."""
+        """Return `done` with the hashes of the blocks that its samples fill."""
         hashes = []
         for sample in done.samples:
             if sample.id not in self._outputs:
                 request = self._core.find(sample.id) if self._core is not None else None
                 if request is None or request.ended or request.emitted:
-                    continue  # its output was not followed from its first token on
+                    continue  # its output was not hashed from the first token on
                 prompt = self._prompts.hash_of(request.submit.prompt)
                 if prompt is None:
                     continue
@@ -488,7 +502,7 @@ class Controller:
         match command:
             case Step() as step:
                 self._send_prompts(step)
-                if self._core is not None:  # else a rank was found gone when it was sent ids
+                if self._core is not None:  # else sending the ids has shown that a rank is gone
                     self._ranks.begin_step(step)
             case Emit() | Refused() | Failed() as answer:
                 self._answer(answer)
@@ -496,7 +510,7 @@ class Controller:
                     self._outputs.end(answer.id)
 
     def _send_prompts(self, step: Step) -> None:
-        """Token ids go ahead of the step that admits the first sequence of their prompt."""
+        """Send token ids ahead of the step that admits the first sequence of their prompt."""
         for name in step.forgets:
             self._prompts.forgotten(name)
         for admit in step.admits:
@@ -518,7 +532,7 @@ class Controller:
             self._router.control.send(BundlePart(self._bundle.digest, name, remaining), content)
 
     def _announce(self, *, force: bool = False) -> None:
-        """Tell the router our load when it has changed, and at least every heartbeat."""
+        """Announce the load to the router when it has changed, and at least every HEARTBEAT_SECONDS."""
         now = time.monotonic()
         silent_seconds = now - self._announced_at
         if not force and silent_seconds < LOAD_SECONDS:
@@ -536,13 +550,13 @@ class Controller:
         else:
             card = replace(card, ready=False)  # between two epochs
         self._announced_at = now
-        # A ROUTER socket can only send to who spoke there, and a restarted router has heard nobody: both links.
+        # On both links: a ROUTER socket only sends to peers it has heard, a restarted router has heard none.
         if self._router.connected:
             self._router.control.send(card)
             self._router.tokens.send(card)
 
     def _new_card(self, core: ReplicaController, config: ReplicaConfig, load: Load) -> Announce:
-        longest = config.max_model_len  # so that routers take no prompt's time from beyond the points
+        longest = config.max_model_len  # as the last point, so that routers never extrapolate
         lengths = np.array([*(tokens for tokens in PREFILL_POINTS if tokens < longest), longest], np.int64)
         seconds = core.predictor.prefill_seconds_many(np.zeros_like(lengths), lengths)
         return Announce(
@@ -577,7 +591,7 @@ class Controller:
 
 
 def _profile(spec: MedhaReplicaSpec) -> Profile | None:
-    """The profile that the manifest names, if it does.
+    """Return the profile that the manifest names, or None.
 
     Raises:
         ConfigInvalid: it cannot be read.
@@ -592,7 +606,10 @@ def _profile(spec: MedhaReplicaSpec) -> Profile | None:
 
 
 def chunk_seconds(profile: StepProfile) -> float:
-    """What a chunk of 512 tokens behind as many takes: ranks of other stages wait for the one where it is longest."""
+    """Return the time of a chunk of 512 tokens after 512 tokens of context.
+
+    The rank where it is longest is the slowest, and ranks of other stages wait for it.
+    """
     pairs = 512 * (512 + 513 / 2)
     linear, attention = profile.linear_seconds_per_token, profile.attention_seconds_per_pair
     return profile.step_seconds + profile.sequence_seconds + 512 * linear + pairs * attention
@@ -610,10 +627,10 @@ def _terms(service_class: ServiceClass) -> ServiceClassTerms:
 
 
 def read_settings(path: Path) -> ControllerSettings:
-    """The settings that a file holds.
+    """Read the controller's settings from a file.
 
     Raises:
-        ValidationError: the file holds something else.
+        ValidationError: the file does not contain valid settings.
     """
     return ControllerSettings.model_validate_json(path.read_bytes())
 
@@ -633,7 +650,7 @@ def main(settings_file: Path) -> None:
         _log.critical("%s", error)
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: controller.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it drains us by SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C, and drains us by SIGTERM
     try:
         controller.run(Watchdog())
     except MedhaError as error:

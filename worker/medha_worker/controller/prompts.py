@@ -1,11 +1,11 @@
 """Token ids of prompts, on their way from a router to the ranks.
 
-Ids and requests come on two links, in no order between them, so a request may have to wait here for its ids. A
-prompt is kept while a request that names it is still to come (`Tokens.sequences` says how many there will be)
-or is known to the controller; the ranks get it ahead of the step that admits its first sequence.
+Ids and requests come on two links, with no order between them, so a request may have to wait here for its
+ids. A prompt is kept while requests for it are still to come (`Tokens.sequences` is their number) or are
+known to the controller. The ranks get it ahead of the step that admits its first sequence.
 
-The hashes of a prompt's blocks are computed here, piece by piece as the ids come: a request is handed on with them,
-and nothing behind it needs the ids to find out which prompts begin alike.
+The hashes of a prompt's blocks are computed here, piece by piece as the ids come. A request is handed on with
+these hashes, so that nothing later needs the ids to find out which prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from medha.wire.messages import Submit, Tokens
 @dataclass(slots=True)
 class _Prompt:
     ids: TokenIds
-    hash: PromptHash | None = None  # of the ids that have come; None: none has, or nothing is hashed
+    hash: PromptHash | None = None  # of the ids received so far; None: there are none, or hashing is off
     received: int = 0
     awaited: int = 0  # requests still to come
     on_ranks: bool = False
-    held: dict[str, Submit] = field(default_factory=dict)  # came before the last of the ids
+    held: dict[str, Submit] = field(default_factory=dict)  # requests that wait for the rest of the ids
 
     @property
     def complete(self) -> bool:
@@ -35,10 +35,10 @@ class _Prompt:
 
 
 class PromptStore:
-    """Prompts by name."""
+    """Prompts by name, and the requests that wait for their token ids."""
 
     def __init__(self, longest_tokens: int, vocab_size: int, hasher: PrefixHasher | None = None) -> None:
-        """Without a `hasher` requests are handed on without hashes, and share no prefix."""
+        """Without a `hasher`, requests are handed on without hashes and share no prefixes."""
         self._longest_tokens = longest_tokens
         self._vocab_size = vocab_size
         self._hasher = hasher
@@ -49,14 +49,14 @@ class PromptStore:
 
     @property
     def held_ids(self) -> list[str]:
-        """Requests that wait here for their ids."""
+        """Ids of the requests that wait here for their token ids."""
         return [request_id for prompt in self._prompts.values() for request_id in prompt.held]
 
     def receive(self, tokens: Tokens, ids: TokenIds) -> list[Submit]:
-        """Add a piece of a prompt; return the requests that waited for its last one.
+        """Add a piece of a prompt; if it is the last one, return the requests that waited for it.
 
         Raises:
-            WireInvalid: the piece does not continue what is here, or has an id that no model token has.
+            WireInvalid: the piece does not continue the ids received so far, or has an id that no token has.
         """
         name, total = tokens.prompt, tokens.total
         prompt = self._prompts.get(name)
@@ -64,7 +64,7 @@ class PromptStore:
             raise WireInvalid(f"prompt {name:.80} of {total} tokens for {tokens.sequences} requests")
         if prompt is not None and total != len(prompt.ids):
             raise WireInvalid(f"prompt {name:.80} has {len(prompt.ids)} tokens, not {total}")
-        # Before anything is kept: the rest of a prompt whose beginning went to somebody else is never whole.
+        # Checked before anything is kept: a prompt whose first pieces went elsewhere would never be complete.
         received = 0 if prompt is None else prompt.received
         if tokens.offset != received or not 0 < len(ids) <= total - received:
             raise WireInvalid(
@@ -91,18 +91,18 @@ class PromptStore:
         return [self.hashed(submit) for submit in released]
 
     def hashed(self, submit: Submit) -> Submit:
-        """The request with the hashes of its prompt, whatever it came with."""
+        """Return the request with the hashes of its prompt, in place of any that it came with."""
         prompt = self._prompts.get(submit.prompt)
         hashes = "" if prompt is None or prompt.hash is None else prompt.hash.hashes
         return submit if submit.block_hashes == hashes else replace(submit, block_hashes=hashes)
 
     def hash_of(self, name: str) -> PromptHash | None:
-        """The hash of a prompt that is here whole, if prompts are hashed."""
+        """Return the hash of a prompt, or None if it is not complete or prompts are not hashed."""
         prompt = self._prompts.get(name)
         return prompt.hash if prompt is not None and prompt.complete else None
 
     def contradicts(self, submit: Submit) -> str | None:
-        """What is wrong with a request beside the prompt that it names."""
+        """Return how a request contradicts what is known of its prompt, or None."""
         prompt = self._prompts.get(submit.prompt)
         if prompt is None:
             return None
@@ -111,7 +111,7 @@ class PromptStore:
         return f"request {submit.id:.80} is already here" if submit.id in prompt.held else None
 
     def hold(self, submit: Submit) -> bool:
-        """Keep a request whose ids are not all here yet; False: it need not wait."""
+        """Keep a request whose ids are not complete yet; return False if it need not wait."""
         if not 0 < submit.tokens <= self._longest_tokens:
             return False  # the controller will refuse it
         prompt = self._prompts.get(submit.prompt) or self._expect(submit.prompt, submit.tokens)
@@ -122,14 +122,17 @@ class PromptStore:
         return True
 
     def withdraw(self, request_id: str) -> None:
-        """Give up a request that is held here; its ids go with the prompt's last request."""
+        """Remove a request that is held here; its ids are dropped with the prompt's last request."""
         for prompt in self._prompts.values():
             if prompt.held.pop(request_id, None) is not None:
-                prompt.awaited -= 1  # below zero if no piece has come: the first one adds all its requests
+                prompt.awaited -= 1  # below zero before the first piece, which adds the number of requests
                 return
 
     def abandon(self) -> None:
-        """No request will come any more for what is here, and none is held; ranks are told by whom they ran."""
+        """Drop all held requests, and the prompts that are not on the ranks; no more requests are awaited.
+
+        Prompts on the ranks stay until the controller forgets them (`forgotten`).
+        """
         for name, prompt in list(self._prompts.items()):
             prompt.held.clear()
             prompt.awaited = 0
@@ -137,7 +140,7 @@ class PromptStore:
                 del self._prompts[name]
 
     def take_unsent(self, name: str) -> TokenIds | None:
-        """The ids (int32 [n]) of a prompt that the ranks lack; they count as sent from here on."""
+        """Return the ids (int32 [n]) of a prompt and mark them as sent; None if the ranks have them."""
         prompt = self._prompts[name]
         if prompt.on_ranks:
             return None
@@ -145,7 +148,10 @@ class PromptStore:
         return prompt.ids
 
     def forgotten(self, name: str) -> None:
-        """The controller and the ranks need a prompt no more."""
+        """Note that the controller and the ranks no longer need a prompt.
+
+        Drop it if no request is awaited.
+        """
         prompt = self._prompts.get(name)
         if prompt is None:
             return

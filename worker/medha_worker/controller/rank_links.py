@@ -1,7 +1,7 @@
-"""The controller's links to its ranks, and the life of their epochs: who is here, who is called, and when one is lost.
+"""The controller's links to its ranks, and the life cycle of their epochs.
 
-What is decided about epochs is decided in `membership`, what belongs to a step in `lock_step`. Here their messages are read,
-and the clock is looked at: ranks that say nothing, steps that do not end, gathering that takes too long.
+Decisions about epochs are made in `membership`, those about a step in `lock_step`. This module reads the
+messages and the clock: it detects silent ranks, steps that do not end, and gathering that takes too long.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
 from medha_worker.process import free_port
 
-AWAY_SECONDS = 2.0  # between two turns of the loop: then this process stood still, and nobody else
-TELL_SECONDS = 10.0  # how often it is said that ranks are missing
+AWAY_SECONDS = 2.0  # a longer gap between two iterations: this process stood still, not its ranks
+TELL_SECONDS = 10.0  # interval between log lines about missing ranks
 
 _log = logging.getLogger("medha.controller")
 
 _AT_RANKS = {"control": "at_rank_control", "tokens": "at_rank_tokens"}
-"""The links of a rank, as metrics of the controller name them."""
+"""Names of a rank's links in the controller's metrics."""
 
 _LINK_NAMES: tuple[LinkName, LinkName] = ("control", "tokens")  # in the order of `RankLinks.links`
 
 RankNews = StageFree | Done | TracePart | list[RankReady]
-"""A list: all ranks are ready, and an epoch begins."""
+"""A message from the ranks; a list means that all ranks are ready and an epoch begins."""
 
 
 class RankLinks:
-    """Ranks as their controller sees them."""
+    """The ranks of one replica, as their controller sees them."""
 
     def __init__(
         self,
@@ -69,9 +69,10 @@ class RankLinks:
         oldest_epoch: int = 0,
         revision: str = "",
     ) -> None:
-        """`endpoints` are those of the control and the token link; `lost` is called when an epoch that serves is over.
+        """Bind both links.
 
-        `dropped` is told the link, the reason and the number of messages that ranks have dropped.
+        `endpoints` are those of the control and the token link. `lost` is called when a serving epoch has
+        ended, `dropped` with the link, the reason and the number of messages when ranks have dropped some.
         """
         control, tokens = endpoints
         peers = [rank_identity(rank) for rank in range(ranks)]
@@ -99,11 +100,11 @@ class RankLinks:
         self._membership = Membership(
             ranks, max(following_epoch(epoch_file), oldest_epoch), oldest_epoch, revision=revision
         )
-        self._strangers: set[str] = set()  # incarnations of other revisions, each of which is logged once
-        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of who was let in last
+        self._strangers: set[str] = set()  # incarnations of other revisions; each is logged once
+        self._identities = {rank: rank_identity(rank) for rank in range(ranks)}  # of the last process let in
         self._connections: dict[
             tuple[str, int], int
-        ] = {}  # by link and rank: by which who was let in was heard
+        ] = {}  # by link and rank: connection of the process that was let in
         self._gone: set[int] = set()  # ranks of this epoch whose connection has ended
         self._rendezvous_host = rendezvous_host
         self._epoch_file = epoch_file
@@ -111,24 +112,24 @@ class RankLinks:
         self._tell_lost = lost
         self._rank_drops = RankDrops(_AT_RANKS)
         self._tell_dropped = dropped
-        self._lock_step: LockStep | None = None  # of the epoch that serves
+        self._lock_step: LockStep | None = None  # of the serving epoch
         self._vocab_size = 0
-        # A controller that was replaced goes on where the one before it was: it does not wait for ever, either.
+        # A restarted controller counts as one that has served, so that it does not wait for ranks for ever.
         self._has_served = read_epoch(epoch_file) is not None
         self._gathering_since = self._told_at = self._turned_at = self._busy_at = time.monotonic()
 
     @property
     def missing(self) -> list[int]:
-        """Ranks that the others wait for: not heard yet, or not ready."""
+        """Ranks that the others wait for, because they were not heard yet or are not ready."""
         return self._membership.missing
 
     @property
     def epoch(self) -> int | None:
-        """The epoch in which the ranks meet or have met; None while they gather."""
+        """The epoch of the current or last rendezvous; None while the ranks gather."""
         return self._membership.epoch
 
     def close(self) -> None:
-        """Close the links; messages still queued get a moment to leave."""
+        """Close the links, with a short time for queued messages to be sent."""
         for link in self.links:
             link.close()
 
@@ -146,16 +147,16 @@ class RankLinks:
         self._to_all(self._tokens, message, payload)
 
     def end_epoch(self, reason: str) -> None:
-        """Let the next epoch begin; what is open is submitted to it again."""
+        """End this epoch, so that the next one begins; the router submits open requests to it again."""
         self._lost(reason)
 
     def shut_down(self) -> None:
         for rank in range(self._membership.expected):
-            with suppress(zmq.ZMQError):  # it has gone already
+            with suppress(zmq.ZMQError):  # the rank has gone already
                 self._control.send(Shutdown(reason="drained"), peer=self._identities[rank])
 
     def _to_all(self, link: Link, message: Message, payload: bytes | None = None) -> None:
-        """Send one message to every rank; one that is not connected any more ends the epoch."""
+        """Send one message to every rank; end the epoch if a rank is no longer connected."""
         for rank in range(self._membership.expected):
             try:
                 link.send(message, payload, peer=self._identities[rank])
@@ -166,9 +167,10 @@ class RankLinks:
     # --- from the ranks -----------------------------------------------------------------------------
 
     def look_at_connections(self) -> dict[str, int]:
-        """Notice who has gone, and how many peers were not let in, by link; call it before `receive`.
+        """Detect ranks that have gone, and return the number of refused peers by link.
 
-        Only the connection of the process that has a rank's place counts: not its predecessor's, nor a stranger's.
+        Call it before `receive`. Only the end of the connection of a rank's current process counts, not that
+        of a predecessor's or a stranger's.
         """
         refused = {}
         for name, link in zip(_LINK_NAMES, self.links, strict=True):
@@ -181,10 +183,10 @@ class RankLinks:
         return refused
 
     def look(self) -> None:
-        """Hear who is here on the token link, call ranks together once all are, and look at the clock.
+        """Receive hellos on the token link, call the ranks together once all are here, check time limits.
 
         Raises:
-            PartFailed: they did not come back in time; who started this process starts it again, or ends the whole.
+            PartFailed: ranks did not come back in time; the supervisor restarts this process, or ends all.
         """
         while (received := self._tokens.receive()) is not None:
             if isinstance(received.message, RankHello) and self._is_of(received, self._tokens):
@@ -196,10 +198,10 @@ class RankLinks:
         self._watch_ranks(now)
 
     def receive(self) -> Iterator[RankNews]:
-        """What has come on the control link, and is not about epochs alone.
+        """Yield the news of the control link; messages that only concern membership are handled here.
 
         Raises:
-            PartFailed: a rank cannot go on, and nothing was ever served.
+            PartFailed: a rank cannot go on, and no epoch has served yet.
         """
         while (received := self._control.receive()) is not None:
             if not self._is_of(received, self._control):
@@ -222,16 +224,17 @@ class RankLinks:
                         self._lock_step.ran_out(step_id, rank)
                 case TracePart() as part:
                     yield part
-        if self._gone:  # after its last words, which may be tokens or say why
+        if self._gone:  # checked after the last messages, which may carry tokens or the reason
             self._lost(f"rank {', '.join(map(str, sorted(self._gone)))} is gone: its connection has ended")
 
     def _is_of(self, received: Received, link: Link) -> bool:
-        """Whether a rank speaks of itself; else the message is dropped."""
+        """Return whether the message came from the rank that it names; drop it if not."""
         rank: int | None = getattr(received.message, "rank", None)
         if rank is None:
             is_own = received.peer in self._identities.values()
         elif isinstance(received.message, RankHello) or self._identities.get(rank) == rank_identity(rank):
-            # Whoever has the name, while nobody was let in: a rank that cannot load says so before its first hello.
+            # Until a process is let in, the rank in the identity is enough: a rank that cannot load reports
+            # this before its first hello.
             is_own = received.peer.partition(b"/")[0] == rank_identity(rank)
         else:
             is_own = received.peer == self._identities.get(rank)
@@ -242,13 +245,13 @@ class RankLinks:
     def _join(self, part: StageFree | Done) -> StageFree | Done | None:
         epoch = self._membership.epoch
         if self._lock_step is None or epoch is None or part.epoch < epoch:
-            return None  # of an epoch that was lost
+            return None  # the report is of a lost epoch
         contradiction = self._lock_step.contradiction(part, epoch, self._vocab_size)
         if contradiction is not None:
             self._control.drop(WireInvalid(contradiction))
             return None
         undrawn = self._lock_step.undrawn(part) if isinstance(part, Done) else []
-        if undrawn:  # no other report comes, and they would wait for ever
+        if undrawn:  # no other report comes, so these requests would wait for ever
             self._lost(f"step {part.step_id} ended without a token for {', '.join(undrawn[:8])}")
             return None
         return self._lock_step.join(part)
@@ -273,12 +276,12 @@ class RankLinks:
         if refusal:
             if name == "control":
                 _log.warning("%s is not let in: %s", peer.decode(errors="replace"), refusal)
-                with suppress(zmq.ZMQError):  # it has gone already
+                with suppress(zmq.ZMQError):  # the peer has gone already
                     self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
             return
         if self._membership.is_of_other_revision(
             hello
-        ):  # it goes on calling, until its own controller is here
+        ):  # it goes on sending hellos until its own controller is here
             if hello.incarnation not in self._strangers:
                 self._strangers.add(hello.incarnation)
                 _log.info("rank %d of revision %s waits for its controller", hello.rank, hello.revision)
@@ -297,14 +300,17 @@ class RankLinks:
         self._membership.hello(name, hello, time.monotonic())
 
     def _fault(self, fault: RankFault) -> None:
-        """A rank says that it cannot go on: if nothing was ever served, the manifest or the machine is to blame."""
+        """Handle the report of a rank that cannot go on.
+
+        If no epoch has served yet, the manifest or the machine is to blame, and the process fails.
+        """
         if fault.lost_epoch is None and not self._has_served:
             raise PartFailed(f"rank {fault.rank}: {fault.detail}")
         if fault.lost_epoch in (None, self._membership.epoch):
             self._lost(f"rank {fault.rank}: {fault.detail}")
 
     def _lost(self, reason: str) -> None:
-        """The epoch is over. The router keeps the open requests, and submits them to the next one."""
+        """End the epoch. The router keeps the open requests, and submits them to the next one."""
         if self._membership.epoch is not None:
             _log.warning("epoch %d is lost: %s; waiting for all ranks", self._membership.epoch, reason)
         self._membership.lose()
@@ -322,7 +328,10 @@ class RankLinks:
         self.send(meet)
 
     def _watch_gathering(self, now: float) -> None:
-        """Say who is missing, and give up after a bound where ranks gather again: a first start has its supervisor's."""
+        """Log which ranks are missing, and fail if a later gathering takes too long.
+
+        The first gathering has no limit here, because the supervisor's limit applies to it.
+        """
         if self._lock_step is not None:
             self._gathering_since = self._told_at = now
             return
@@ -330,7 +339,7 @@ class RankLinks:
         named = ", ".join(map(str, missing))
         if self._has_served and now - self._gathering_since > limit:
             raise PartFailed(f"rank {named} did not come back in {limit:g} s (lifecycle.readySeconds)")
-        # As long as all of them load for the first time, nobody waits.
+        # While all ranks load for the first time, no rank waits for another.
         if now - self._told_at > TELL_SECONDS and (
             self._has_served or len(missing) < self._membership.expected
         ):
@@ -338,7 +347,7 @@ class RankLinks:
             _log.warning("waiting for rank %s since %.0f s", named, now - self._gathering_since)
 
     def _watch_ranks(self, now: float) -> None:
-        """Lose the epoch if a step does not end, or if a rank that has nothing to do is silent."""
+        """End the epoch if a step does not end, or if an idle rank is silent."""
         was_away, self._turned_at = now - self._turned_at > AWAY_SECONDS, now
         if self._lock_step is None:
             return

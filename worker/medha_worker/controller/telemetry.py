@@ -1,12 +1,12 @@
-"""What a controller answers over HTTP: `/metrics`, `/status` and `/trace`. It reads, and decides nothing.
+"""The controller's HTTP pages `/metrics`, `/status` and `/trace`. They only read; nothing is decided here.
 
     GET /metrics                                for Prometheus
     GET /status?order=urgency&requests=50       `medha.scheduler.status.ReplicaStatus` as JSON: for `medha top`
-    GET /trace?seconds=5                        Trace Event JSON, as it happens: for `medha trace`
+    GET /trace?seconds=5                        Trace Event JSON, streamed: for `medha trace`
 
-`/metrics` is for whoever can reach the port. The other two name requests, so only this machine gets an answer (in
-Kubernetes: `kubectl port-forward`). They come from the controller's own loop, which is asked and answers between two
-messages; no thread reads the state that it changes.
+`/metrics` is served to everyone who can reach the port. The other two contain request names, so they are
+served to this machine only (in Kubernetes: through `kubectl port-forward`). The controller's own loop answers
+them between two messages, so that no other thread reads the state that it changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from medha.scheduler.status import MOST_REQUESTS, Order
 from medha_links.bounded_http import BoundedWsgiServer
 
 ANSWER_SECONDS = 2.0
-"""How long the controller's loop may take to answer; it looks between two messages."""
+"""Time limit for an answer of the controller's loop, which checks for questions between two messages."""
 MOST_TRACE_SECONDS = 600.0
 
 StartResponse = Callable[[str, list[tuple[str, str]]], Any]
@@ -37,7 +37,7 @@ StartResponse = Callable[[str, list[tuple[str, str]]], Any]
 
 @dataclass(frozen=True, slots=True)
 class AskStatus:
-    """Answered with a `ReplicaStatus` as JSON."""
+    """A question that is answered with a `ReplicaStatus` as JSON."""
 
     order: Order
     most_requests: int
@@ -46,7 +46,10 @@ class AskStatus:
 
 @dataclass(frozen=True, slots=True)
 class AskTrace:
-    """Answered with the trace's pieces as they come, or None while another one is taken."""
+    """A question that is answered with the pieces of a trace as they come.
+
+    The answer is None while another trace is taken, and before the first epoch.
+    """
 
     seconds: float
     answer: Future[Iterator[bytes] | None] = field(default_factory=Future)
@@ -56,7 +59,7 @@ Question = AskStatus | AskTrace
 
 
 class Questions:
-    """From the threads that answer HTTP to the controller's loop, which polls `fileno`."""
+    """A queue of questions from the HTTP threads to the controller's loop, which polls `fileno`."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Question] = SimpleQueue()
@@ -64,7 +67,7 @@ class Questions:
         self._bell.setblocking(False)
 
     def fileno(self) -> int:
-        """Readable when there is a question."""
+        """Return a file descriptor that is readable when a question waits."""
         return self._bell.fileno()
 
     def ask(self, question: Question) -> None:
@@ -72,7 +75,7 @@ class Questions:
         self._ring.send(b"?")
 
     def take(self) -> Iterator[Question]:
-        """All questions that wait."""
+        """Yield all questions that wait."""
         try:
             self._bell.recv(4096)
         except BlockingIOError:
@@ -89,7 +92,7 @@ class Questions:
 
 
 class _Refusal(Exception):
-    """An answer that is no content."""
+    """An HTTP error answer."""
 
     def __init__(self, status: str, text: str) -> None:
         super().__init__(text)
@@ -173,10 +176,10 @@ def _number(query: dict[str, list[str]], name: str, default: float, least: float
 
 
 def serve(registry: CollectorRegistry, questions: Questions, host: str, port: int) -> str:
-    """Answer from threads of its own; returns the URL of the metrics. Port 0 takes any free one.
+    """Start a server with its own threads, and return the URL of the metrics. Port 0 takes any free port.
 
     Raises:
-        ConfigInvalid: nothing can listen there.
+        ConfigInvalid: the server cannot listen there.
     """
     try:
         server = BoundedWsgiServer(host, port, Telemetry(registry, questions))

@@ -1,12 +1,13 @@
-"""A trace that Perfetto and chrome://tracing open: what every rank did, step by step, and what waited meanwhile.
+"""Traces for Perfetto and chrome://tracing: what every rank did, step by step, and which requests waited.
 
-The format is Trace Event JSON ("Trace Event Format", the Chromium project) in its array form, which needs no end:
-a file that a crash has cut behind a line is read as far as it goes. One process of the trace is a lane, one thread of it
-a rank; process 0 is the controller, with counters, the steps in flight and the requests.
+The format is Trace Event JSON ("Trace Event Format", the Chromium project) in its array form. The array needs
+no closing bracket, so a file that a crash has cut off after a line can be read up to there. Each lane is a
+process of the trace, and each of its ranks a thread; process 0 is the controller, with counters, the steps in
+flight and the requests.
 
-Times are the controller's monotonic clock, counted from the beginning of the trace. Ranks on the same machine read the
-same clock. Of others the difference is estimated as the smallest one seen between sending and receiving a part, which
-is too large by the fastest message.
+Times are the controller's monotonic clock, relative to the beginning of the trace. Ranks on the same machine
+read the same clock. The clock offset of a rank elsewhere is estimated as the smallest difference seen between
+receiving and sending a part, which is too large by the latency of the fastest message.
 """
 
 from __future__ import annotations
@@ -40,17 +41,17 @@ from medha.wire.messages import (
 from medha_worker.rank.recorder import PREPARED
 
 MOST_BYTES = 256 * 2**20
-"""Where a trace ends, however long it was to be."""
+"""Largest size of a trace; it ends there even if its time is not over."""
 MOST_QUEUED = 20_000
-"""Happenings that may wait to be written; further ones are left out, and counted."""
-PIECE_EVENTS = 2000  # about as many are written at once
+"""Most happenings that may wait to be written; further ones are left out and counted."""
+PIECE_EVENTS = 2000  # about how many events are written at once
 KNOWN_STEPS = 4096
-MOST_NAMED = 32  # decodes of a step that are named
-COUNTER_SECONDS = 0.02  # counters are written at most this often
-IDLE_SECONDS = 0.5  # how long a writer waits before it sees whether the trace has ended
+MOST_NAMED = 32  # decodes of a step that are listed by name
+COUNTER_SECONDS = 0.02  # shortest interval between two samples of the counters
+IDLE_SECONDS = 0.5  # how long the writer waits for a happening before it checks whether the trace has ended
 
 LARGEST_SECONDS = 1e12
-"""Times of a rank that are larger, or no numbers, are left out: JSON has no word for what is not finite."""
+"""Largest time that is accepted from a rank; larger ones and NaN are left out, as JSON cannot express them."""
 
 Event = dict[str, Any]
 
@@ -69,7 +70,7 @@ class StepLaunched:
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """Left the first stage, or with `is_done` the last one."""
+    """A step has left the first stage or, with `is_done`, the last one."""
 
     epoch: int
     step_id: int
@@ -78,7 +79,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestMoved:
-    """A request waits, prefills or decodes from now on; with None it has ended."""
+    """A request has entered a phase: waiting, prefill or decode; None: it has ended."""
 
     request: str
     phase: str | None
@@ -87,7 +88,7 @@ class RequestMoved:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Numbers of one kind, drawn as a stack."""
+    """Numbers of one kind, which viewers draw as a stack."""
 
     name: str
     values: tuple[tuple[str, float], ...]
@@ -97,7 +98,7 @@ Happening = StepLaunched | StepEnded | RequestMoved | Counted | TracePart
 
 
 class Tracing:
-    """One trace while it is taken: the controller's loop puts in what happens, another thread writes it."""
+    """A trace while it is taken: the controller's loop queues happenings, another thread writes them."""
 
     def __init__(self, topology: Topology, machine: str, now: float, until: float) -> None:
         self.until = until
@@ -112,11 +113,11 @@ class Tracing:
         return self._closed
 
     def close(self) -> None:
-        """Nothing more is put in; the writer ends once it has written what is there."""
+        """Accept no more happenings; the writer ends once it has written those in the queue."""
         self._closed = True
 
     def put(self, at: float, happening: Happening) -> None:
-        """At `at`, on the controller's clock; a part is put in when it comes."""
+        """Queue a happening; `at` is its time on the controller's clock, for a part when it was received."""
         if self._closed:
             return
         try:
@@ -131,7 +132,7 @@ class Tracing:
         core: ReplicaController,
         now: float,
     ) -> None:
-        """Put in what one event led to."""
+        """Queue the happenings of one event and of the commands that it led to."""
         match event:
             case StageFree(step_id=step_id, stage=0):
                 self.put(now, StepEnded(core.epoch, step_id, is_done=False))
@@ -180,7 +181,10 @@ class Tracing:
             self.put(now, Counted(f"KV blocks of lane {lane.index}", held))
 
     def pieces(self, most_bytes: int = MOST_BYTES) -> Iterator[bytes]:
-        """The file's text, piece by piece, until the trace is closed or `most_bytes` long; each piece ends a line."""
+        """Yield the file's text until the trace is closed or `most_bytes` long.
+
+        Each piece ends at the end of a line.
+        """
         try:
             piece = _lines(self._format.names(), first=True)
             written = 0
@@ -201,7 +205,7 @@ class Tracing:
             self._closed = True
 
     def _events(self) -> list[Event] | None:
-        """What has happened meanwhile; None once nothing more can come."""
+        """Return the events that wait in the queue; None once the trace is closed and the queue is empty."""
         found: list[Event] = []
         try:
             found = self._format.events(*self._queue.get(timeout=IDLE_SECONDS))
@@ -212,11 +216,11 @@ class Tracing:
         return found
 
     def write_to(self, path: Path) -> None:
-        """Write a file from a thread of its own, until the trace is closed or the file cannot be written."""
+        """Write a file in a separate thread, until the trace is closed or a write fails."""
 
         def write() -> None:
             try:
-                with path.open("wb", buffering=0) as file:  # whole lines at once, whatever happens to us
+                with path.open("wb", buffering=0) as file:  # unbuffered: whole lines, even if we are killed
                     for piece in self.pieces():
                         file.write(piece)
             except OSError as error:
@@ -227,24 +231,24 @@ class Tracing:
         self._writer.start()
 
     def join(self) -> None:
-        """Wait until a file that is being written is whole."""
+        """Wait until the file, if one is being written, is complete."""
         if hasattr(self, "_writer"):
             self._writer.join()
 
 
 class TraceFormat:
-    """Trace events of what happens. Lanes are processes 1, 2, ...; the controller is process 0."""
+    """Turns happenings into trace events. Lanes are processes 1, 2, ...; the controller is process 0."""
 
     def __init__(self, topology: Topology, machine: str, began: float) -> None:
         self._topology = topology
         self._machine = machine
         self._began = began
         self._steps: OrderedDict[tuple[int, int], StepLaunched] = OrderedDict()
-        self._phases: dict[str, str] = {}  # of requests that were seen to move
-        self._offsets: dict[tuple[int, str], float] = {}  # to be added to the clock of a rank, by its machine
+        self._phases: dict[str, str] = {}  # current phase by request
+        self._offsets: dict[tuple[int, str], float] = {}  # clock offset by rank and machine
 
     def names(self) -> list[Event]:
-        """What processes and threads are called."""
+        """Return the events that name processes and threads."""
         topology = self._topology
         found = [_named("process_name", 0, 0, "controller"), _sorted(0, 0)]
         for rank in range(topology.ranks):
@@ -259,7 +263,7 @@ class TraceFormat:
         return found
 
     def events(self, at: float, happening: Happening) -> list[Event]:
-        """One happening that was noted at `at`, on the controller's clock."""
+        """Return the trace events of a happening that was noted at `at`, on the controller's clock."""
         match happening:
             case StepLaunched() as step:
                 return self._launched(at, step)
@@ -322,7 +326,7 @@ class TraceFormat:
         return found
 
     def _offset(self, at: float, part: TracePart) -> float:
-        """What to add to a rank's times so that they are on our clock."""
+        """Return the offset that converts a rank's times to the controller's clock."""
         if part.machine and part.machine == self._machine:
             return 0.0
         key = part.rank, part.machine
@@ -342,25 +346,25 @@ class TraceFormat:
         found = [self._slice(name, times.started, times.ended, offset, where, args)]
         draws = here.stream == self._topology.stream - 1
         for what, since, until in _parts(times, draws=draws):
-            # Beside the step before it, not inside of it.
+            # On a thread of its own: it overlaps the step before it.
             beside = where | {"tid": where["tid"] + self._topology.ranks} if what == PREPARED else where
             found.append(self._slice(what, since, until, offset, beside, {"step": times.step_id}))
-        if step is None or step.chunks or step.decodes:  # else nothing travels
+        if step is None or step.chunks or step.decodes:  # else no hidden states are sent
             found += self._arrows(rank, epoch, times, offset, where)
         return found
 
     def _arrows(
         self, rank: int, epoch: int, times: StepTimes, offset: float, where: dict[str, int]
     ) -> list[Event]:
-        """From the stage that sends hidden states to the one that receives them."""
+        """Return flow events from the stage that sends hidden states to the stage that receives them."""
         here, found = self._topology.coordinates(rank), []
         for what, since, until in times.spans:
             leaving, coming = what == "send" and here.stream < self._topology.stream - 1, what == "receive"
             if not (leaving or (coming and here.stream > 0)):
                 continue
             sender = rank if leaving else rank - self._topology.tensor
-            id_ = epoch * 2**40 + times.step_id * self._topology.ranks + sender  # Perfetto takes no text here
-            # What is sent may have come before the call that sends it returns, but never before it began.
+            id_ = epoch * 2**40 + times.step_id * self._topology.ranks + sender  # Perfetto needs a number
+            # Data may arrive before the call that sends it returns, but never before that call began.
             moment = since if leaving else until - min(1e-6, (until - since) / 2)
             arrow = self._event(
                 "s" if leaving else "f", "hidden states", moment + offset, cat="stage", id=id_
@@ -380,7 +384,7 @@ class TraceFormat:
 
 
 def _is_time(seconds: float) -> bool:
-    return abs(seconds) <= LARGEST_SECONDS  # NaN is not
+    return abs(seconds) <= LARGEST_SECONDS  # false for NaN
 
 
 def _are_times(times: StepTimes) -> bool:
@@ -391,7 +395,11 @@ def _are_times(times: StepTimes) -> bool:
 
 
 def _parts(times: StepTimes, *, draws: bool) -> list[tuple[str, float, float]]:
-    """The spans of a step, its forward pass without what was received before and sent behind; drawing comes last."""
+    """Return the spans of a step.
+
+    The span of the forward pass excludes the receive before it and the send after it. With `draws`, sampling
+    (named "draw") lasts from the end of the forward pass to the end of the step.
+    """
     found = [span for span in times.spans if span[0] != "forward"]
     for what, since, until in times.spans:
         if what != "forward":
@@ -406,7 +414,7 @@ def _parts(times: StepTimes, *, draws: bool) -> list[tuple[str, float, float]]:
 
 
 def _on_lane(step: StepLaunched | None, lane: int) -> StepLaunched | None:
-    """A step with what it computes on one lane alone."""
+    """Return the step with only the chunks and decodes of one lane."""
     if step is None:
         return None
     return replace(
@@ -444,7 +452,7 @@ def _note(text: str, at_microseconds: float) -> Event:
 
 
 def _lines(events: Iterable[Event], *, first: bool = False) -> bytes:
-    """Events as lines of a JSON array: the first begins it, all others begin with a comma."""
+    """Return events as lines of a JSON array: `first` ones open the array, later ones begin with a comma."""
     lines = [json.dumps(event, separators=(",", ":")) for event in events]
     if not lines:
         return b""
@@ -452,10 +460,10 @@ def _lines(events: Iterable[Event], *, first: bool = False) -> bytes:
 
 
 def read_trace(text: str | bytes) -> list[Event]:
-    """The events of a trace, also of one that was cut off.
+    """Return the events of a trace, even of one that was cut off.
 
     Raises:
-        ValueError: it is no trace.
+        ValueError: the text is not a trace.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8", errors="ignore")

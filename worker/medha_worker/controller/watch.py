@@ -1,7 +1,7 @@
-"""What a controller's process says of itself: the core's status, and what is seen only by who stands beside it.
+"""Status of a controller's process: the core's own status, and what is recorded beside the core.
 
-The core keeps what decisions need. When a step was launched, how fast tokens come, and who got a first token in time is
-noted here, from the same events and commands that the metrics are counted from.
+The core keeps only the state that decisions need. Launch times of steps, token rates and attained targets are
+recorded here, from the same events and commands that the metrics are counted from.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from medha.scheduler.validation import class_name
 from medha.wire.messages import Cancel, ControllerCommand, ControllerEvent, Done, Emit, Failed, Step, Submit
 
 WINDOW_SECONDS = 10.0
-"""Rates are means over this time, or over as much of it as has passed."""
+"""Window over which rates are averaged; shorter while the process has not run that long."""
 _BUCKET_SECONDS = 0.5
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """What was computed in half a second."""
+    """Work that was completed within one interval of `_BUCKET_SECONDS`."""
 
     begins: float
     steps: int = 0
@@ -32,22 +32,22 @@ class _Bucket:
 
 @dataclass(slots=True)
 class _Open:
-    """What an open request was promised, and what it has got."""
+    """An open request: its targets, and its output so far."""
 
     service_class: str
     deadline: float
     tpot_seconds: float
     emitted: int = 0
-    first_token_at: float = 0.0  # once any is emitted
+    first_token_at: float = 0.0  # set once a token is emitted
     last_token_at: float = 0.0
 
 
 class Watch:
-    """Beside one controller's process; epochs come and go."""
+    """Records the status of one controller's process, across epochs."""
 
     def __init__(self, replica: str, model: str) -> None:
         self._replica, self._model = replica, model
-        self._began: float | None = None  # the first epoch
+        self._began: float | None = None  # when the first epoch began
         self._buckets: deque[_Bucket] = deque()
         self._attained = Counter[tuple[str, str, bool]]()  # (class, ttft | tpot, met)
         self._launched_at: dict[int, float] = {}
@@ -55,7 +55,7 @@ class Watch:
         self._open: dict[str, _Open] = {}
 
     def begin_epoch(self, now: float) -> None:
-        """A fresh core takes the place of the one before, and knows no request."""
+        """Forget steps and open requests, because a fresh core replaces the one before."""
         self._began = now if self._began is None else self._began
         self._launched_at.clear()
         self._prefill_tokens.clear()
@@ -68,7 +68,7 @@ class Watch:
         core: ReplicaController,
         now: float,
     ) -> None:
-        """Note one event, and the commands that it led to."""
+        """Record one event and the commands that it led to."""
         match event:
             case Submit():
                 self._arrived(event, core)
@@ -122,7 +122,7 @@ class Watch:
             if not request.emitted:
                 request.first_token_at = now
                 self._attained[request.service_class, "ttft", now <= request.deadline] += 1
-            elif self._buckets:  # of the step whose end has brought them
+            elif self._buckets:  # the last one, to which the step that produced them was added
                 self._buckets[-1].decode_tokens += len(emit.tokens)
             request.emitted += len(emit.tokens)
             request.last_token_at = now
@@ -145,7 +145,7 @@ class Watch:
         order: Order = "urgency",
         most_requests: int = 50,
     ) -> ReplicaStatus:
-        """Everything at `now`; `core` is None while the ranks gather."""
+        """Return the status at `now`; `core` is None while the ranks gather."""
         self._forget(now)
         up_seconds = 0.0 if self._began is None else now - self._began
         window = min(WINDOW_SECONDS, max(up_seconds, _BUCKET_SECONDS))

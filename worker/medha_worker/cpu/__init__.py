@@ -1,1 +1,1 @@
-"""Attention on CPUs by a kernel compiled at start; optional, plain torch stands in."""
+"""Attention on CPUs with a kernel compiled at start; optional, plain torch is the fallback."""

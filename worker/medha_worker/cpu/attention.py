@@ -1,6 +1,6 @@
-"""The compiled kernel as an attention backend: what a step computes, cut into tasks.
+"""The compiled kernel as an attention backend: a step's work is split into tasks.
 
-Threads take the tasks off one counter, the longest first.
+Threads take the tasks from a shared counter, the longest first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TOKENS, _HEAD, _START, _STOP = (
 
 @lru_cache
 def compiled_kernel(head_dim: int, group: int) -> CompiledAttention:
-    """The kernel, compiled once for a shape: half a second."""
+    """Return the kernel for a shape, compiled once, which takes half a second."""
     return CompiledAttention(head_dim, group, _TASK_ROWS, Target.of_host())
 
 
@@ -43,7 +43,7 @@ class CpuAttention:
     """
 
     def __init__(self, head_dim: int, group: int, openmp: OpenMP) -> None:
-        """For `group` query heads on each KV head, of `head_dim` values each."""
+        """Set up attention with `group` query heads per KV head, of `head_dim` values each."""
         self.group = group
         self._openmp = openmp
         self._kernel = compiled_kernel(head_dim, group)
@@ -53,7 +53,7 @@ class CpuAttention:
         return _CpuStep(self, spans, block_tokens)
 
     def scratch(self, threads: int) -> torch.Tensor:
-        """Memory of each thread, float32 [threads, floats]; a page apart."""
+        """Return each thread's memory, float32 [threads, floats], a page apart."""
         floats = self._kernel.scratch.offsets()["end"] + 1024
         if self._scratch.shape[0] < threads:
             self._scratch = torch.empty(threads, floats)
@@ -64,17 +64,20 @@ class CpuAttention:
 
 
 class _CpuStep:
-    """The tasks of one step. Parts of a split decode go to rows behind the others, and are merged from there."""
+    """The tasks of one step.
+
+    Parts of a split decode write to rows behind the others, and are merged from there.
+    """
 
     def __init__(self, backend: CpuAttention, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
         self._backend = backend
         self._slots = [_slots(span, block_tokens) for span in spans]
         self._rows = max(span.rows.stop for span in spans)
         self._output_rows = self._rows
-        self._split: list[tuple[int, slice]] = []  # of a split decode: its row, and the rows of its parts
+        self._split: list[tuple[int, slice]] = []  # for each split decode: its row, and the rows of its parts
         self._parts: list[tuple[int, ...]] = []
         threads = torch.get_num_threads()
-        # A single thread would gain nothing from parts, and merge them in every layer.
+        # A single thread would gain nothing from parts, but would have to merge them in every layer.
         most_parts = 2 * threads if threads > 1 else 1
         for span, slots in zip(spans, self._slots, strict=True):
             if span.row_count == 1:
@@ -116,7 +119,7 @@ class _CpuStep:
         return output[:rows], log_sum_exp[:rows]
 
     def _add_decode(self, span: SequenceSpan, slots: int, parts: int) -> None:
-        """One row against all keys, cut into `parts` runs of keys."""
+        """Add a row against all keys, split into `parts` runs of keys."""
         total, last = span.total_length, span.context_length
         if parts == 1:
             self._parts.append((span.row_start, 1, last, 1, 0, slots, 0, total, span.row_start))
@@ -129,7 +132,7 @@ class _CpuStep:
             self._parts.append((span.row_start, 1, last, 1, 0, slots, start, stop, first + part))
 
     def _add_chunk(self, span: SequenceSpan, slots: int) -> None:
-        """Many rows, a task's worth at a time, each against all keys that its last one sees."""
+        """Add many rows in tasks of limited size, each against all keys that its last row sees."""
         step = max(1, _TASK_ROWS // self._backend.group)
         for first in range(0, span.row_count, step):
             tokens = min(step, span.row_count - first)
@@ -137,13 +140,13 @@ class _CpuStep:
             if span.is_causal:
                 position = span.context_length + first * span.stride
                 seen = position + 1 + (tokens - 1) * span.stride
-            else:  # as if they stood behind all keys
+            else:  # as if the rows stood behind all keys
                 position = seen = span.total_length
             self._parts.append((row, tokens, position, span.stride, 0, slots, 0, seen, row))
 
 
 def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:
-    """Where each position of the sequence lies in the pool."""
+    """Return the pool slot of each position of the sequence."""
     count = -(-span.total_length // block_tokens)
     blocks = np.asarray(span.blocks[:count], dtype=np.int32)
     assert blocks.size == count, "the block table is shorter than the sequence"
@@ -152,7 +155,7 @@ def _slots(span: SequenceSpan, block_tokens: int) -> npt.NDArray[np.int32]:
 
 
 def _for_each_head(parts: Sequence[tuple[int, ...]], kv_heads: int) -> npt.NDArray[np.int64]:
-    """Every part of the step for every KV head: the tasks, the longest first."""
+    """Return the tasks, the longest first: every part of the step for every KV head."""
     tasks = np.repeat(np.array(parts, dtype=np.int64), kv_heads, axis=0)
     tasks[:, _HEAD] = np.tile(np.arange(kv_heads), len(parts))
     work = tasks[:, _TOKENS] * (tasks[:, _STOP] - tasks[:, _START])

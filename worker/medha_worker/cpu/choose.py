@@ -1,4 +1,4 @@
-"""Which kernels a model gets on this machine."""
+"""The choice of kernels for a model on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from medha_worker.model.weights import Shard
 def choose_kernels(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, shard: Shard | None = None
 ) -> Kernels:
-    """The compiled ones for float32 on a CPU where a rank's sizes fill vector registers, else plain torch.
+    """Return compiled kernels for float32 on a CPU if a rank's sizes fill vector registers, else plain torch.
 
-    `shard` is the rank's part of the model; by default all of it.
+    `shard` is the rank's part of the model; by default, all of it.
     """
     shard = shard or Shard.whole(config)
     openmp = torchs_openmp()

@@ -1,4 +1,4 @@
-"""A builder of LLVM IR for vectors of float32: what the kernel is written with."""
+"""An LLVM IR builder for vectors of float32, with which the kernels are written."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from llvmlite import ir
 BOOL, INT32, INT64, FLOAT = ir.IntType(1), ir.IntType(32), ir.IntType(64), ir.FloatType()
 POINTER, VOID = ir.PointerType(), ir.VoidType()
 
-# Numbers of the kernel (indices, offsets) are int64 values, or known when it is written.
+# Numbers of the kernel (indices, offsets) are int64 values, or integers known when it is emitted.
 Number: TypeAlias = ir.Value | int
 
-# 2^f on [-1/2, 1/2], minimax; lowest power first.
+# Minimax polynomial of 2^f on [-1/2, 1/2]; lowest power first.
 _EXP2 = (1.0000000, 0.69314718, 0.24022650, 0.05550410, 0.00961813, 0.00133336)
 _ROUND = 12582912.0  # 1.5 * 2^23: adding it leaves the nearest integer in a float's low bits
-# Exponents of normal numbers; from below with room for products with values, as subnormal sums take ten times as long.
+# Exponents of normal numbers. The lower bound leaves room for products with values, as subnormal sums take
+# ten times as long.
 _LOWEST, _HIGHEST = -104.0, 126.0
 
 
 class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
-    """Appends to a new function; vectors have `lanes` values."""
+    """Appends code to a new function; vectors have `lanes` values."""
 
     def __init__(self, function: ir.Function, lanes: int) -> None:
         super().__init__(function.append_basic_block("entry"))
@@ -45,7 +46,7 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         return self.mul(self.number(a), self.number(b))
 
     def round_down(self, value: ir.Value, step: int) -> ir.Value:
-        """The largest multiple of `step` that is not above a value >= 0."""
+        """Return the largest multiple of `step` that is not above `value`, which is >= 0."""
         return self.times(self.udiv(value, self.number(step)), step)
 
     def smaller(self, a: ir.Value, b: Number) -> ir.Value:
@@ -55,14 +56,14 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         return self.select(self.icmp_signed(">", a, self.number(b)), a, self.number(b))
 
     def external_number(self, name: str) -> ir.Value:
-        """What the C function `int (void)` of this name says."""
+        """Return the result of the C function `int (void)` of this name."""
         function = self._external(name, INT32)
         return self.sext(self.call(function, []), INT64)
 
     # --- memory -------------------------------------------------------------------------------------
 
     def at(self, pointer: ir.Value, index: Number, kind: ir.Type = FLOAT) -> ir.Value:
-        """The address of an element."""
+        """Return the address of an element."""
         return self.gep(pointer, [self.number(index)], source_etype=kind)
 
     def one(self, pointer: ir.Value, index: Number, kind: ir.Type = FLOAT) -> ir.Value:
@@ -72,14 +73,14 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         self.store(value, self.at(pointer, index, value.type))
 
     def vector(self, pointer: ir.Value, index: Number) -> ir.Value:
-        """Consecutive floats, aligned or not."""
+        """Load consecutive floats, aligned or not."""
         return self.load(self.at(pointer, index), typ=self.vector_type, align=4)
 
     def put(self, value: ir.Value, pointer: ir.Value, index: Number) -> None:
         self.store(value, self.at(pointer, index), align=4)
 
     def prefetch(self, pointer: ir.Value, index: Number) -> None:
-        """Ask for the cache line of an element, to be read later; it goes to second-level cache."""
+        """Prefetch the cache line of an element for reading, into second-level cache."""
         function = self._external("llvm.prefetch.p0", VOID, POINTER, INT32, INT32, INT32)
         to_read, locality, data = (ir.Constant(INT32, value) for value in (0, 2, 1))
         self.call(function, [self.at(pointer, index), to_read, locality, data])
@@ -87,30 +88,30 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     # --- vectors ------------------------------------------------------------------------------------
 
     def same(self, value: float) -> ir.Constant:
-        """A vector of one constant."""
+        """Return a vector of one constant."""
         return ir.Constant(self.vector_type, [value] * self.lanes)
 
     def splat(self, value: ir.Value) -> ir.Value:
-        """One value in all lanes."""
+        """Return a vector with one value in all lanes."""
         kind = ir.VectorType(value.type, self.lanes)
         nothing = ir.Constant(kind, ir.Undefined)
         first = self.insert_element(nothing, value, ir.Constant(INT32, 0))
         return self.shuffle_vector(first, nothing, ir.Constant(self.integers_type, [0] * self.lanes))
 
     def multiply_add(self, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-        """a * b + c."""
+        """Return a * b + c."""
         kinds = [self.vector_type] * 3
         return self.call(self._external(f"llvm.fma.v{self.lanes}f32", self.vector_type, *kinds), [a, b, c])
 
     def total(self, vector: ir.Value) -> ir.Value:
-        """The sum over the lanes."""
+        """Return the sum over the lanes."""
         name = f"llvm.vector.reduce.fadd.v{self.lanes}f32"
         return self.call(
             self._external(name, FLOAT, FLOAT, self.vector_type), [ir.Constant(FLOAT, 0.0), vector]
         )
 
     def maximum(self, vector: ir.Value) -> ir.Value:
-        """The largest lane."""
+        """Return the largest lane."""
         name = f"llvm.vector.reduce.fmax.v{self.lanes}f32"
         return self.call(self._external(name, FLOAT, self.vector_type), [vector])
 
@@ -121,7 +122,7 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         return self.call(self._external("llvm.log2.f32", FLOAT, FLOAT), [value])
 
     def exp2(self, x: ir.Value) -> ir.Value:
-        """2^x in each lane, relative error 2e-7; x is clamped to -104 .. 126, far inside of normal numbers."""
+        """Return 2^x in each lane, relative error 2e-7; x is clamped to -104 .. 126, in normal numbers."""
         for bound, beyond in ((_LOWEST, "<"), (_HIGHEST, ">")):
             x = self.select(self.fcmp_ordered(beyond, x, self.same(bound)), self.same(bound), x)
         rounded = self.fadd(x, self.same(_ROUND))
@@ -135,7 +136,7 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         return self.bitcast(bits, self.vector_type)
 
     def transpose(self, square: Sequence[ir.Value]) -> list[ir.Value]:
-        """`lanes` vectors, rows to columns: neighbours swap lanes, then pairs, then fours, and so on."""
+        """Transpose `lanes` vectors: neighbours swap lanes, then pairs, then fours, and so on."""
         square = list(square)
         everyone = range(self.lanes)
         distance = 1
@@ -151,7 +152,7 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
         return square
 
     def folded(self, a: ir.Value, b: ir.Value, distance: int) -> ir.Value:
-        """Of two vectors of partial sums `distance` lanes apart, one that has `a`'s in its first places, and `b`'s."""
+        """Fold two vectors of partial sums, `distance` lanes apart, into one: first `a`'s, then `b`'s."""
         everyone = range(self.lanes)
         near = [i if i & distance == 0 else self.lanes + i - distance for i in everyone]
         far = [i + distance if i & distance == 0 else self.lanes + i for i in everyone]
@@ -168,19 +169,20 @@ class VectorBuilder(ir.IRBuilder):  # type: ignore[misc] # llvmlite has no types
     def counting(
         self, start: Number, stop: Number, step: int = 1, carried: Sequence[ir.Value] = ()
     ) -> Iterator[Loop]:
-        """`for index in range(start, stop, step)`; the values of `carried` are handed from turn to turn."""
+        """Emit `for index in range(start, stop, step)`; `carried` values pass from iteration to iteration."""
         loop = Loop(self, self.number(start), self.number(stop), step, carried)
         yield loop
         loop.close()
 
 
 class Loop:
-    """A counted loop; the builder stands in its body until `close`.
+    """A counted loop; the builder is positioned in its body until `close`.
 
     Attributes:
-        index: The count, int64.
-        carried: In the body, the values that the turn starts with; afterwards, the last turn's results.
-        following: What the next turn starts with: to be replaced in the body.
+        index: The counter, int64.
+        carried: In the body, the values at the start of the iteration; after the loop, the last iteration's
+            results.
+        following: Values for the start of the next iteration; the body replaces them.
     """
 
     def __init__(

@@ -1,16 +1,17 @@
-"""The attention kernel for CPUs, compiled for the vector registers of the machine at hand.
+"""The attention kernel for CPUs, compiled for the vector registers of this machine.
 
-One kernel serves prefill chunks and decodes alike. A *task* is a run of rows of one sequence and one KV head (the
-query heads that share it are rows) against a run of that sequence's keys. It goes through the keys in tiles of 64:
+One kernel serves prefill chunks and decodes. A *task* computes a run of rows of one sequence and one KV head
+(the query heads that share the head are rows) against a run of that sequence's keys. It goes through the keys
+in tiles of 64:
 
 1. K is transposed and V copied into first-level cache, by slot, so that paging costs nothing further;
-2. for a few rows at a time, scores are computed in registers, turned into weights there (exp never touches
+2. for a few rows at a time, scores are computed in registers and turned into weights there (exp never touches
    memory), and the weights times V are added to the rows' sums.
 
-Softmax does not change when a constant is taken from a row's scores, so no running maximum is kept: the constant
-is 0 where the first tile's scores are small, else somewhat above their maximum. Should a later score be so far above it
-that the sum overflows, the task starts again with the true maximum. Exponentials are powers of two: queries are scaled by
-log2 e.
+Softmax does not change when a constant is subtracted from a row's scores, so no running maximum is kept: the
+constant is 0 if the first tile's scores are small, else somewhat above their maximum. If a later score
+exceeds it so far that the sum overflows, the task starts again with the true maximum. Exponentials are powers
+of two: queries are scaled by log2 e.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, Numb
 from medha_worker.cpu.machine import Compiled, Target
 
 TILE_KEYS = 64
-# A decode's products of one key are written out; beyond this they are too many.
+# Largest head dimension at which a decode's products of one key are unrolled; beyond it they are too many.
 _MOST_DIRECT_HEAD_DIM = 256
-# How far ahead a decode asks memory for K and V. The processor's own prefetch ends with each page, and knows no block
-# table; a load alone waits for memory. Two tiles, 32 KiB of each, are on their way while one is computed.
+# How many keys ahead a decode prefetches K and V. The processor's own prefetch ends with each page and knows
+# no block table; a load alone waits for memory. Two tiles, 32 KiB of each, are in flight while one is
+# computed.
 _KEYS_AHEAD = 2 * TILE_KEYS
 _CACHE_LINE_FLOATS = 16
 
-# While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant. Else the constant is
-# so far above it: a lower weight than 2^-104 becomes that, which is then 2^-47 of the maximum's, and a later score may be
-# 2^156 times as large. With less room, lanes whose part of a text begins with nothing that a row looks for start again
-# often.
+# While a row's maximum over its first tile is within +-_SMALL (powers of two), it needs no constant.
+# Otherwise the constant is _SMALL above that maximum. A weight below 2^-104 is raised to 2^-104, which is
+# then 2^-47 of the maximum's weight, and a later weight may be 2^156 times as large as the maximum's. With
+# less room, tasks of lanes whose part of a text begins with keys of low scores would often start again.
 _SMALL = 57.0
 _LARGE = 1e30
 
-# Fields of a call, int64 each, in order; the last is a float32.
+# Fields of a call, in order: int64 each, but the last is a float32.
 CALL_FIELDS = (
     "next_task", "tasks", "task_rows", "q", "q_stride", "output", "output_stride", "log_sum_exp",
     "keys", "values", "head_stride", "group", "scratch", "scratch_stride", "scale",
@@ -52,19 +54,19 @@ TASK_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A thread's memory, in floats, for tasks of at most `rows` rows."""
+    """Layout of a thread's scratch memory, in floats, for tasks of at most `rows` rows."""
 
     rows: int
     head_dim: int
     target: Target
 
     def offsets(self) -> dict[str, int]:
-        """Where each part starts, on a cache line; `end` is the size of all."""
+        """Return where each part starts, on a cache line; `end` is the total size."""
         rows = (-(-self.rows // self.target.rows)) * self.target.rows
         sizes = {
             "q": rows * self.head_dim,
             "sums": rows * self.head_dim,
-            "totals": rows * self.target.lanes,  # one for each lane
+            "totals": rows * self.target.lanes,  # one per lane
             "constants": rows,
             "keys": TILE_KEYS * self.head_dim,
             "values": TILE_KEYS * self.head_dim,
@@ -82,18 +84,18 @@ class CompiledAttention:
     """The kernel for one shape of heads, compiled for this machine.
 
     Attributes:
-        address: Of the C function `void (int64 *call)`, which every thread of a team runs once.
-        scratch: What each thread needs.
+        address: Address of the C function `void (int64 *call)`, which every thread of a team runs once.
+        scratch: Layout of the memory that each thread needs.
     """
 
     def __init__(self, head_dim: int, group: int, task_rows: int, target: Target) -> None:
-        """Compile.
+        """Compile the kernel.
 
         Args:
-            head_dim: A multiple of the vector length.
+            head_dim: Width of a head; a multiple of the vector length.
             group: Query heads that share a KV head: the rows of a decode.
             task_rows: Most rows of a task.
-            target: See there.
+            target: Target to compile for.
         """
         assert head_dim % target.lanes == 0
         self.scratch = Scratch(max(task_rows, group), head_dim, target)
@@ -104,7 +106,7 @@ class CompiledAttention:
 def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.Module:
     module = ir.Module("medha_cpu_attention")
     chunks = decodes = _Emitter(module, head_dim, target, scratch)
-    decode_rows = -(-group // -(-group // target.rows))  # blocks that a decode's few rows fill evenly
+    decode_rows = -(-group // -(-group // target.rows))  # block size that a decode's few rows fill evenly
     if decode_rows < target.rows and head_dim <= _MOST_DIRECT_HEAD_DIM:
         decodes = _DecodeEmitter(module, head_dim, replace(target, rows=decode_rows), scratch)
     _emit_attend(module, target, chunks, decodes)
@@ -112,7 +114,7 @@ def _module(head_dim: int, group: int, target: Target, scratch: Scratch) -> ir.M
 
 
 def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _Emitter) -> None:
-    """`attend(call)`: take the next task until none is left."""
+    """Emit `attend(call)`, which takes the next task until none is left."""
     function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), "attend")
     (call,) = function.args
     code = VectorBuilder(function, target.lanes)
@@ -144,7 +146,7 @@ def _emit_attend(module: ir.Module, target: Target, chunks: _Emitter, decodes: _
 
 @dataclass(frozen=True, slots=True)
 class _Scored:
-    """Where the functions that compute scores leave what becomes of them; pointers."""
+    """Pointers to which the functions that compute scores write their results."""
 
     constants: ir.Value
     limits: ir.Value
@@ -153,7 +155,7 @@ class _Scored:
 
 
 class _Emitter:
-    """Writes the functions that work on blocks of `target.rows` rows."""
+    """Emits the functions that work on blocks of `target.rows` rows."""
 
     def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
         assert TILE_KEYS % (target.lanes * target.vectors) == 0
@@ -175,11 +177,12 @@ class _Emitter:
         return function
 
     def _scores(self, name: str, *, masked: bool, only_maximum: bool) -> ir.Function:
-        """Scores of one block of rows against one tile of keys.
+        """Emit the scores of one block of rows against one tile of keys.
 
-        `f(q, keys, constants, limits, weights, totals)`: q [rows, head_dim], keys [head_dim, TILE_KEYS]. Either
-        weights [rows, TILE_KEYS] = 2^(score - constant), and their sums are added to totals [rows, lanes]; or, with
-        `only_maximum`, constants are raised to the largest visible score. Row r sees keys j < limits[r].
+        `f(q, keys, constants, limits, weights, totals)`: q is [rows, head_dim], keys [head_dim, TILE_KEYS].
+        Either weights [rows, TILE_KEYS] = 2^(score - constant) are stored and their sums added to totals
+        [rows, lanes]; or, with `only_maximum`, constants are raised to the largest visible score. Row r sees
+        keys j < limits[r].
         """
         rows, vectors, lanes = range(self.target.rows), range(self.target.vectors), self.target.lanes
         function = self._function(name, VOID, *[POINTER] * 6)
@@ -214,7 +217,7 @@ class _Emitter:
         masked: bool,
         only_maximum: bool,
     ) -> None:
-        """What becomes of scores [rows][vectors] of the keys from `first` of a tile on."""
+        """Emit weights or maxima of the scores [rows][vectors] of a tile's keys from `first` on."""
         lanes = self.target.lanes
         for row, found_scores in enumerate(scores):
             results = list(found_scores) if only_maximum else [code.exp2(score) for score in found_scores]
@@ -241,7 +244,11 @@ class _Emitter:
             code.put(total, out.totals, row * lanes)
 
     def _add_values(self) -> ir.Function:
-        """`f(weights, values, sums)`: sums [rows, head_dim] += weights [rows, TILE_KEYS] @ values [TILE_KEYS, head_dim]."""
+        """Emit the weighted sum of values.
+
+        `f(weights, values, sums)`: sums [rows, head_dim] += weights [rows, TILE_KEYS] @ values [TILE_KEYS,
+        head_dim].
+        """
         lanes, head_dim = self.target.lanes, self.head_dim
         function = self._function("add_values", VOID, *[POINTER] * 3)
         weights, values, sums = function.args
@@ -265,10 +272,11 @@ class _Emitter:
         return function
 
     def _pack(self) -> ir.Function:
-        """`f(pool_keys, pool_values, slots, key, key_stop, keys, values)`: one head's K and V from position `key` on.
+        """Emit the copy of one head's K and V from position `key` on into a tile.
 
-        keys [head_dim, TILE_KEYS] and values [TILE_KEYS, head_dim]. Positions from `key_stop` on repeat the last
-        key: no row sees them, and what they hold is finite.
+        `f(pool_keys, pool_values, slots, key, key_stop, keys, values)`: keys is [head_dim, TILE_KEYS], values
+        [TILE_KEYS, head_dim]. Positions from `key_stop` on repeat the last key: no row sees them, and their
+        contents are finite.
         """
         lanes, head_dim = self.target.lanes, self.head_dim
         function = self._function("pack", VOID, POINTER, POINTER, POINTER, INT64, INT64, POINTER, POINTER)
@@ -294,12 +302,12 @@ class _Emitter:
         return function
 
     def _run_task(self) -> ir.Function:
-        """`f(call, task, scratch, measure_all) -> overflowed`: one task, start to end."""
+        """Emit `f(call, task, scratch, measure_all) -> overflowed`, which computes one whole task."""
         block_rows, head_dim, lanes = self.target.rows, self.head_dim, self.target.lanes
         function = self._function("run_task", BOOL, POINTER, POINTER, POINTER, BOOL)
         call_pointer, task_pointer, scratch, measure_all = function.args
         code = VectorBuilder(function, lanes)
-        # `next_task` changes under us, and nothing here reads it.
+        # `next_task` changes concurrently, and nothing here reads it.
         call = {name: code.one(call_pointer, at, INT64) for at, name in enumerate(CALL_FIELDS) if at > 0}
         task = {name: code.one(task_pointer, at, INT64) for at, name in enumerate(TASK_FIELDS)}
         part = {name: code.at(scratch, at) for name, at in self.scratch.offsets().items()}
@@ -318,7 +326,10 @@ class _Emitter:
         padded = code.round_down(code.plus(rows, block_rows - 1), block_rows)
 
         def place(row: ir.Value, first_token: str, token_stride: ir.Value, head_stride: int) -> ir.Value:
-            """Offset of a row in a tensor [tokens, query heads, ...], where the task starts at `first_token`."""
+            """Return the offset of a row in a tensor [tokens, query heads, ...].
+
+            `first_token` names the task's field with its first token there.
+            """
             token = code.plus(task[first_token], code.udiv(row, group))
             query_head = code.plus(code.times(head, group), code.urem(row, group))
             return code.plus(code.times(token, token_stride), code.times(query_head, head_stride))
@@ -329,7 +340,7 @@ class _Emitter:
                 code.call(self.pack, [pool_keys, pool_values, slots, key, key_stop, *tile])
 
         def set_limits(block: ir.Value, key: ir.Value) -> ir.Value:
-            """Store how many keys of the tile at `key` each row of the block sees; returns the first row's."""
+            """Store how many keys of the tile at `key` each row of the block sees; return the first row's."""
             ends = []
             for row in range(block_rows):
                 token = code.udiv(code.plus(block, row), group)
@@ -340,7 +351,7 @@ class _Emitter:
             return ends[0]
 
         def arguments(block: ir.Value, key: ir.Value) -> list[ir.Value]:
-            """Of the functions that `_scores` writes."""
+            """Return the arguments of the functions that `_scores` emits."""
             keys = (
                 [part["keys"]] if self.pack is not None else [pool_keys, slots, key, code.plus(key_stop, -1)]
             )
@@ -349,7 +360,7 @@ class _Emitter:
                 part["limits"], part["weights"], code.at(part["totals"], code.times(block, lanes)),
             ]  # fmt: skip
 
-        # Queries scaled, sums and totals empty; rows past the last repeat it.
+        # Scale the queries, clear sums and totals; rows past the last one repeat it.
         scale = code.splat(code.bitcast(code.trunc(call["scale"], INT32), FLOAT))
         with code.counting(0, padded) as loop:
             row, line = code.smaller(loop.index, code.plus(rows, -1)), code.times(loop.index, head_dim)
@@ -361,7 +372,7 @@ class _Emitter:
             code.put(code.same(0.0), part["totals"], code.times(loop.index, lanes))
             code.put_one(ir.Constant(FLOAT, -math.inf), part["constants"], loop.index)
 
-        # The constants: maxima over the first tile, or over all of them.
+        # Choose the constants: from maxima over the first tile, or over all of them.
         measured = code.select(measure_all, key_stop, code.plus(key_start, 1))
         with code.counting(key_start, measured, TILE_KEYS) as tile:
             pack(tile.index)
@@ -376,7 +387,7 @@ class _Emitter:
             chosen = code.select(small, ir.Constant(FLOAT, 0.0), above_largest)
             code.put_one(code.select(measure_all, largest, chosen), part["constants"], loop.index)
 
-        # All keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
+        # Go through all keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
         with code.counting(key_start, key_stop, TILE_KEYS) as tile:
             pack(tile.index)
             ahead = code.larger(code.sub(tile.index, first_position), 0)
@@ -396,7 +407,7 @@ class _Emitter:
                 )
                 code.call(self.add_values, [part["weights"], *values, sums])
 
-        # Out go sums / totals, and the natural logarithm of the sum of exponentials.
+        # Write sums / totals, and the natural logarithm of the sum of exponentials.
         query_heads = code.udiv(call["output_stride"], code.number(head_dim))
         with code.counting(0, rows, 1, [ir.Constant(BOOL, 0)]) as loop:
             row = loop.index
@@ -416,10 +427,11 @@ class _Emitter:
 
 
 class _DecodeEmitter(_Emitter):
-    """For so few rows that copying K and V would take longer than computing with them: both are read where they lie.
+    """Emits functions for few rows, as in decodes, that read K and V in place.
 
-    A score is a dot product along the head, of which every lane sums up a part; the sums of as many keys as there are
-    lanes are folded into one vector.
+    For so few rows, copying K and V would take longer than computing with them. A score is a dot product
+    along the head, of which every lane sums up a part. The partial sums of as many keys as there are lanes
+    are folded into one vector.
     """
 
     def __init__(self, module: ir.Module, head_dim: int, target: Target, scratch: Scratch) -> None:
@@ -432,7 +444,7 @@ class _DecodeEmitter(_Emitter):
         self.run_task = self._run_task()
 
     def _scores(self, name: str, *, masked: bool, only_maximum: bool) -> ir.Function:
-        """As the base class's, with (pool_keys, slots, key, last_key) for the tile of keys."""
+        """Emit the base class's function, with (pool_keys, slots, key, last_key) for the tile of keys."""
         rows, lanes, head_dim = range(self.target.rows), self.target.lanes, self.head_dim
         function = self._function(name, VOID, *[POINTER] * 3, INT64, INT64, *[POINTER] * 4)
         q, pool_keys, slots, key, last_key, constants, limits, weights, totals = function.args
@@ -440,7 +452,7 @@ class _DecodeEmitter(_Emitter):
         with code.counting(0, TILE_KEYS, lanes) as group:
 
             def partial_sums(first: int, count: int) -> list[ir.Value]:
-                """Of each row, what `count` keys sum up to, folded together."""
+                """Return for each row the partial sums of `count` keys, folded together."""
                 if count > 1:
                     half = count // 2
                     sums = zip(partial_sums(first, half), partial_sums(first + half, half), strict=True)
@@ -471,7 +483,7 @@ class _DecodeEmitter(_Emitter):
         return function
 
     def _add_values(self) -> ir.Function:
-        """As the base class's, with (pool_values, slots, key, last_key) for the tile of values."""
+        """Emit the base class's function, with (pool_values, slots, key, last_key) for the tile of values."""
         rows, lanes, head_dim = range(self.target.rows), self.target.lanes, self.head_dim
         function = self._function("add_values", VOID, *[POINTER] * 3, INT64, INT64, POINTER)
         weights, pool_values, slots, key, last_key, sums = function.args
@@ -499,12 +511,12 @@ class _DecodeEmitter(_Emitter):
     def _fetch_ahead(
         self, code: VectorBuilder, pool: ir.Value, slots: ir.Value, key: ir.Value, last_key: ir.Value
     ) -> None:
-        """Let the key's follower `_KEYS_AHEAD` further on come to second-level cache, wherever its block lies."""
+        """Prefetch the key `_KEYS_AHEAD` positions on into second-level cache, wherever its block lies."""
         source = self._place(code, slots, code.plus(key, _KEYS_AHEAD), last_key)
         for at in range(0, self.head_dim, _CACHE_LINE_FLOATS):
             code.prefetch(pool, code.plus(source, at))
 
     def _place(self, code: VectorBuilder, slots: ir.Value, key: ir.Value, last_key: ir.Value) -> ir.Value:
-        """Offset of a key in the pool; beyond the last one, which no row sees, the last one's."""
+        """Return the offset of a key in the pool; past the last key, which no row sees, the last key's."""
         slot = code.sext(code.one(slots, code.smaller(key, last_key), INT32), INT64)
         return code.times(slot, self.head_dim)

@@ -15,10 +15,10 @@ from llvmlite import ir
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """How many values a vector register holds, and how products are blocked in registers."""
+    """Number of values in a vector register, and the blocking of products in registers."""
 
     lanes: int
-    vectors: int  # of one row, kept in registers together
+    vectors: int  # vectors of one row that are kept in registers together
     rows: int
 
     @classmethod
@@ -34,8 +34,8 @@ class Target:
 class Compiled:
     """A module in machine code; its functions live as long as this object.
 
-    What was compiled before for this machine is read from `kernel_directory`: a rank that is started again, while
-    others wait for it, saves most of a second.
+    Code that was compiled before for this machine is read from `kernel_directory`: a rank that restarts while
+    others wait for it saves most of a second.
     """
 
     def __init__(self, module: ir.Module, directory: Path | None = None) -> None:
@@ -59,15 +59,15 @@ class Compiled:
         self._engine.finalize_object()
 
     def address(self, function: str) -> int:
-        """Of an exported function."""
+        """Return the address of an exported function."""
         return int(self._engine.get_function_address(function))
 
 
 def _compile(text: str, machine: llvm.TargetMachine) -> bytes:
-    """An object file of a module in LLVM's assembly."""
+    """Return the object file of a module in LLVM assembly."""
     parsed = llvm.parse_assembly(text)
     parsed.verify()
-    # Everything is in vectors already: LLVM shall keep it in registers and not unroll it further.
+    # Everything is already in vectors: LLVM should keep it in registers and not unroll it further.
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
@@ -76,7 +76,7 @@ def _compile(text: str, machine: llvm.TargetMachine) -> bytes:
 
 
 def kernel_directory() -> Path | None:
-    """Where compiled kernels are kept between processes; None if this user has no such place."""
+    """Return where compiled kernels are cached between processes; None if this user has no such place."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # no home
@@ -85,7 +85,7 @@ def kernel_directory() -> Path | None:
 
 
 class _Kept:
-    """One file of machine code. It is run, so it is read only where nobody else can have written it."""
+    """A cached file of machine code. It is executed, so it is read only if nobody else can write it."""
 
     def __init__(self, directory: Path | None, name: str) -> None:
         self._directory = directory
@@ -99,10 +99,10 @@ class _Kept:
         except OSError:
             return None
         digest, code = content[:32], content[32:]
-        return code if hashlib.sha256(code).digest() == digest else None  # else half of it was written
+        return code if hashlib.sha256(code).digest() == digest else None  # else the file is incomplete
 
     def write(self, code: bytes) -> None:
-        """Keep it for the next process, if there is a place."""
+        """Store the code for the next process, if there is a place."""
         if self._directory is None:
             return
         with suppress(OSError):

@@ -1,7 +1,7 @@
-"""torch's own OpenMP threads, for kernels that torch does not know.
+"""Runs kernels that torch does not know on torch's own OpenMP threads.
 
-A second pool of threads would fight with torch's for the cores; `GOMP_parallel` of the libgomp that torch has loaded
-runs a C function on the same team.
+A second pool of threads would compete with torch's for the cores. `GOMP_parallel` of the libgomp that torch
+has loaded runs a C function on the same team.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# What compiled code calls, by the names under which it is linked.
+# Functions that compiled code calls, by the names under which they are linked.
 SYMBOLS = {"medha_thread": "omp_get_thread_num", "medha_threads": "omp_get_num_threads"}
 
 
 class OpenMP:
-    """One loaded libgomp."""
+    """A loaded libgomp."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._parallel = library.GOMP_parallel
@@ -37,7 +37,7 @@ class OpenMP:
 
 @lru_cache(maxsize=1)
 def torchs_openmp() -> OpenMP | None:
-    """The OpenMP library whose threads torch uses; None if it is not GNU's."""
+    """Return the OpenMP library whose threads torch uses; None if it is not GNU's."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        return OpenMP(ctypes.CDLL(str(path)))  # already loaded by torch: the same one again
+        return OpenMP(ctypes.CDLL(str(path)))  # torch has already loaded it, so this returns the same library
     return None

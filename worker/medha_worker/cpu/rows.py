@@ -1,6 +1,7 @@
-"""Operators on rows, each one pass over memory, where torch takes several: float32 on a CPU.
+"""Operators on rows of float32 on a CPU, each in one pass over memory, where torch takes several.
 
-Every function is `void (int64 *call)` and is run by every thread of a team; a thread takes its share of the rows.
+Every function is `void (int64 *call)` and is run by every thread of a team; a thread takes its share of the
+rows.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _bits(value: float) -> int:
 
 @lru_cache
 def compiled_rows(lanes: int) -> Compiled:
-    """The operators, compiled once."""
+    """Return the operators, compiled once."""
     module = ir.Module("medha_cpu_rows")
     _emit_rms_norm(module, lanes)
     _emit_rotate(module, lanes)
@@ -79,7 +80,7 @@ def compiled_rows(lanes: int) -> Compiled:
 
 
 class _Rows(VectorBuilder):
-    """A new exported function, its fields, and the share of rows (the first field) that falls to its thread."""
+    """Builder of an exported function, with its fields and its thread's share of rows (the first field)."""
 
     def __init__(self, module: ir.Module, name: str, lanes: int, fields: tuple[str, ...]) -> None:
         function = ir.Function(module, ir.FunctionType(VOID, [POINTER]), name)
@@ -101,7 +102,7 @@ class _Rows(VectorBuilder):
 
 
 def _emit_rms_norm(module: ir.Module, lanes: int) -> None:
-    """output = x / sqrt(mean(x^2) + eps) * weight, for [rows, members, size]."""
+    """Emit output = x / sqrt(mean(x^2) + eps) * weight, for [rows, members, size]."""
     code = _Rows(
         module, "rms_norm", lanes,
         ("members", "size", "x", "row_stride", "member_stride", "weight", "output", "eps"),
@@ -127,7 +128,7 @@ def _emit_rms_norm(module: ir.Module, lanes: int) -> None:
 
 
 def _emit_rotate(module: ir.Module, lanes: int) -> None:
-    """(a, b) = (a cos - b sin, b cos + a sin) for the halves of every head, in place."""
+    """Emit (a, b) = (a cos - b sin, b cos + a sin) for the halves of every head, in place."""
     code = _Rows(module, "rotate", lanes, ("heads", "half", "row_stride", "x", "cos", "sin"))
     heads, half, row_stride = (code.number_of(name) for name in ("heads", "half", "row_stride"))
     x, cos, sin = (code.pointer_of(name) for name in ("x", "cos", "sin"))
@@ -145,7 +146,7 @@ def _emit_rotate(module: ir.Module, lanes: int) -> None:
 
 
 def _emit_silu_multiply(module: ir.Module, lanes: int) -> None:
-    """output = gate / (1 + e^-gate) * up."""
+    """Emit output = gate / (1 + e^-gate) * up."""
     code = _Rows(module, "silu_multiply", lanes, ("size", "gate_up", "output"))
     size, gate_up, output = code.number_of("size"), code.pointer_of("gate_up"), code.pointer_of("output")
     with code.counting(code.first, code.stop) as row, code.counting(0, size, lanes) as column:

@@ -1,1 +1,4 @@
-"""The model of one rank: configuration, weights, paged KV, attention and layers. Torch, numpy and safetensors only."""
+"""The model of one rank: configuration, weights, paged KV, attention and layers.
+
+Its only third-party dependencies are torch, numpy and safetensors.
+"""

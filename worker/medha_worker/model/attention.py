@@ -1,13 +1,13 @@
 """Attention of a step's rows to their sequences' K and V: the protocol, and the exact backend of plain torch.
 
-The plain backend runs anywhere. Per sequence, K and V come as *segments*: contiguous runs of the pool, read in place,
-or gathered pieces where runs are short. The query heads that share a KV head are folded into rows of one product:
-the same arithmetic, with larger matrices. A decode (one row) attends to each segment through torch's flash kernel; a
-chunk attends to each segment of its context without a mask, and to its own tokens, which are one segment, causally.
-Partial results over disjoint keys are merged exactly by their log-sum-exp.
+The plain backend runs anywhere. Per sequence, K and V come as *segments*: contiguous runs of the pool, read
+in place, or gathered pieces if runs are short. The query heads that share a KV head are folded into rows of
+one product: the same arithmetic with larger matrices. A decode (one row) attends to each segment through
+torch's flash kernel; a chunk attends to each segment of its context without a mask, and causally to its own
+tokens, which are one segment. Partial results over disjoint keys are merged exactly by their log-sum-exp.
 
-The causal mask counts keys, so that segment holds them in the order of their positions. What every row sees may come in
-any order.
+The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
+sees may come in any order.
 
 Float32 on a CPU has a faster backend, in `medha_worker.cpu`.
 """
@@ -21,12 +21,12 @@ import torch
 from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
 from medha_worker.model.flash import flash_attention
 
-# A run of at least this many tokens is read in place; shorter ones are gathered together.
+# Shortest run, in tokens, that is read in place; shorter ones are gathered together.
 _IN_PLACE_TOKENS = 128
 # Most tokens gathered at a time: bounds the copy's memory when a long sequence is scattered.
 _GATHERED_TOKENS = 16_384
 
-# Where tokens lie in the pool: one run, or the slots of several short ones, int64 [tokens].
+# Location of tokens in the pool: one run, or the slots of several short ones, int64 [tokens].
 Segment = SlotRun | torch.Tensor
 
 
@@ -39,7 +39,7 @@ class StepAttention(Protocol):
         pool_keys: torch.Tensor,
         pool_values: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of every row to its own sequence, scores scaled by 1 / sqrt(head_dim).
+        """Compute the attention of every row to its own sequence, with scores scaled by 1 / sqrt(head_dim).
 
         Args:
             q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
@@ -47,7 +47,8 @@ class StepAttention(Protocol):
             pool_values: Likewise.
 
         Returns:
-            [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, [rows, query_heads].
+            [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, [rows,
+            query_heads].
         """
         ...
 
@@ -61,17 +62,17 @@ class AttentionBackend(Protocol):
 def merge_partials(
     outputs: Sequence[torch.Tensor], log_sum_exps: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of disjoint sets of keys, from the attention over each (FlashDecoding's merge).
+    """Merge attention over disjoint sets of keys into attention over their union (FlashDecoding's merge).
 
     Args:
         outputs: At least one, each [..., head_dim]; zeros for an empty set.
         log_sum_exps: Natural logarithms, float32 [...]; -inf for an empty set.
 
     Returns:
-        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf where all sets are empty. Of one set
-        alone, the given tensors themselves.
+        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf if all sets are empty.
+        For a single set, its log-sum-exp is the given tensor, and so is its output if that is float32.
     """
-    # One after the other, in few operations: a decode over lanes waits for each of them in every layer.
+    # Pairwise, in few operations: a decode over lanes waits for each of them in every layer.
     merged, union = outputs[0].float(), log_sum_exps[0]
     for output, part in zip(outputs[1:], log_sum_exps[1:], strict=True):
         weight = torch.sigmoid(part - union).masked_fill_(part == -math.inf, 0.0)  # -inf - -inf is NaN
@@ -91,7 +92,8 @@ class _TorchStep:
     def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
         self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
         for span in spans:
-            # A decode sees all that is stored; a chunk its context, and of its own tokens the earlier ones.
+            # A decode sees everything stored; a chunk sees its context, and of its own tokens the earlier
+            # ones.
             is_chunk = span.is_causal and span.row_count > 1
             context = span.context_length if is_chunk else span.total_length
             seen_by_all = list(_in_any_order(slot_runs(span, 0, context, block_tokens)))
@@ -120,7 +122,7 @@ class _TorchStep:
 
 
 def _in_any_order(runs: Sequence[SlotRun]) -> Iterator[Segment]:
-    """Segments for attention without a mask: long runs as they are, short ones gathered behind those that follow them."""
+    """Yield segments for attention without a mask: long runs in place, short ones gathered together."""
     short: list[SlotRun] = []
     gathered_tokens = 0
     for run in runs:
@@ -137,9 +139,9 @@ def _in_any_order(runs: Sequence[SlotRun]) -> Iterator[Segment]:
 
 
 def _in_token_order(runs: Sequence[SlotRun]) -> Segment:
-    """The runs as one segment, whose tokens keep their order: a run alone as it is, several gathered at once.
+    """Return the runs as one segment in token order: a single run in place, several gathered at once.
 
-    Of a chunk's own tokens this copies K and V of one layer, so the largest chunk bounds it.
+    For a chunk's own tokens, this copies K and V of one layer, so the largest chunk bounds the copy.
     """
     if len(runs) == 1:
         return runs[0]
@@ -150,7 +152,7 @@ Pool = tuple[torch.Tensor, torch.Tensor]
 
 
 def _load(segment: Segment, pool: Pool) -> Pool:
-    """K and V of a segment, [kv_heads, tokens, head_dim]: a view of a run, a copy of what must be gathered."""
+    """Return K and V of a segment, [kv_heads, tokens, head_dim]: a view of a run, or a copy if gathered."""
     keys, values = pool
     if isinstance(segment, SlotRun):
         return keys[:, segment.start : segment.stop], values[:, segment.start : segment.stop]
@@ -160,7 +162,10 @@ def _load(segment: Segment, pool: Pool) -> Pool:
 def _over_segments(
     q: torch.Tensor, segments: Sequence[Segment], pool: Pool, scale: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Unmasked attention of a sequence's rows, [rows, kv_heads, group, head_dim], to each segment by itself."""
+    """Compute unmasked attention of a sequence's rows to each segment alone.
+
+    `q` is [rows, kv_heads, group, head_dim].
+    """
     rows, kv_heads, group, head_dim = q.shape
     folded = q.transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     outputs, sums = [], []
@@ -175,10 +180,13 @@ def _over_segments(
 def _over_own(
     q: torch.Tensor, segment: Segment, pool: Pool, scale: float, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of a chunk, [rows, kv_heads, group, head_dim], to its own tokens, in the order of positions."""
+    """Compute causal attention of a chunk to its own tokens.
+
+    `q` is [rows, kv_heads, group, head_dim]. The segment holds them in the order of their positions.
+    """
     rows, kv_heads, group, head_dim = q.shape
     keys, values = _load(segment, pool)
-    # Folding would break the causal order: the kernel takes row i of *its* rows to see keys 0 to i.
+    # Folding would break the causal order: the kernel lets row i of *its* rows see keys 0 to i.
     by_head = q.reshape(1, rows, kv_heads * group, head_dim).transpose(1, 2)
     output, log_sum_exp = flash_attention(by_head, keys[None], values[None], scale=scale, causal=stride)
     shape = kv_heads, group, rows

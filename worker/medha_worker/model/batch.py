@@ -1,4 +1,4 @@
-"""How the flat rows of a step belong to sequences, and where a sequence's tokens lie in the KV pool."""
+"""The mapping of a step's flat rows to sequences, and of a sequence's tokens to the KV pool."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ class SequenceSpan:
         row_start: First row of the step's flat batch.
         row_count: New tokens, at positions `context_length ..`; at least one.
         context_length: Tokens whose K and V are already in the pool.
-        blocks: Block table, covering context and new tokens; an int64 array where it is long.
-        is_causal: Whether the rows' own K and V are in this pool, behind the context. If not (they are on another
-            lane), every row sees the whole context, which is then not empty, and nothing else.
-        stride: Where rows are causal, each sees so many keys more than the one before it: more than one where other
-            lanes compute what lies between them.
+        blocks: Block table, covering context and new tokens; an int64 array if it is long.
+        is_causal: Whether the rows' own K and V are in this pool, behind the context. If not (they are on
+            another lane), every row sees the whole context, which is then not empty, and nothing else.
+        stride: If rows are causal, the number of keys by which each row sees more than the row before it;
+            above one if other lanes compute the positions between them.
     """
 
     row_start: int
@@ -54,7 +54,7 @@ class SlotRun:
 
 
 def slot_runs(span: SequenceSpan, first: int, last: int, block_tokens: int) -> list[SlotRun]:
-    """Where tokens `first .. last` (exclusive) of the sequence lie, as few contiguous runs, in token order."""
+    """Return the slots of tokens `first .. last` (exclusive), as few contiguous runs, in token order."""
     if first >= last:
         return []
     first_block, last_block = first // block_tokens, -(-last // block_tokens)

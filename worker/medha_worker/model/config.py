@@ -1,8 +1,9 @@
-"""What a checkpoint's `config.json` says about the model, checked field by field.
+"""The model described by a checkpoint's `config.json`, checked field by field.
 
-A field that changes results is implemented or refused, never ignored: a model that answers a little wrongly is
-worse than one that does not start. Four architectures are known; their defaults are those of `transformers`.
-Reading it needs no torch, so that `medha up` can refuse a model before it starts anything.
+A field that changes results is implemented or refused, never ignored: a model that answers slightly wrong is
+worse than one that does not start. Four architectures are supported; their defaults are those of
+`transformers`. Reading the file needs no torch, so that `medha up` can refuse a model before it starts
+anything.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from medha_worker.model.rope_config import RopeConfig
 from medha_worker.readable import require_readable
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a number, by the data types that can be served."""
+"""Bytes of a number, for each data type that can be served."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape and arithmetic of one model, and the longest sequence it is served at.
+    """Shape and arithmetic of one model, and the longest sequence that it is served at.
 
     Attributes:
         head_dim: Width of one attention head; `num_query_heads * head_dim` need not equal `hidden_size`.
         num_kv_heads: Heads of K and V; each serves `num_query_heads / num_kv_heads` query heads.
-        qkv_bias, output_bias, mlp_bias: Which linears add a bias.
-        qk_norm: Queries and keys pass an RMSNorm over each head (Qwen3).
-        tie_word_embeddings: The output head is the embedding.
+        qkv_bias, output_bias, mlp_bias: Whether these linears add a bias.
+        qk_norm: Whether queries and keys pass an RMSNorm over each head (Qwen3).
+        tie_word_embeddings: Whether the output head is the embedding.
         dtype: Number format that the checkpoint asks for, one of `ELEMENT_BYTES`.
         max_position_tokens: The checkpoint's own limit.
         max_model_len: Longest sequence (prompt and output tokens) that is served.
@@ -57,14 +58,15 @@ class ModelConfig:
 
     @property
     def parameters(self) -> int:
-        """Count the parameters of all matrices; the vectors beside them are next to nothing."""
+        """Number of parameters in all matrices; the vectors are negligible."""
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         return int(self.linear_flops_per_token / 2) + embedding
 
     def require_tensor_size(self, tensor_size: int) -> None:
-        """
+        """Check that the layers can be split over `tensor_size` ranks.
+
         Raises:
-            ConfigInvalid: the layers cannot be split over so many ranks.
+            ConfigInvalid: they cannot.
         """
         for name, value in (
             ("num_attention_heads", self.num_query_heads),
@@ -82,14 +84,14 @@ class ModelConfig:
 
     @property
     def linear_flops_per_token(self) -> float:
-        """2 x the parameters of the matrices that a token passes: linears of all layers, and the output head."""
+        """2 x the parameters of the matrices that a token passes: all layers' linears and the output head."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_query_heads + self.num_kv_heads)
         mlp = 3 * self.hidden_size * self.intermediate_size
         return 2.0 * (self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size)
 
     @property
     def attention_flops_per_pair(self) -> float:
-        """Of one (query, key) pair in all layers and heads: scores and weighted values, 2 x head_dim each."""
+        """FLOPs per (query, key) pair in all layers and heads: scores and values, 2 x head_dim each."""
         return 4.0 * self.num_layers * self.num_query_heads * self.head_dim
 
     @classmethod
@@ -104,10 +106,10 @@ class ModelConfig:
         Args:
             directory: A Hugging Face model directory.
             max_model_len: Longest sequence to serve, in tokens; None serves the checkpoint's own limit.
-            rope_scaling: Replaces the checkpoint's RoPE parameters; its `rope_theta` is kept unless named.
+            rope_scaling: Replaces the checkpoint's RoPE parameters; its `rope_theta` is kept unless given.
 
         Raises:
-            CheckpointInvalid: the file is missing, is no JSON object, or its values contradict each other.
+            CheckpointInvalid: the file is missing, is not a JSON object, or its values contradict each other.
             ModelUnsupported: the model needs something that is not implemented.
             ConfigInvalid: `max_model_len` is beyond the checkpoint's limit, or `rope_scaling` is wrong.
         """
@@ -154,7 +156,7 @@ _MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
 }
 
-# Fields of relatives of the four architectures that change results, with the values that switch them off.
+# Fields of related architectures that change results, with the values that switch them off.
 _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "quantization_config": (None,),
     "compression_config": (None,),
@@ -186,7 +188,7 @@ _FOREIGN_FIELDS: dict[str, tuple[object, ...]] = {
     "hidden_act": (None, "silu", "swish"),
 }
 
-# What each RoPE kind reads besides `rope_type` and `rope_theta`: (required, optional).
+# Fields that each RoPE kind reads besides `rope_type` and `rope_theta`: (required, optional).
 _ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "default": (frozenset(), frozenset()),
     "linear": (frozenset({"factor"}), frozenset()),
@@ -197,12 +199,12 @@ _ROPE_FIELDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
     ),
 }
-# No kind's result depends on these where it is not named above.
+# Fields on which no kind's result depends, unless they are named above.
 _ROPE_NEUTRAL_FIELDS = {"rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned"}
 
 
 class _Fields:
-    """A JSON object whose fields are read with their type checked; errors name field, value and mend."""
+    """A JSON object with type-checked fields; errors give the field, its value and the remedy."""
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json") -> None:
         self.values = values
@@ -241,7 +243,7 @@ class _Fields:
         return float(value)
 
     def optional_number(self, name: str) -> float | None:
-        """A positive number; absent, null and 0 all mean "not given", as they do to transformers."""
+        """Return a positive number; absent, null and 0 all mean "not given", as in transformers."""
         value = self.values.get(name)
         return None if value is None or value == 0 else self.positive_number(name)
 
@@ -277,7 +279,8 @@ def _architecture(fields: _Fields) -> str:
         raise ModelUnsupported(
             f"config.json: architecture {name} is not supported; choose a model of one of {supported}"
         )
-    # transformers picks the model class by model_type, so a contradiction would serve another model than it does.
+    # transformers picks the model class by model_type, so on a contradiction it would serve another model
+    # than we do.
     if fields.get("model_type") not in (None, _MODEL_TYPES[name]):
         raise fields.invalid("model_type", f"{_MODEL_TYPES[name]!r}, as architectures says {name}")
     return name
@@ -293,7 +296,8 @@ def _refuse_foreign_features(fields: _Fields) -> None:
 
 
 def _num_kv_heads(fields: _Fields, architecture: str, num_query_heads: int) -> int:
-    # Only Llama's configuration takes a missing field for "as many as query heads"; null means that everywhere.
+    # Only Llama's configuration reads a missing field as "as many as query heads"; null means that
+    # everywhere.
     may_be_missing = architecture == "LlamaForCausalLM" or "num_key_value_heads" in fields.values
     if fields.get("num_key_value_heads") is None and may_be_missing:
         return num_query_heads
@@ -322,7 +326,10 @@ def _head_dim(fields: _Fields, architecture: str, hidden_size: int, num_query_he
 
 
 def _attention_bias(fields: _Fields, architecture: str) -> bool:
-    """Whether q, k, v and o all have a bias. Qwen2 and Mistral have no such field: the tensors are checked anyway."""
+    """True if q, k, v and o all have a bias.
+
+    Qwen2 and Mistral have no such field; the tensors are checked anyway.
+    """
     return architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM") and fields.boolean(
         "attention_bias", False
     )
@@ -339,7 +346,7 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _rope(fields: _Fields, max_position_tokens: int, override: Mapping[str, Any] | None) -> RopeConfig:
-    """RoPE parameters from either spelling: `rope_parameters`, or `rope_scaling` with `rope_theta` beside it."""
+    """Read RoPE parameters in either spelling: `rope_parameters`, or `rope_scaling` beside `rope_theta`."""
     old, new = _flat(fields, "rope_scaling"), _flat(fields, "rope_parameters")
     if old and new and old != new:
         raise fields.invalid("rope_scaling", f"equal to rope_parameters ({new!r}), or absent")
@@ -373,7 +380,7 @@ def _rope_config(rope: _Fields, fields: _Fields, max_position_tokens: int) -> Ro
             raise rope.unsupported(name, f"rope_type {kind!r} knows only {sorted(required | optional)}")
 
     theta = rope.positive_number("rope_theta", 10_000.0)
-    # The top-level field, where a checkpoint has one, is the length before the extension.
+    # The top-level field, if a checkpoint has it, is the length before the extension.
     original = max_position_tokens
     if fields.get("original_max_position_embeddings") is not None:
         original = fields.positive_int("original_max_position_embeddings")
@@ -411,7 +418,10 @@ def _rope_config(rope: _Fields, fields: _Fields, max_position_tokens: int) -> Ro
 
 
 def _flat(fields: _Fields, name: str) -> dict[str, Any] | None:
-    """The RoPE parameters in field `name`; those nested per layer type only if all types have the same."""
+    """Return the RoPE parameters in field `name`.
+
+    Parameters nested per layer type are accepted only if they are the same for all types.
+    """
     value = fields.get(name)
     if value is None:
         return None
@@ -426,10 +436,10 @@ def _flat(fields: _Fields, name: str) -> dict[str, Any] | None:
 
 
 def _length_limit(rope: RopeConfig, max_position_tokens: int, *, overridden: bool) -> int:
-    """The longest sequence that the checkpoint, with its RoPE scaling, was made for.
+    """Return the longest sequence that the checkpoint, with its RoPE scaling, was made for.
 
-    A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own linear
-    scaling is already counted in `max_position_embeddings`; one that is laid over it is not.
+    A yarn checkpoint may state its length before the extension (Qwen2.5) or after it. A checkpoint's own
+    linear scaling is already included in `max_position_embeddings`; one that overrides it is not.
     """
     if rope.kind in ("llama3", "yarn"):
         return max(max_position_tokens, int(rope.original_max_position_tokens * rope.factor))
@@ -457,7 +467,10 @@ def _served_length(max_model_len: int | None, limit: int, rope: RopeConfig) -> i
 
 
 def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, max_model_len: int) -> None:
-    """Sliding-window attention equals full attention while no sequence is longer than the window."""
+    """Refuse a sliding window that would bind.
+
+    Sliding-window attention equals full attention as long as no sequence is longer than the window.
+    """
     layer_types = fields.get("layer_types")
     if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != num_layers):
         raise fields.invalid("layer_types", f"null or a list of {num_layers} names, one for each layer")
@@ -465,7 +478,7 @@ def _refuse_binding_window(fields: _Fields, architecture: str, num_layers: int, 
         if name not in ("full_attention", "sliding_attention"):
             raise fields.unsupported("layer_types", "only full_attention layers are implemented")
 
-    # Llama's classes know no window, but a checkpoint that names one expects it. The others assume 4096 if silent.
+    # Llama's classes have no window, but a checkpoint that sets one expects it. The others default to 4096.
     window = fields.get("sliding_window")
     if architecture != "LlamaForCausalLM" and "sliding_window" not in fields.values:
         window = 4096

@@ -1,9 +1,10 @@
-"""torch's CPU flash attention with its log-sum-exp, wrapped where its sharp edges can be guarded.
+"""Torch's CPU flash attention with its log-sum-exp, behind a wrapper that guards its pitfalls.
 
-`aten::_scaled_dot_product_flash_attention_for_cpu` is private, but the only operator of torch that returns the
-log-sum-exp on a CPU. With empty input it kills the process (SIGFPE), `is_causal` is aligned to the top left, and a
-row whose keys are all masked gets the log-sum-exp 0 instead of -inf. Here no input is empty, causal means as many
-keys as rows, and there are no masks. Where the operator is missing or has changed, plain torch stands in.
+`aten::_scaled_dot_product_flash_attention_for_cpu` is private, but it is torch's only operator that returns
+the log-sum-exp on a CPU. Empty input kills the process (SIGFPE), `is_causal` is aligned to the top left, and
+a row whose keys are all masked gets the log-sum-exp 0 instead of -inf. Therefore no input here is empty,
+causal attention has as many keys as rows, and there are no masks. If the operator is missing or has changed,
+plain torch is used.
 """
 
 import math
@@ -17,20 +18,21 @@ _SCHEMA = (
 _operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 HAS_OPERATOR = _operator is not None and str(_operator.default._schema) == _SCHEMA
 
-# Scores that the stand-in keeps at a time, so that a long context does not need rows x keys of memory.
+# Most scores that the fallback keeps at a time, so that a long context does not need rows x keys of memory.
 _STAND_IN_SCORES = 1 << 22
 
 
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
+    """Compute exact attention of rows to keys, and the log-sum-exp (natural) of each row's scaled scores.
 
     Args:
-        q: [batch, heads, rows, head_dim]; `k` and `v` are [batch, kv_heads, keys, head_dim], of which each serves
-            as many heads in turn. Any strides, as long as the last dimension is contiguous. No dimension may be 0.
+        q: [batch, heads, rows, head_dim]; `k` and `v` are [batch, kv_heads, keys, head_dim], and each KV head
+            serves `heads / kv_heads` consecutive heads. Any strides, as long as the last dimension is
+            contiguous. No dimension may be 0.
         scale: Factor on the scores.
-        causal: If not 0, row i sees keys 0 to i * causal, and the last row the last key.
+        causal: If not 0, row i sees keys 0 to i * causal, and the last row sees the last key.
 
     Returns:
         Output like `q`, and the log-sum-exp, float32 [batch, heads, rows].
@@ -50,7 +52,7 @@ def flash_attention(
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain torch, a few rows at a time, in float32."""
+    """Compute the same in plain torch, a few rows at a time, in float32."""
     batch, heads, rows, _ = q.shape
     keys = k.shape[2]
     group = heads // k.shape[1]  # query heads that share a KV head

@@ -1,4 +1,4 @@
-"""What a device computes the model with, beside the matrix products that are torch's everywhere."""
+"""The kernels that a device runs a model with, besides the matrix products, which are torch's everywhere."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from medha_worker.model.rows import RowOperators, TorchRows
 
 @dataclass(frozen=True)
 class Kernels:
-    """Implementations of a model's operators; plain torch unless said otherwise."""
+    """Implementations of a model's operators; plain torch by default."""
 
     attention: AttentionBackend = field(default_factory=TorchAttention)
     rows: RowOperators = field(default_factory=TorchRows)

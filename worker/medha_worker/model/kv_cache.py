@@ -1,8 +1,8 @@
-"""The KV pool of one rank: K and V of every block, of every layer that the rank runs.
+"""The KV pool of one rank: K and V of every block, for every layer that the rank runs.
 
-Which sequence holds which block is decided by the ledger in the core; here are only the tensors. A layer's keys
-are one tensor [kv_heads, slots, head_dim], block b being slots `b * block_tokens ..`: a contiguous run of blocks
-is therefore a strided view that attention reads in place, without gathering.
+The ledger in the core decides which sequence holds which block; this module has only the tensors. A layer's
+keys are one tensor [kv_heads, slots, head_dim], in which block b is slots `b * block_tokens ..`. A contiguous
+run of blocks is therefore a strided view that attention reads in place, without gathering.
 """
 
 import math
@@ -40,7 +40,7 @@ class KVCache:
     def bytes_per_block(
         *, num_layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype
     ) -> int:
-        """Memory that one block takes over all layers, K and V together."""
+        """Return the memory that one block takes over all layers, K and V together."""
         return 2 * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
 
     def write(
@@ -53,7 +53,8 @@ class KVCache:
     ) -> None:
         """Store new tokens' K and V, [kv_heads, rows, head_dim], at `slots` (int64 [rows]).
 
-        `runs` are the same slots as contiguous runs: few long ones are copied as slices, many short ones scattered.
+        `runs` are the same slots as contiguous runs: few long ones are copied as slices, many short ones
+        scattered.
         """
         if len(runs) * _ROWS_PER_SLICE_COPY > slots.numel():
             self.keys[layer].index_copy_(1, slots, keys)
@@ -66,7 +67,7 @@ class KVCache:
             row += run.tokens
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy one block's K and V in every layer: copy-on-write, when a shared block is about to be written."""
+        """Copy one block's K and V in every layer: copy-on-write, before a shared block is written."""
         size = self.block_tokens
         for pool in (*self.keys, *self.values):
             pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
@@ -77,15 +78,15 @@ _ROWS_PER_SLICE_COPY = 8
 
 
 def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros whose pages a CPU takes on first touch: `torch.zeros` writes them all, a second for each gigabyte.
+    """Return zeros whose pages a CPU takes on first touch: `torch.zeros` writes them, a second per gigabyte.
 
-    In large pages where Linux has them: with pages of 4 KiB, whose addresses take time to look up, a decode over
-    scattered blocks reads K and V at three quarters of the rate.
+    They use large pages if Linux has them. With pages of 4 KiB, whose addresses take time to look up, a
+    decode over scattered blocks reads K and V at three quarters of the rate.
     """
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # the kernel has no large pages
         pages.madvise(MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

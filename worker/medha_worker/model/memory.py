@@ -1,4 +1,4 @@
-"""Keeping the memory that each step frees, for the next step to use, and knowing when there was too little."""
+"""Keeps the memory that each step frees for the next step, and detects when memory ran out."""
 
 import ctypes
 
@@ -12,11 +12,12 @@ _MMAP_THRESHOLD_MAX_BYTES = 32 * 1024 * 1024
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library not to return freed activations to the system; False where there is no such setting.
+    """Tell the C library not to return freed activations to the system; False if it has no such setting.
 
-    A step frees and allocates the same tensors in every layer. By default glibc gives large ones back and gets them
-    again as fresh pages, which the kernel must zero: 28,000 page faults in a chunk of 512 tokens of the `small`
-    preset, 300 with this. It is for the process as a whole, so a rank calls it once, before the first step.
+    A step frees and allocates the same tensors in every layer. By default, glibc returns large ones and gets
+    them again as fresh pages, which the kernel must zero: 28,000 page faults in a chunk of 512 tokens of the
+    `small` preset, 300 with this setting. It applies to the whole process, so a rank calls this once, before
+    the first step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -26,7 +27,7 @@ def keep_freed_memory() -> bool:
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether memory ran out; CPU kernels say so in the text alone."""
+    """True if the error says that memory ran out; CPU kernels say so only in the text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()

@@ -1,8 +1,8 @@
-"""Rotary position embedding: which angles a model rotates its queries and keys by.
+"""Rotary position embedding: the angles by which a model rotates its queries and keys.
 
-Every kind is a choice of inverse frequencies and one factor on cos and sin, computed in float32 in the same
-order of operations as `transformers` does it: at position 10^6 an angle that is off by one float32 rounding of
-its frequency is off by 0.06 radian, so "the same up to rounding" would not be the same.
+Every kind is a choice of inverse frequencies and one factor on cos and sin. They are computed in float32, in
+the same order of operations as in `transformers`: at position 10^6, an angle whose frequency is off by one
+float32 rounding is off by 0.06 radian, so "the same up to rounding" would not be the same.
 """
 
 import math
@@ -13,12 +13,13 @@ from medha_worker.model.rope_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per token of each pair of dimensions, float32 [head_dim / 2], and the factor on cos and sin."""
+    """Return radians per token of each dimension pair, float32 [head_dim / 2], and the factor on cos, sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
     wavelength_scale = rope.theta**exponents
     frequencies = 1.0 / wavelength_scale
     match rope.kind:
-        # `dynamic` is only served within the original length, where it does not scale (config.py refuses the rest).
+        # `dynamic` is served only within the original length, where it does not scale (config.py refuses the
+        # rest).
         case "default" | "dynamic":
             return frequencies, 1.0
         case "linear":
@@ -33,7 +34,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
 def rotation_table(
     frequencies: torch.Tensor, attention_factor: float, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, float32 [tokens, head_dim / 2], at `positions` (int64 [tokens]).
+    """Return cos and sin, float32 [tokens, head_dim / 2], at `positions` (int64 [tokens]).
 
     Positions are exact in float32 up to 2^24 (16.7 M tokens).
     """
@@ -42,7 +43,7 @@ def rotation_table(
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended (Llama 3.1)."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those between (Llama 3.1)."""
     original = rope.original_max_position_tokens
     low, high = rope.low_freq_factor, rope.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -54,7 +55,7 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, wavelength_scale: torch.Tensor) -> torch.Tensor:
-    """Frequencies that turn often within the original context are kept, slow ones stretched (YaRN, eq. 20-23)."""
+    """Keep frequencies that turn often within the original context, stretch slow ones (YaRN, eq. 20-23)."""
     head_dim = 2 * wavelength_scale.numel()
 
     def dimension_that_turns(times: float) -> float:
@@ -73,7 +74,7 @@ def _yarn(rope: RopeConfig, wavelength_scale: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:
-    """Attention temperature (YaRN, eq. 22), or the ratio of two of them where both mscales are given."""
+    """Return the attention temperature (YaRN, eq. 22), or the ratio of two if both mscales are given."""
 
     def temperature(mscale: float) -> float:
         return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0

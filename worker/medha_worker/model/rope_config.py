@@ -1,19 +1,19 @@
-"""Which rotary position embedding a model has: a choice and its parameters, read without torch."""
+"""The rotary position embedding of a model: its kind and parameters, read without torch."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One kind of RoPE and its parameters; those that a kind does not use keep their defaults.
+    """A kind of RoPE and its parameters; those that a kind does not use keep their defaults.
 
     Attributes:
         kind: `default`, `linear`, `llama3`, `yarn` or `dynamic`.
         theta: Base of the geometric series of wavelengths.
-        factor: How many times the context was extended.
+        factor: Factor by which the context was extended.
         original_max_position_tokens: Context length before the extension (llama3, yarn).
         attention_factor: Factor on cos and sin; None derives it (yarn).
-        truncate: Round yarn's correction range to whole dimensions.
+        truncate: Whether to round yarn's correction range to whole dimensions.
     """
 
     kind: str = "default"

@@ -1,4 +1,4 @@
-"""What a model does to each row by itself, between its products: the protocol, and plain torch."""
+"""Operators of a model on each row by itself, between its products: the protocol, and plain torch."""
 
 from typing import Protocol
 
@@ -10,26 +10,29 @@ class RowOperators(Protocol):
     """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
+        """Return the RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
         ...
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """RoPE of [rows, heads, head_dim] in place, by [rows, head_dim / 2].
+        """Apply RoPE to [rows, heads, head_dim] in place, by cos and sin, each [rows, head_dim / 2].
 
         The first half of a head is paired with the second (Hugging Face's order).
         """
         ...
 
     def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, [rows, size], of their concatenation, [rows, 2 * size], which may be overwritten."""
+        """Return silu(gate) * up, [rows, size].
+
+        `gate_up` is their concatenation, [rows, 2 * size], and may be overwritten.
+        """
         ...
 
 
 class TorchRows:
-    """Plain torch, in any dtype on any device."""
+    """The operators in plain torch, in any dtype on any device."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        # As the models define it: in float32, and rounded before the weight.
+        # The models define it like this: in float32, and rounded before the weight.
         if x.dtype == torch.float32:
             return F.rms_norm(x, (x.shape[-1],), weight, eps)
         return F.rms_norm(x.float(), (x.shape[-1],), None, eps).to(x.dtype) * weight

@@ -1,22 +1,23 @@
-"""Drawing the next token of each sequence, reproducibly.
+"""Samples the next token of each sequence, reproducibly.
 
 Order of operations on a row of logits (bias, masks and penalties as in vLLM; filters as in `transformers`):
 
 1. log-probabilities that the request asked for are those of the *raw* distribution (natural logarithm);
 2. `logit_bias` is added;
 3. `repetition_penalty` (prompt and output), then `frequency_penalty` and `presence_penalty` (output only);
-4. stop ids are masked while fewer than `min_tokens` are out; the per-step mask hook masks what it forbids;
+4. stop ids are masked while there are fewer than `min_tokens` output tokens; the per-step mask hook masks
+   what it forbids;
 5. temperature 0 takes the largest logit; otherwise logits are divided by the temperature and go through
-   `top_k`, `top_p`, `min_p`, each on the distribution that the one before leaves;
-6. one token is drawn by the Gumbel-max race: argmax of logit_i - ln(-ln(u_i)).
+   `top_k`, `top_p`, `min_p`, each on the distribution that the previous one leaves;
+6. one token is sampled by the Gumbel-max race: argmax of logit_i - ln(-ln(u_i)).
 
-u_i is a hash of (seed, sample index, position, token id), so a draw depends on nothing else: not on the rows
-beside it, their order, or how often the sequence was resumed. The race also forgives noise: rounding
-that moves the distribution by a total variation of d changes the token with probability O(d), while inverting a
-cumulative sum would shift every boundary of the vocabulary.
+u_i is a hash of (seed, sample index, position, token id), so a sample depends on nothing else: not on the
+rows beside it, their order, or how often the sequence was resumed. The race also tolerates noise: rounding
+that moves the distribution by a total variation of d changes the token with probability O(d), while inverting
+a cumulative sum would shift every boundary of the vocabulary.
 
-Ties with the last token that `top_k` or `top_p` keeps are kept, so that the result cannot depend on a sort's
-whims (bf16 logits tie often).
+Ties with the last token that `top_k` or `top_p` keeps are kept, so that the result cannot depend on the order
+of a sort (bf16 logits tie often).
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ _NEGATIVE_INFINITY = float("-inf")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK_64 = 2**64 - 1
-# A u of 52 bits keeps the race's noise inside (-3.7, 36.8): further below the best logit nothing can win.
+# A u of 52 bits keeps the race's noise inside (-3.7, 36.8): a logit further below the best one cannot win.
 _NOISE_SPAN = 42.0
 _FIRST_NUCLEUS_WIDTH = 1024
-_ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds the float64 scratch
+_ELEMENTS_AT_ONCE = 2**22  # logits that are filtered and raced together: bounds the float64 scratch memory
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The token drawn for a row, and its log-probabilities if they were asked for."""
+    """The token sampled for a row, and its log-probabilities if they were requested."""
 
     token: int
     logprob: TokenLogprob | None = None
@@ -54,14 +55,14 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Undrawable:
-    """A row that no token can be drawn from; `detail` says why."""
+    """A row from which no token can be sampled; `detail` says why."""
 
     detail: str
     reason: FailureReason = "internal"
 
 
 class SequenceSampler:
-    """One sequence's sampling parameters, and what they must remember of its tokens.
+    """The sampling parameters of one sequence, and the state of its tokens that they need.
 
     Penalties keep 5 bytes per vocabulary entry; sequences without penalties keep two counters.
     """
@@ -78,7 +79,7 @@ class SequenceSampler:
         eos_token_ids: Sequence[int] = (),
         mask: LogitsMask | None = None,
     ) -> None:
-        """`tokens`: the sequence so far, int32 [n]: the prompt, and from `prompt_length` on resumed output."""
+        """`tokens` is the sequence so far, int32 [n]: prompt and, from `prompt_length` on, resumed output."""
         self.sampling = sampling
         self.stream = _stream_key(seed, sample_index)
         self.prompt_length = prompt_length
@@ -111,7 +112,7 @@ class SequenceSampler:
 
     @property
     def adjusts(self) -> bool:
-        """Whether `adjust` would change the next row."""
+        """True if `adjust` would change the next row."""
         return (
             bool(self._bias_index.numel())
             or self._seen is not None
@@ -125,7 +126,7 @@ class SequenceSampler:
         return self.output_count < self.sampling.min_tokens and bool(self._stop_index.numel())
 
     def adjust(self, row: Tensor) -> Tensor:
-        """Steps 2 to 4 of the module's order on `row`, float32 [vocab]; a new tensor."""
+        """Apply steps 2 to 4 of the module's order to `row`, float32 [vocab]; returns a new tensor."""
         row = row.clone()
         device = row.device
         if self._bias_index.numel():
@@ -146,7 +147,7 @@ class SequenceSampler:
         return row
 
     def append(self, token: int) -> FinishReason | None:
-        """Take `token` as the sequence's next one; says whether it ends the sequence."""
+        """Append `token` to the sequence; return the finish reason if it ends the sequence, else None."""
         self.position += 1
         self.outputs.append(token)
         if self._seen is not None:
@@ -161,17 +162,17 @@ class SequenceSampler:
 
 
 def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
-    """Draw the next token of every row. Changes no state: `SequenceSampler.append` takes the token.
+    """Sample the next token of every row. Changes no state: `SequenceSampler.append` adds the token.
 
     Args:
         logits: float32 [rows, vocab], on any device; not changed.
-        sequences: whose row each is.
+        sequences: The sequence of each row.
     """
     assert logits.shape[0] == len(sequences), f"{logits.shape[0]} rows for {len(sequences)} sequences"
     if not sequences:
         return []
     adjusted = _adjusted(logits, sequences)
-    best, tokens = adjusted.max(dim=-1)  # NaN wins a max, so one look at `best` finds it
+    best, tokens = adjusted.max(dim=-1)  # NaN wins a max, so checking `best` finds it
     drawable = torch.isfinite(best).tolist()
     racing = [
         index
@@ -195,7 +196,7 @@ def draw(logits: Tensor, sequences: Sequence[SequenceSampler]) -> list[Drawn | U
 
 
 def filter_logits(logits: Tensor, parameters: Sequence[Sampling]) -> Tensor:
-    """Step 5: temperature, top-k, top-p and min-p of each row; float64 [rows, vocab], -inf where filtered.
+    """Apply step 5: temperature, top-k, top-p and min-p of each row; float64 [rows, vocab], -inf if filtered.
 
     Rows are shifted so that their largest value is 0, which keeps every temperature above 0 in range.
     """
@@ -207,7 +208,7 @@ def filter_logits(logits: Tensor, parameters: Sequence[Sampling]) -> Tensor:
     scaled = logits.double()
     scaled -= scaled.amax(dim=-1, keepdim=True)
     scaled /= column([sampling.temperature for sampling in parameters])
-    # An infinite temperature makes 0 / inf = 0 and -inf / inf = NaN: what was masked must stay so.
+    # An infinite temperature makes 0 / inf = 0 and -inf / inf = NaN: masked logits must stay masked.
     scaled.masked_fill_(logits == _NEGATIVE_INFINITY, _NEGATIVE_INFINITY)
     vocab = logits.shape[1]
     top_k = [min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab for sampling in parameters]
@@ -239,9 +240,9 @@ def _adjusted(logits: Tensor, sequences: Sequence[SequenceSampler]) -> Tensor:
 
 
 def _nucleus_threshold(row: Tensor, top_p: float) -> Tensor:
-    """Smallest logit of the smallest set of most probable tokens whose probabilities reach `top_p`.
+    """Return the lowest logit of the smallest set of most probable tokens whose probabilities reach `top_p`.
 
-    Looks at the largest logits only, and at more of them while they do not reach it: no sort of the vocabulary.
+    Reads only the largest logits, and more of them until they reach `top_p`, without sorting the vocabulary.
     """
     total = row.exp().sum()
     width = min(_FIRST_NUCLEUS_WIDTH, row.numel())
@@ -256,7 +257,10 @@ def _nucleus_threshold(row: Tensor, top_p: float) -> Tensor:
 
 
 def _race(filtered: Tensor, keys: Sequence[int]) -> Tensor:
-    """Winners, int64 [rows], of the Gumbel-max race over `filtered`, float64 [rows, vocab] with maximum 0; uses it up."""
+    """Return the winners, int64 [rows], of the Gumbel-max race over `filtered`, which is overwritten.
+
+    `filtered` is float64 [rows, vocab] with maximum 0.
+    """
     vocab = filtered.shape[1]
     scores = filtered.flatten()
     running = (scores > -_NOISE_SPAN).nonzero().squeeze(1)
@@ -264,7 +268,7 @@ def _race(filtered: Tensor, keys: Sequence[int]) -> Tensor:
     key = torch.tensor([_signed(key) for key in keys], dtype=torch.int64, device=filtered.device)
     uniform = _uniform(key.index_select(0, row), running - row * vocab)
     noise = uniform.neg_().log1p_().neg_().log_().neg_()
-    # What does not run is far below: its lowest rival has 0 - 3.7, and nothing is added to it here.
+    # Logits that do not take part are far below: the best one has at least 0 - 3.7, and they get no noise.
     scores[running] += noise
     return scores.view_as(filtered).argmax(dim=-1)
 
@@ -272,7 +276,7 @@ def _race(filtered: Tensor, keys: Sequence[int]) -> Tensor:
 def _logprobs(
     logits: Tensor, sequences: Sequence[SequenceSampler], tokens: Sequence[int]
 ) -> dict[int, TokenLogprob]:
-    """Step 1, for the rows that ask for it: row -> log-probability of its token and the most probable ones'."""
+    """Do step 1 for rows that ask for it: row -> log-probability of its token and the most probable ones."""
     asked = {
         index: sequence.sampling.logprobs
         for index, sequence in enumerate(sequences)
@@ -320,7 +324,7 @@ def _stream_key(seed: int, sample_index: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of a 64-bit `value`: torch multiplies int64 with wrap-around."""
+    """Return the int64 with the bits of a 64-bit `value`: torch multiplies int64 with wrap-around."""
     return value - 2**64 if value >= 2**63 else value
 
 
@@ -329,7 +333,7 @@ def _shift_right(value: Tensor, bits: int) -> Tensor:
 
 
 def _uniform(key: Tensor, token: Tensor) -> Tensor:
-    """SplitMix64 of the stream `key` at counter `token`, as float64 in (0, 1); both int64 [n]."""
+    """Return SplitMix64 of the stream `key` at counter `token`, as float64 in (0, 1); both are int64 [n]."""
     value = (token + 1).mul_(_signed(_GOLDEN_GAMMA)).add_(key)
     value.bitwise_xor_(_shift_right(value, 30)).mul_(_signed(_MIX_1))
     value.bitwise_xor_(_shift_right(value, 27)).mul_(_signed(_MIX_2))

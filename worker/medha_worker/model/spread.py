@@ -1,19 +1,20 @@
-"""Attention over several lanes: the requests of a step whose K and V, or whose rows, lie on more than one lane.
+"""Attention over several lanes, for requests whose K and V, or whose rows in a step, lie on several lanes.
 
-K and V of a token are kept on the lane that the shard map names, whichever lane computes them. A *strategy* says how
-queries and keys come together; steps of one request may use different ones:
+K and V of a token are kept on the lane that the shard map names, whichever lane computes them. A *strategy*
+defines how queries and keys come together; steps of one request may use different ones:
 
-* **Direct** (owner-compute): one lane computes the rows. It sends their queries to every lane that holds a part of the
-  context; each attends to what it holds, and the partial results come back.
-* **Ring pass-KV** (paper C §3.5.2): several lanes compute rows. What each lane holds goes around the ring of lanes, and
-  each lane attends with its own rows to what passes; nothing comes back.
-* **Ring pass-Q** (paper C §3.5.3, and for decodes §3.6): the queries go around, each lane attends to what it holds, and
-  the partial results come back to their lanes at once.
+* **Direct** (owner-compute): one lane computes the rows. It sends their queries to every lane that holds a
+  part of the context; each attends to what it holds and sends back its partial results.
+* **Ring pass-KV** (paper C §3.5.2): several lanes compute rows. The KV that each lane holds goes around the
+  ring of lanes, and each lane attends to it with its own rows; nothing is sent back.
+* **Ring pass-Q** (paper C §3.5.3, and for decodes §3.6): the queries go around, each lane attends to what it
+  holds, and all partial results are sent back to their lanes at once.
 
-Partial results over disjoint keys are merged exactly by their log-sum-exp. In each layer there is one exchange of new K
-and V (with direct queries), the rounds of the rings, each sent while the one before is computed, and one exchange of
-partial results. Every lane derives the same order from the step, so that no cycle can arise where A helps B while B
-helps A. What travels between two lanes is one flat tensor per direction and exchange.
+Partial results over disjoint keys are merged exactly by their log-sum-exp. Each layer has one exchange of new
+K and V (with direct queries), then the rounds of the rings, each sent while the one before is computed, and
+one exchange of partial results. Every lane derives the same order from the step, so that no cycle can arise
+where A waits for B while B waits for A. All data between two lanes is one flat tensor per direction and
+exchange.
 """
 
 import logging
@@ -34,32 +35,32 @@ _log = logging.getLogger("medha.model")
 class LaneLinks(Protocol):
     """The ranks at this place of the grid (stage and tensor index) in other lanes."""
 
-    lane: int  # our own
+    lane: int  # this rank's own lane
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Any:
-        """Begin to send a tensor to each lane of `outgoing`, and to fill those of `incoming` from theirs.
+        """Begin to send each lane of `outgoing` its tensor, and to fill those of `incoming` from their lanes.
 
         Tensors between two lanes keep their order.
         """
         ...
 
     def finish(self, started: Any) -> None:
-        """Wait for what `start` has returned."""
+        """Wait for the transfers that `start` returned."""
         ...
 
 
 @dataclass(frozen=True)
 class Landing:
-    """Where the K and V of the step's new tokens go; rows and slots are int64, in the order of the step."""
+    """Destinations of the new tokens' K and V; rows and slots are int64, in the order of the step."""
 
     here: tuple[torch.Tensor, torch.Tensor]  # own rows that stay, and their slots
     to: Mapping[int, torch.Tensor]  # lane -> own rows
-    of: Mapping[int, torch.Tensor]  # lane -> slots of what comes from there
+    of: Mapping[int, torch.Tensor]  # lane -> slots for what arrives from it
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one lane, and their attention to what one lane holds; rows of no span see nothing there."""
+    """Rows of one lane, and their attention to what one lane holds; rows without a span see nothing there."""
 
     count: int
     spans: Sequence[SequenceSpan]  # rows counted from 0
@@ -67,7 +68,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class OwnPart:
-    """Own rows that other lanes attend to with what they hold."""
+    """Own rows for which other lanes attend to what they hold."""
 
     rows: slice
     helpers: Sequence[int]
@@ -75,39 +76,41 @@ class OwnPart:
 
 @dataclass(frozen=True)
 class RingQueries:
-    """Pass-Q: the rows of each lane, in the order of the ring, and their attention to what is here."""
+    """Pass-Q: the rows of each lane, in ring order, and their attention to what this lane holds."""
 
     lanes: Sequence[int]
-    rows: torch.Tensor  # own ones, int64 rows of the batch
+    rows: torch.Tensor  # own rows, int64 rows of the batch
     of: Mapping[int, Rows]
     answers: Sequence[int]  # lanes that hold something for own rows
 
 
 @dataclass(frozen=True)
 class RingKeys:
-    """Pass-KV: what each lane holds, in the order of the ring, and the attention of own rows to it.
+    """Pass-KV: the KV that each lane holds, in ring order, and the attention of own rows to it.
 
-    A lane sends the blocks of its requests one after the other; `of` counts blocks from the start of that.
+    A lane sends the blocks of its requests one after the other; `of` counts blocks from the start of that
+    message.
     """
 
     lanes: Sequence[int]
-    rows: torch.Tensor  # own ones, int64 rows of the batch
+    rows: torch.Tensor  # own rows, int64 rows of the batch
     table: torch.Tensor  # int64, blocks of this lane's pool that go around
-    blocks: Mapping[int, int]  # that come from each lane
+    blocks: Mapping[int, int]  # number of blocks that each lane sends
     of: Mapping[int, Rows]
 
 
 @dataclass(frozen=True)
 class SpreadPlan:
-    """What this lane does in a step of several lanes; parts are in the order of the step's entries.
+    """The work of this lane in a step of several lanes; parts are in the order of the step's entries.
 
-    `local` is all attention of own rows to what is here; `sequences` are the own rows of each sequence.
+    `local` is all attention of own rows to what this lane holds; `sequences` are the own rows of each
+    sequence.
     """
 
     local: Rows
     landing: Landing
     own: Sequence[OwnPart]
-    foreign: Sequence[tuple[int, Rows]]  # directly asked: the lane, and its rows
+    foreign: Sequence[tuple[int, Rows]]  # direct queries: the asking lane, and its rows
     queries: RingQueries | None = None
     keys: RingKeys | None = None
     sequences: Sequence[slice] = ()
@@ -115,7 +118,10 @@ class SpreadPlan:
 
 @dataclass(frozen=True)
 class Attending:
-    """What every attention of a step needs. `ran_out` is called where rows take part as NaN for want of memory."""
+    """Context of all attention of a step.
+
+    `ran_out` is called when rows become NaN because memory does not suffice.
+    """
 
     backend: AttentionBackend
     block_tokens: int
@@ -123,10 +129,10 @@ class Attending:
 
 
 class SpreadStep:
-    """One step of one lane that shares requests with others, for every layer of a rank.
+    """A step of a lane that shares requests with others, for every layer of a rank.
 
-    Whatever happens here, every exchange takes place: other lanes wait for it. Where memory does not suffice to
-    compute something, NaN travels instead.
+    Every exchange takes place, whatever happens here: other lanes wait for it. If memory does not suffice to
+    compute something, NaN is sent instead.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class SpreadStep:
             self._passing.append(self._queries)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """As `StepAttention.attend`, of own rows, [rows, heads, head_dim]; `k` and `v` are their own."""
+        """Like `StepAttention.attend`, for own rows [rows, heads, head_dim]; `k` and `v` are theirs."""
         all_q = self._share(layer, q, k, v)
         for ring in self._passing:
             ring.start(layer, q)
@@ -168,7 +174,10 @@ class SpreadStep:
         return self._merge(output, sums)
 
     def _share(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """New K and V to where they are kept, direct queries to all who help; own and asked queries, own first."""
+        """Send new K and V to where they are kept, and direct queries to all lanes that help.
+
+        Returns own queries, followed by those that other lanes ask about.
+        """
         landing, (_, query_heads, head_dim), kv_heads = self._plan.landing, q.shape, k.shape[1]
         staying, slots = landing.here
         if len(slots):
@@ -192,7 +201,7 @@ class SpreadStep:
         return _joined([q, *asked_q])
 
     def _merge(self, output: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """Partial results back to their lanes, in float32; the merged output of own rows."""
+        """Send partial results back to their lanes, in float32; return the merged output of own rows."""
         _, heads, head_dim = output.shape
         outgoing: dict[int, list[torch.Tensor]] = {}
         for lane, rows in self._foreign:
@@ -231,7 +240,7 @@ class SpreadStep:
     def _exchange(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], sizes: Mapping[int, int], like: torch.Tensor
     ) -> dict[int, "_Reader"]:
-        """Send each lane its pieces as one tensor; what comes back, of these sizes."""
+        """Send each lane its pieces as one tensor; return readers of what arrives, of the given sizes."""
         incoming = {lane: like.new_empty(size) for lane, size in sizes.items()}
         if outgoing or incoming:
             joined = {lane: _joined(pieces) for lane, pieces in outgoing.items()}
@@ -244,7 +253,10 @@ class SpreadStep:
 
 
 class _Ring(Protocol):
-    """Something goes around the lanes; turn 0 is what is here, and computed with all else that is."""
+    """Data that goes around the lanes.
+
+    Turn 0 is this lane's own data, and is computed with everything else that it holds.
+    """
 
     def __len__(self) -> int: ...
 
@@ -254,7 +266,7 @@ class _Ring(Protocol):
 
 
 class _KeysRing:
-    """Pass-KV, Algorithm 2 of paper C. Messages are as long as what a lane holds: nothing needs padding here."""
+    """Pass-KV, Algorithm 2 of paper C. Messages are as long as what a lane holds, without padding."""
 
     def __init__(self, ring: RingKeys, links: LaneLinks, cache: KVCache, attending: Attending) -> None:
         self.rows = ring.rows
@@ -273,7 +285,7 @@ class _KeysRing:
         self._pass(1)
 
     def turn(self, turn: int) -> None:
-        """Attend to what has come, while it goes on to the next lane."""
+        """Attend to the message that has arrived, while it is sent on to the next lane."""
         self._links.finish(self._hop)
         message, source = self._next, self._order[turn]
         self._message = message
@@ -283,7 +295,7 @@ class _KeysRing:
             self.partials.append(self._attention[source].attend(self._q, keys, values))
 
     def _own(self, layer: int) -> torch.Tensor:
-        """Blocks of this lane, [2, kv_heads, tokens, head_dim]."""
+        """Return this lane's blocks, [2, kv_heads, tokens, head_dim]."""
         pools = self._cache.keys[layer], self._cache.values[layer]
         kv_heads, _, head_dim = pools[0].shape
         tokens = self._cache.block_tokens
@@ -293,7 +305,7 @@ class _KeysRing:
         return message.view(2, kv_heads, -1, head_dim)
 
     def _pass(self, turn: int) -> None:
-        """Send what is here to the next lane, and take what belongs to `turn` from the one before."""
+        """Send the current message to the next lane, and receive the one of `turn` from the previous lane."""
         if turn == len(self._order):
             return
         _, kv_heads, _, head_dim = self._message.shape
@@ -321,7 +333,7 @@ class _QueriesRing:
         self._pass(1)
 
     def turn(self, turn: int) -> None:
-        """Attend with the queries that have come, while they go on to the next lane."""
+        """Attend with the queries that have arrived, while they are sent on to the next lane."""
         self._links.finish(self._hop)
         self._message, source = self._next, self._order[turn]
         self._pass(turn + 1)
@@ -338,13 +350,13 @@ class _QueriesRing:
 
 
 def _from(lanes: Sequence[int], lane: int) -> list[int]:
-    """Whose turn it is at `lane` in each round: its own, then that of the lane before, and so on."""
+    """Return the lane whose data is at `lane` in each round: its own, then the previous lane's, and so on."""
     here = lanes.index(lane)
     return [lanes[(here - turn) % len(lanes)] for turn in range(len(lanes))]
 
 
 def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: torch.Tensor) -> Any:
-    """Send to the next lane of a ring and receive from the one before; nothing travels where there is nothing."""
+    """Send to the next lane of a ring and receive from the previous one; empty messages are not sent."""
     following, before = order[-1], order[1]
     return links.start(
         {following: sent} if sent.numel() else {}, {before: received} if received.numel() else {}
@@ -352,7 +364,10 @@ def _hop(links: LaneLinks, order: Sequence[int], sent: torch.Tensor, received: t
 
 
 class _Partial:
-    """Attention of some rows to what one lane holds of their context: nothing for those that see nothing there."""
+    """Attention of some rows to what one lane holds of their context.
+
+    Rows that see nothing there get an empty result.
+    """
 
     def __init__(self, rows: Rows, attending: Attending) -> None:
         self._rows, self._attending = rows.count, attending
@@ -369,7 +384,10 @@ class _Partial:
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads]; -inf where a row sees nothing."""
+        """Return output [rows, heads, head_dim] and log-sum-exp, float32 [rows, heads].
+
+        Rows that see nothing get zeros and -inf.
+        """
         if self._attention is None:
             return q.new_zeros(q.shape), q.new_full(q.shape[:-1], float("-inf"), dtype=torch.float32)
         try:
@@ -381,7 +399,7 @@ class _Partial:
             attended = None
         else:
             attended = output, sums
-        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
         output, sums = attended or self._one_by_one(q, keys, values)
         if self._planned < self._rows:
             output = torch.cat([output, output.new_empty(self._rows - self._planned, *output.shape[1:])])
@@ -393,7 +411,7 @@ class _Partial:
     def _one_by_one(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `StepAttention.attend`, with less memory at a time; NaN where that does not suffice."""
+        """Like `StepAttention.attend`, with less memory at a time; NaN if that does not suffice."""
         output = q.new_empty(self._planned, *q.shape[1:])
         sums = q.new_empty(self._planned, q.shape[1], dtype=torch.float32)
         for span in self._spans:
@@ -413,7 +431,7 @@ class _Partial:
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One behind the other along the first dimension; a copy only where it takes one."""
+    """Concatenate along the first dimension; copies only if it has to."""
     filled = [piece for piece in pieces if len(piece)]
     return torch.cat(filled) if len(filled) > 1 else (filled or pieces)[0]
 
@@ -423,7 +441,7 @@ def _shifted(span: SequenceSpan, rows: int) -> SequenceSpan:
 
 
 class _Reader:
-    """Takes a flat tensor apart again, in the order in which it was put together."""
+    """Splits a flat tensor into the parts that it was joined from, in the same order."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._flat, self._at = flat, 0

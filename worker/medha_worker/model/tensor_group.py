@@ -6,19 +6,19 @@ import torch
 
 
 class TensorGroup(Protocol):
-    """Ranks in lock-step: every call is made by all of them, in the same order, with the same shapes."""
+    """Ranks in lock-step: all of them make every call, in the same order and with the same shapes."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """x becomes, on every rank, the sum of all ranks' x."""
+        """Replace x on every rank by the sum of all ranks' x."""
         ...
 
     def gather_last_dim(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
-        """On rank 0 all ranks' [rows, widths[rank]] side by side; None on the others."""
+        """Return all ranks' [rows, widths[rank]] side by side on rank 0, and None on the others."""
         ...
 
 
 class Alone:
-    """A rank that holds whole layers."""
+    """The group of a rank that holds whole layers."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
         pass

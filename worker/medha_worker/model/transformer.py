@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers, output head, over a flat batch of prefill chunks and decodes."""
+"""The decoder: embedding, layers and output head, over a flat batch of prefill chunks and decodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
 from medha_worker.model.weights import DTYPES, LayerWeights, Progress, Shard, Weights, load_weights
 
-# Rows of the MLP computed together on a CPU.
+# Rows of the MLP that are computed together on a CPU.
 _MLP_ROWS = 512
 
 _log = logging.getLogger("medha.model")
@@ -31,14 +31,15 @@ _Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Transformer:
-    """One rank's layers of a model, ready to run.
+    """The layers of a model that one rank runs.
 
-    With tensor parallelism the ranks of `group` run in lock-step, and add up what they computed after attention, after
-    the MLP, and after the lookup of embeddings (Megatron-LM's split).
+    With tensor parallelism, the ranks of `group` run in lock-step and sum up their results after attention,
+    after the MLP, and after the lookup of embeddings (Megatron-LM's split).
 
-    Where memory runs out between two such sums, the others know nothing of it. So the sequences that do not fit take part
-    as NaN, which reaches every rank behind this one: they end, and the rest of the step does not. `ran_out` is called
-    then, once in a forward pass and before NaN leaves this rank, because NaN alone does not say why.
+    If memory runs out between two such sums, the other ranks do not know of it. Therefore the sequences that
+    do not fit take part as NaN, which reaches every later rank: these sequences end, and the rest of the step
+    does not. `ran_out` is called then, once per forward pass and before NaN leaves this rank, because NaN
+    alone does not say why.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Transformer:
         self._group = group or Alone()
         self._lanes = lanes
         self._ran_out = ran_out
-        self._has_told = False  # that memory ran out in this forward pass
+        self._has_told = False  # True once `ran_out` was called in this forward pass
         self.config = config
         self.shard = shard
         self._weights = weights
@@ -79,7 +80,7 @@ class Transformer:
         lanes: LaneLinks | None = None,
         progress: Progress | None = None,
     ) -> Transformer:
-        """Read a rank's weights (by default: all, in the checkpoint's dtype) and build the model of them."""
+        """Read a rank's weights (by default all, in the checkpoint's dtype) and build the model from them."""
         shard = shard or Shard.whole(config)
         weights = load_weights(
             directory, config, shard, dtype=dtype or DTYPES[config.dtype], device=device, progress=progress
@@ -87,7 +88,7 @@ class Transformer:
         return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
 
     def with_kernels(self, kernels: Kernels) -> Transformer:
-        """The same weights, computed by other kernels."""
+        """Return a model with the same weights and other kernels."""
         return Transformer(
             self.config, self.shard, self._weights, kernels=kernels, group=self._group, lanes=self._lanes
         )
@@ -95,7 +96,10 @@ class Transformer:
     def in_grid(
         self, group: TensorGroup, lanes: LaneLinks, ran_out: Callable[[], None] = lambda: None
     ) -> Transformer:
-        """The same weights among other ranks. A model whose shard is a slice of its layers runs only like this."""
+        """Return a model with the same weights that runs among other ranks.
+
+        A model whose shard is a slice of its layers runs only like this.
+        """
         return Transformer(
             self.config,
             self.shard,
@@ -108,7 +112,7 @@ class Transformer:
 
     @property
     def weights_bytes(self) -> int:
-        """Memory of this rank's weights; tensors that are shared (tied embeddings) count once."""
+        """Memory of this rank's weights; shared tensors (tied embeddings) count once."""
         weights = self._weights
         tensors = [weights.embedding, weights.final_norm, weights.head]
         for layer in weights.layers:
@@ -117,7 +121,7 @@ class Transformer:
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
-        """A KV pool for this rank's layers, in the model's dtype."""
+        """Allocate a KV pool for this rank's layers, in the model's dtype."""
         return KVCache(
             num_layers=self.shard.last_layer - self.shard.first_layer,
             kv_heads=self.shard.kv_heads(self.config),
@@ -140,12 +144,13 @@ class Transformer:
         """Run the rank's layers over one step, writing the new tokens' K and V.
 
         Args:
-            tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on others.
-            positions: int64 [rows].
+            tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on
+                others.
+            positions: Positions of the rows, int64 [rows].
             spans: The sequences that the rows belong to, in row order, together covering every row.
             kv_cache: The pool that the spans' block tables point into.
-            spread: In place of `spans`, where requests of the step are shared with other lanes; there may then be
-                no rows of our own.
+            spread: Replaces `spans` if requests of the step are shared with other lanes; there may then be no
+                rows of our own.
 
         Returns:
             Hidden states, [rows, hidden_size], before the final norm.
@@ -170,9 +175,10 @@ class Transformer:
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Next-token logits of those rows of the last stage's result that need them.
+        """Return next-token logits of rows of the last stage's result.
 
-        float32 [rows, vocab_size] on tensor rank 0, which draws; None on the other ranks of its group.
+        They are float32 [rows, vocab_size] on tensor rank 0, which samples; None on the other ranks of its
+        group.
         """
         assert self._weights.final_norm is not None, "only the last stage has the output head"
         assert self._weights.head is not None
@@ -181,7 +187,7 @@ class Transformer:
         return self._group.gather_last_dim(own, widths)
 
     def _embed(self, token_ids: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Hidden states, [rows, hidden_size], of token ids; each rank knows a slice of the vocabulary."""
+        """Embed token ids as hidden states, [rows, hidden_size]; a rank holds a slice of the vocabulary."""
         if self.shard.tensor_size == 1:
             return F.embedding(token_ids, embedding)
         local = token_ids - self._weights.vocab_start
@@ -216,7 +222,7 @@ class Transformer:
 
         self._add(hidden, everything, step, attend, layer.output, layer.output_bias)
 
-        # A few rows at a time on a CPU, so that the widest activations stay in cache and in the same memory.
+        # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
         together = _MLP_ROWS if self.device.type == "cpu" else rows
         wide: torch.Tensor | None = None
@@ -235,7 +241,7 @@ class Transformer:
     def _heads(
         self, layer: LayerWeights, hidden: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> _Heads:
-        """Queries, keys and values of hidden states, as attention takes them."""
+        """Compute queries, keys and values of hidden states, in the form that attention takes."""
         config, rows = self.config, hidden.shape[0]
         normed = self._norm(hidden, layer.input_norm)
         query_heads, kv_heads = self.shard.query_heads(config), self.shard.kv_heads(config)
@@ -257,7 +263,7 @@ class Transformer:
         rotation: tuple[torch.Tensor, torch.Tensor],
         sequences: Sequence[slice],
     ) -> _Heads:
-        """As `_heads`. Where memory runs out, sequence by sequence, and NaN for those that do not fit alone."""
+        """Like `_heads`, but sequence by sequence if memory runs out; NaN for those that do not fit alone."""
         try:
             return self._heads(layer, hidden, rotation)
         except (MemoryError, RuntimeError) as error:
@@ -266,7 +272,7 @@ class Transformer:
             _log.warning(
                 "memory ran out for %d rows, so each sequence runs alone: %s", hidden.shape[0], error
             )
-        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
         query_heads, kv_heads = self.shard.query_heads(self.config), self.shard.kv_heads(self.config)
         q, k, v = (
             hidden.new_full((hidden.shape[0], count, self.config.head_dim), torch.nan)
@@ -293,7 +299,7 @@ class Transformer:
             self._ran_out()
 
     def _widened(self, layer: LayerWeights, hidden: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-        """silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
+        """Return silu(gate(x)) * up(x) of the normed rows; `wide` is scratch memory."""
         normed = self._norm(hidden, layer.post_norm)
         gate_up = _linear(normed, layer.gate_up, layer.gate_up_bias, out=wide[: hidden.shape[0]])
         return self.kernels.rows.silu_multiply(gate_up)
@@ -307,15 +313,16 @@ class Transformer:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> None:
-        """hidden[rows] += compute(rows) @ weight + bias, summed over the ranks; on one rank in one pass over memory.
+        """Compute hidden[rows] += compute(rows) @ weight + bias, summed over the ranks.
 
-        `compute` is given a step of their own where rows are those of one sequence alone.
+        A rank alone does this in one pass over memory. If rows are those of a single sequence, `compute` is
+        given a step of their own.
         """
 
         def run(rows: slice, alone: _Step | None, out: torch.Tensor | None) -> torch.Tensor | None:
             x = compute(rows, alone)
             if self.shard.tensor_size > 1:
-                return _linear(x, weight, bias, out=out)  # rank 0 alone has the bias
+                return _linear(x, weight, bias, out=out)  # only rank 0 has the bias
             hidden[rows].addmm_(x, weight)
             if bias is not None:
                 hidden[rows].add_(bias)
@@ -332,7 +339,7 @@ class Transformer:
         else:
             self._sum(hidden, rows, part)
             return
-        # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+        # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
         part = torch.empty_like(hidden[rows]) if self.shard.tensor_size > 1 else None
         for index, sequence in enumerate(step.sequences):
             own = slice(max(sequence.start, rows.start), min(sequence.stop, rows.stop))
@@ -358,7 +365,7 @@ class Transformer:
 
 
 class _Step:
-    """What the layers of one step share: where new K and V go, and the plan of attention."""
+    """The state shared by the layers of one step: the slots of new K and V, and the plan of attention."""
 
     def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, backend: AttentionBackend) -> None:
         self.sequences = [span.rows for span in spans]
@@ -375,7 +382,7 @@ class _Step:
         self._slots = torch.cat(slots).to(kv_cache.keys[0].device)
 
     def alone(self, index: int) -> _Step:
-        """The same for one of the sequences, whose rows are then all there are."""
+        """Return the same step for one of its sequences, whose rows are then the only ones."""
         return _Step([replace(self._spans[index], row_start=0)], self._cache, self._backend)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Reading a rank's part of a checkpoint: the layers of its stage, and of each tensor its slice.
+"""Reads a rank's part of a checkpoint: the layers of its stage, and its slice of each tensor.
 
-Column-parallel linears (q, k, v, gate, up) and the vocabulary are split by rows of the weight, row-parallel ones
-(o, down) by columns. Q, K and V, and gate and up, are read into one matrix each, so that a layer runs four products
-instead of seven. Weights are kept as [in, out]: small batches multiply by that up to 1.4 times as fast.
+Column-parallel linears (q, k, v, gate, up) and the vocabulary are split by rows of the weight, row-parallel
+ones (o, down) by columns. Q, K and V, and likewise gate and up, are read into one matrix, so that a layer
+runs four products instead of seven. Weights are kept as [in, out]: small batches multiply by that up to 1.4
+times as fast.
 """
 
 import json
@@ -21,15 +22,15 @@ from medha_worker.model.config import ModelConfig
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""torch's own names of what a configuration may ask for."""
+"""torch's data types, by the names that a configuration may use."""
 
-# Called with the bytes of weights read so far, and of all that are to be read, both in the run dtype.
+# Called with the bytes of weights read so far, and the bytes to read in total, both in the run dtype.
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of the model a rank holds: a stage's layers, and of each tensor one slice of `tensor_size`."""
+    """A rank's part of the model: a stage's layers, and one of `tensor_size` slices of each tensor."""
 
     tensor_rank: int
     tensor_size: int
@@ -53,11 +54,11 @@ class Shard:
         return config.num_query_heads // self.tensor_size
 
     def kv_heads(self, config: ModelConfig) -> int:
-        """KV heads of this rank; where there are more ranks than KV heads, several hold the same one."""
+        """Return the number of this rank's KV heads; if ranks outnumber heads, several hold the same one."""
         return max(1, config.num_kv_heads // self.tensor_size)
 
     def vocabulary(self, config: ModelConfig) -> list[slice]:
-        """The vocabulary rows of each tensor rank: equal parts, the last ones shorter or empty."""
+        """Return the vocabulary rows of each tensor rank: equal parts, the last ones shorter or empty."""
         rows = -(-config.vocab_size // self.tensor_size)
         edges = [min(rank * rows, config.vocab_size) for rank in range(self.tensor_size + 1)]
         return [slice(first, last) for first, last in pairwise(edges)]
@@ -65,10 +66,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer's slice. Linear weights are [in, out]; a missing bias is None.
+    """A rank's slice of one layer. Linear weights are [in, out]; a missing bias is None.
 
-    The biases of row-parallel linears (`output_bias`, `down_bias`) are with tensor rank 0 alone: the all-reduce adds
-    what the ranks computed.
+    The biases of row-parallel linears (`output_bias`, `down_bias`) are held by tensor rank 0 only, because
+    the all-reduce sums up the ranks' results.
     """
 
     input_norm: torch.Tensor
@@ -89,8 +90,8 @@ class LayerWeights:
 class Weights:
     """A rank's weights. `embedding` is on the first stage, `final_norm` and `head` on the last, else None.
 
-    `embedding` is [vocab rows, hidden], `head` [hidden, vocab rows]; both hold the vocabulary from `vocab_start` on.
-    With tied embeddings on one rank they are one tensor.
+    `embedding` is [vocab rows, hidden], `head` [hidden, vocab rows]; both hold the vocabulary from
+    `vocab_start` on. Tied embeddings on one rank are one tensor.
     """
 
     layers: Sequence[LayerWeights]
@@ -109,7 +110,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> Weights:
-    """Read what `shard` needs from the safetensors in `directory`, converted to `dtype`.
+    """Read what `shard` needs from the safetensors files in `directory`, converted to `dtype`.
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
@@ -129,7 +130,7 @@ def load_weights(
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a complete checkpoint of this model, with its shape."""
+    """Return every tensor of a complete checkpoint of this model, with its shape."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_width, kv_width = config.num_query_heads * config.head_dim, config.num_kv_heads * config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
@@ -163,7 +164,7 @@ _READABLE = {"F32", "BF16", "F16"}
 
 
 class _Reader:
-    """Opens a checkpoint's files as tensors are asked of them, and reads only the slices of one rank."""
+    """Opens a checkpoint's files as their tensors are needed, and reads only the slices of one rank."""
 
     def __init__(
         self,
@@ -231,9 +232,9 @@ class _Reader:
         return self._convert(self._slice(name, self.vocab_rows))
 
     def head(self, embedding: torch.Tensor | None) -> torch.Tensor:
-        """The output head, [hidden, vocab rows]; a tied one shares the embedding's memory where that is here.
+        """Return the output head, [hidden, vocab rows]; a tied one shares memory with an embedding held here.
 
-        A checkpoint that says "tied" and still holds another head is served with its head, as transformers does.
+        A checkpoint that says "tied" but holds a different head is served with that head, as in transformers.
         """
         if not self.config.tie_word_embeddings:
             return self.vocabulary("lm_head.weight").t().contiguous()
@@ -245,7 +246,7 @@ class _Reader:
         return tied.t()
 
     def _column_parallel(self, parts: Mapping[str, slice]) -> torch.Tensor:
-        """Slices of several weights side by side, [in, out of all]."""
+        """Return slices of several weights side by side, [in, out of all]."""
         widths = [rows.stop - rows.start for rows in parts.values()]
         fused = torch.empty(self.config.hidden_size, sum(widths), dtype=self.dtype, device=self.device)
         first = 0
@@ -264,7 +265,7 @@ class _Reader:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
     def _slice(self, name: str, *index: slice) -> torch.Tensor:
-        """The named tensor's slice, read from its file; nothing else of it is."""
+        """Read a slice of the named tensor from its file, and nothing else of it."""
         path = self._file_of[name]
         try:
             stored = self._open(path).get_slice(name)
@@ -304,7 +305,7 @@ class _Reader:
         return self._files[path]
 
     def _locate(self, directory: Path) -> dict[str, Path]:
-        """Which file holds which tensor."""
+        """Return the file that holds each tensor."""
         index = directory / "model.safetensors.index.json"
         if not index.exists():
             single = directory / "model.safetensors"
@@ -331,7 +332,8 @@ class _Reader:
                 f"{directory}: tensor {missing[0]} of shape {list(self._shapes[missing[0]])} is missing"
                 f"{_and_more(missing)}; fetch the checkpoint again"
             )
-        # Two leftovers are harmless: a head beside tied embeddings, and the inverse frequencies old Llamas carry.
+        # Two leftovers are harmless: a head beside tied embeddings, and the inverse frequencies in old
+        # Llamas.
         unexpected = [
             name
             for name in self._file_of
@@ -346,7 +348,10 @@ class _Reader:
             )
 
     def _expected_bytes(self) -> int:
-        """What this rank will read, in the run dtype; replicated tensors are counted in part, near enough for a bar."""
+        """Return the bytes that this rank will read, in the run dtype.
+
+        Tensors held by every rank are counted in part, which is accurate enough for a progress bar.
+        """
         in_stage = [
             name
             for name in self._shapes

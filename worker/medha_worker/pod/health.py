@@ -1,4 +1,4 @@
-"""What the kubelet asks a pod: `/started`, `/ready` and `/live`, as JSON with reasons; 200 for yes, 503 for no."""
+"""HTTP server for the kubelet's probes `/started`, `/ready` and `/live`: 200 or 503, with reasons as JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from medha_worker.pod.watch import Answer, PodWatch
 
 
 class HealthServer:
-    """Answers from threads of its own, of what the supervisor's thread keeps up to date."""
+    """Answers probes in its own threads, from the state that the supervisor's thread keeps up to date."""
 
     def __init__(self, watch: PodWatch, host: str, port: int) -> None:
-        """
+        """Listen on `host` and `port`.
+
         Raises:
-            ConfigInvalid: nothing can listen there.
+            ConfigInvalid: the server cannot listen there.
         """
         answers: dict[str, Callable[[], Answer]] = {
             "/started": watch.started,

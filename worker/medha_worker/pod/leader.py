@@ -1,6 +1,8 @@
-"""Finding the leader's name: it stands in DNS only once its pod has an address, which may be long after ours started.
+"""DNS lookups of the leader's name, for log lines about what a pod waits for.
 
-ZeroMQ asks again by itself whenever it connects; this asks as well, in a thread of its own, to say what it waits for.
+The name is in DNS only once the leader's pod has an address, which may be long after this pod has started.
+ZeroMQ resolves the name by itself whenever it connects; the lookups here, in a separate thread, only log the
+state.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _log = logging.getLogger("medha.pod")
 
 
 class LeaderName:
-    """Looks a name up as long as it is wanted."""
+    """Looks up a name, and logs the result, for as long as it is wanted."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -25,7 +27,7 @@ class LeaderName:
         Thread(target=self._ask, name="leader", daemon=True).start()
 
     def want(self, wanted: bool) -> None:
-        """Whether somebody waits for the leader now."""
+        """Set whether a part of this pod waits for the leader now."""
         if wanted:
             self._wanted.set()
         else:
@@ -38,7 +40,7 @@ class LeaderName:
                 told = ""
                 self._wanted.wait()
                 since = time.monotonic()
-                time.sleep(ASK_SECONDS)  # who answers within that needs no words
+                time.sleep(ASK_SECONDS)  # a leader that answers within that time needs no log line
                 continue
             found, now = looked_up(self._host), time.monotonic()
             if found != told or now - told_at >= TELL_SECONDS:
@@ -48,7 +50,7 @@ class LeaderName:
 
 
 def looked_up(host: str) -> str:
-    """In words, where a name leads."""
+    """Return, as text, the addresses of a name, or why it does not resolve."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The parts of one pod of a replica: which ranks it runs, whether the controller, and what each of them is told.
+"""The parts of one pod of a replica: its ranks, the controller in the first pod, and the settings of each.
 
 A pod is one place (lane, stage) of the grid. Nothing is started here: settings are written to the run directory, and
-the parts are named in the order in which they are asked to stop.
+the parts are listed in the order in which they are asked to stop.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ _log = logging.getLogger("medha.pod")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a pod stands in the grid and in the network, and which folders it was given."""
+    """The place of a pod in the grid and in the network, and its folders."""
 
     lane: int
     stage: int
     leader: str
     """Name or address of the pod that runs the controller."""
     address: str
-    """This pod's own; the data plane listens there and nowhere else."""
+    """This pod's own address; the data plane listens only there."""
     run_directory: Path
-    """Lasts as long as the pod: a container that is started again finds it as it was."""
+    """Folder that lasts as long as the pod: a restarted container finds it as it was."""
     keys: Path
     router: str = ""
     """Name or address of the router; empty if the replica has none."""
     enrolment: Path | None = None
-    """The router's public key, and a token that it admits."""
+    """Folder with the router's public key, and a token that it admits."""
     revision: str = ""
-    """Of the pods that the operator has made for one spec; empty in pods of an operator that did not tell."""
+    """Revision of the pods that the operator has created for one spec; empty if it set none."""
     model_directory: Path | None = None
-    """Of the checkpoint, if it is not where the replica's source says."""
+    """Folder of the checkpoint, if it differs from the replica's source."""
 
     @property
     def is_leader(self) -> bool:
@@ -72,13 +72,17 @@ class Place:
 
     @property
     def listens_at(self) -> str:
-        """Where metrics and health are asked for; a pod's loopback is where `kubectl port-forward` comes out."""
+        """Address on which metrics and health are served.
+
+        It is 0.0.0.0, which includes the loopback that `kubectl port-forward` connects to, unless the pod's
+        address is a loopback address itself.
+        """
         return self.address if ipaddress.ip_address(self.address).is_loopback else "0.0.0.0"
 
     def require_in(self, spec: MedhaReplicaSpec) -> None:
         """
         Raises:
-            ConfigInvalid: no such place in the grid.
+            ConfigInvalid: the grid has no such place.
         """
         shape = spec.parallelism
         if not (0 <= self.lane < shape.kv and 0 <= self.stage < shape.stream):
@@ -89,13 +93,13 @@ class Place:
 
 
 def read_replica(path: Path) -> MedhaReplica:
-    """The replica that the operator has written for its pods.
+    """Read the replica that the operator has written for its pods.
 
-    A pod may be older than its operator, which names every field that it knows: those that this release does not know
-    are left out, with a warning. What users write is read elsewhere, and strictly.
+    A pod may be older than its operator, which writes every field that it knows. Fields that this release
+    does not know are left out, with a warning. Manifests of users are read elsewhere, and strictly.
 
     Raises:
-        ConfigInvalid: no such file, or not a replica.
+        ConfigInvalid: there is no such file, or it is not a replica.
     """
     try:
         document = json.loads(path.read_bytes())
@@ -125,9 +129,9 @@ def _remove(document: Any, field: tuple[int | str, ...]) -> None:
 
 
 def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple[tuple[Part, ...], ...]:
-    """Write each part's settings, and name the parts in the order in which they are asked to stop.
+    """Write each part's settings, and return the parts in the order in which they are asked to stop.
 
-    `oldest_epoch` is the one that the leader's epochs begin with.
+    `oldest_epoch` is the first epoch that the leader's controller may begin.
     """
     spec = _for_this_pod(replica.spec)
     shape = spec.parallelism
@@ -161,7 +165,7 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
 
 
 def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> str:
-    """Write the controller's settings; it takes what has changed in a file that it runs with."""
+    """Write the controller's settings; a running controller polls this file for changes. Return its path."""
     spec = _for_this_pod(replica.spec)
     host = _bracketed(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
@@ -169,7 +173,7 @@ def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> 
         router = _bracketed(place.router)
         endpoints = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
         router_key, enrolment = place.enrolment / ROUTER_PUBLIC, place.enrolment / TOKEN
-    else:  # it calls a router that is nowhere, until the spec names one
+    else:  # the replica has no router: the controller connects to an endpoint where none listens
         endpoints = f"ipc://{place.run_directory}/no-router", f"ipc://{place.run_directory}/no-router-tokens"
         keys = KeyFiles(place.run_directory / "no-router-keys")
         if not keys.directory.exists():
@@ -196,13 +200,13 @@ def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> 
 
 
 def replica_name(replica: MedhaReplica) -> str:
-    """By which a router knows it: replicas of two namespaces may enrol at the same one."""
+    """Return the replica's name at routers, with its namespace, as replicas of two may share a router."""
     namespace = replica.metadata.namespace
     return f"{namespace}/{replica.metadata.name}" if namespace else replica.metadata.name
 
 
 def _for_this_pod(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
-    """The spec with as many threads for each rank as this container can run, unless it says how many."""
+    """Return the spec with the threads per rank that this container can run, unless the spec sets them."""
     if spec.threads is not None:
         return spec
     return spec.model_copy(update={"threads": max(1, usable_cpus() // spec.parallelism.tensor)})

@@ -1,8 +1,9 @@
 """`python -m medha_worker.pod`: the supervisor of one pod of a replica, which is one (lane, stage) of its grid.
 
-It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is started again here, and the
-others keep their weights: the operator replaces pods only when this process asks for it by its exit status, 75. On
-SIGTERM the leader's controller finishes the open requests; the other pods wait for its word.
+It runs the pod's ranks and, in the first pod, the replica's controller. A part that dies is restarted here,
+and the others keep their weights: the operator replaces pods only when this process asks for it with exit
+status 75. On SIGTERM the leader's controller finishes the open requests; the other pods wait until it
+notifies them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _log = logging.getLogger("medha.pod")
 
 
 class PodLog:
-    """What the supervisor shows: plain lines with their time and the part's name, on stdout."""
+    """The supervisor's output: plain lines with time and part name, on stdout."""
 
     def __init__(self) -> None:
         self._progress = ProgressLines()
@@ -72,7 +73,7 @@ class PodLog:
 
 
 class Supervised(PodWatch):
-    """A pod's watch that looks up the leader's name while a part calls it, and takes live settings as they change."""
+    """A pod's watch that looks up the leader's name while a part calls it, and applies changed settings."""
 
     def __init__(self, place: Place, replica_file: Path, replica: MedhaReplica, parts: list[str]) -> None:
         lifecycle = replica.spec.lifecycle
@@ -100,14 +101,14 @@ class Supervised(PodWatch):
 
 
 def run(place: Place, replica_file: Path) -> Lifecycle:
-    """Run the pod until it is asked to stop, or cannot go on; call it in the main thread.
+    """Run the pod until it is asked to stop or cannot go on; call it in the main thread.
 
     Raises:
-        ConfigInvalid: the pod cannot be what its environment says.
+        ConfigInvalid: the pod's environment or its replica is invalid.
     """
     with (
         StopRequests() as requests
-    ):  # from here on a SIGTERM counts: process 1 of a container would not notice it
+    ):  # handles SIGTERM from here on, which process 1 of a container otherwise ignores
         return _run(place, replica_file, requests)
 
 
@@ -129,7 +130,7 @@ def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
             run_directory=place.run_directory,
             is_ready=lambda: watch.has_started,
             display=PodLog(),
-            ready_seconds=float("inf"),  # the watch knows it better
+            ready_seconds=float("inf"),  # the watch has its own limit
             drain_seconds=watch.drain_seconds,
             awaits_word=not place.is_leader,
             watch=watch,
@@ -140,10 +141,11 @@ def _run(place: Place, replica_file: Path, requests: StopRequests) -> Lifecycle:
 
 
 def oldest_epoch(run_directory: Path) -> int:
-    """The epoch that this pod begins with if it leads: later than any of a pod that led before it.
+    """Return the first epoch of this pod if it leads: later than any epoch of an earlier leader.
 
-    Nothing outlives a pod but time, so it is the time of the pod's first start in seconds: epochs are begun more slowly
-    than one a second, and clocks of nodes differ by less than it takes to replace a pod.
+    No file outlives a pod, so this is the time of the pod's first start, in seconds. It relies on epochs that
+    begin less often than once a second, and on clocks of nodes that differ by less than it takes to replace a
+    pod.
     """
     path = run_directory / "oldest-epoch"
     found = read_epoch(path)
@@ -172,7 +174,7 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 def main(replica_file: Path, termination_log: Path, **place: object) -> None:
     """Run one pod of a replica; the operator's pods say the rest in their environment."""
     configure_logging("info")
-    raise_file_limit()  # of the parts, too: they inherit it
+    raise_file_limit()  # the parts inherit it
     try:
         state = run(Place(**place), replica_file)  # type: ignore[arg-type] # click has read each option's type
         reason, exit_status = state.failure, state.exit_status

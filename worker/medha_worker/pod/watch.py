@@ -1,8 +1,8 @@
-"""What a pod's parts are at together: whether it has started, is ready, lives, and whether it can go on. No I/O, no clock.
+"""State of a pod, from the states of its parts: started, ready, live, and able to go on. No I/O, no clock.
 
-A pod gives up, and asks the operator for a restart of all pods of the replica (EX_TEMPFAIL), when that is what could
-help: ranks that were called together did not find each other three times within ten minutes, they did not meet within
-`lifecycle.readySeconds`, or the controller takes them for those of a former set of pods.
+A pod gives up and asks the operator to restart all pods of the replica (EX_TEMPFAIL) when that can help: a
+rendezvous of the ranks has failed three times within ten minutes, the ranks did not meet within
+`lifecycle.readySeconds`, or the controller refuses them as ranks of an earlier set of pods.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ASKS_RESTART = 75  # EX_TEMPFAIL of sysexits.h
 MOST_UNMET = 3
 UNMET_SECONDS = 600.0
 LIVE_SECONDS = 15.0
-"""A supervisor's loop that has not turned for longer hangs: it turns every second."""
+"""Longest time between two iterations of a supervisor's loop that does not hang; it iterates every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To one probe."""
+    """The answer to a probe."""
 
     ok: bool
     reasons: tuple[str, ...] = ()
@@ -35,16 +35,16 @@ class Answer:
 
 @dataclass
 class PodWatch:
-    """Follows the parts of one pod; times are seconds of any one clock."""
+    """Follows the states of one pod's parts; times are seconds of any one clock."""
 
     parts: Sequence[str]
     started_at: float
     ready_seconds: float
     drain_seconds: float
     leader: str
-    """What a reason calls the pod that runs the controller."""
+    """Name, in reasons, of the pod that runs the controller."""
     states: dict[str, PartState] = field(default_factory=dict)
-    """Of parts that run and have spoken."""
+    """Last states of the parts that run and have reported one."""
     has_started: bool = False
     _apart_since: float | None = field(init=False)
     _unmet: dict[int, tuple[float, str]] = field(default_factory=dict)  # by epoch: when it was heard, and why
@@ -108,25 +108,28 @@ class PodWatch:
     # --- what probes ask ------------------------------------------------------------------------------------
 
     def started(self) -> Answer:
-        """Weights are loaded, groups were made, and the warm-up has run; for good, once it was so."""
+        """Answer whether weights are loaded, groups formed and the warm-up has run.
+
+        Once true, it stays so.
+        """
         return Answer(True) if self.has_started else Answer(False, self._awaited())
 
     def ready(self) -> Answer:
-        """Every part is in an epoch, and nobody has asked them to stop."""
+        """Answer whether every part serves in an epoch, and the pod was not asked to stop."""
         awaited = self._awaited()
         if self._stopping:
             return Answer(False, (f"stopping: {self._stopping}", *awaited))
         return Answer(not awaited, awaited)
 
     def live(self, now: float) -> Answer:
-        """The supervisor's loop turns; its parts are its own business."""
+        """Answer whether the supervisor's loop runs; the supervisor itself handles parts that do not."""
         silent = now - self._turned_at
         if silent <= LIVE_SECONDS:
             return Answer(True)
         return Answer(False, (f"the supervisor's loop has not turned for {silent:.0f} s",))
 
     def is_calling(self) -> bool:
-        """Whether a part has not reached the controller yet."""
+        """Return whether a part has not reached the controller yet."""
         return any(state.phase == "calling" for state in self.states.values())
 
     def _awaited(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""From measured steps to a `Profile`, and how well a profile foretells steps that it has not seen.
+"""Fits a `Profile` to measured steps, and tests how well a profile predicts steps it was not fitted to.
 
-A step's forward pass is taken to be `linear(tokens) + sum over sequences (s + slope(queries) * keys)`: two curves
-through knots and a constant, all unknowns linear in the measured seconds. They are found by least squares of relative
-errors with no increment below zero, so that more work never takes less.
+A step's forward pass is modelled as `linear(tokens) + sum over sequences (s + slope(queries) * keys)`: two
+curves through knots and a constant, all unknowns linear in the measured seconds. They are found by least
+squares of relative errors, with no increment below zero, so that more work never takes less time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _Floats = npt.NDArray[np.float64]
 
 _SWEEPS = 20_000
 _TOLERANCE = 1e-10
-_SHORTEST_SECONDS = 1e-9  # of a stage that has no output head
+_SHORTEST_SECONDS = 1e-9  # lower bound of measured seconds, for a stage without an output head
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """One step as it was measured (seconds): the forward pass, then output head and sampling."""
+    """The measured times of one step, in seconds: the forward pass, then output head and sampling."""
 
     works: tuple[Work, ...]
     forward_seconds: float
@@ -47,17 +47,17 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Error over the steps whose longest context is `low .. high` tokens, by a profile fitted to all others."""
+    """Error on the steps whose longest context is `low .. high` tokens, of a profile fitted to the rest."""
 
     low: int
     high: int
     steps: int
-    mean_error: float  # of |predicted / measured - 1|
+    mean_error: float  # mean of |predicted / measured - 1|
     worst_error: float
 
 
 def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source: str) -> Profile:
-    """The profile that fits `steps` best."""
+    """Return the profile that fits `steps` best."""
     tokens = np.array([step.tokens for step in steps])
     uniform = [step for step in steps if len(set(step.works)) == 1]
     token_knots = np.unique([step.tokens for step in uniform])
@@ -90,7 +90,7 @@ def fit_profile(steps: Sequence[MeasuredStep], *, layers: int, name: str, source
 
 
 def errors(profile: Profile, steps: Sequence[MeasuredStep]) -> _Floats:
-    """|predicted / measured - 1| of each step."""
+    """Return |predicted / measured - 1| of each step."""
     predictor = Predictor(profile)
     predicted = np.array([predictor.stage_seconds(step.works) for step in steps])
     measured = np.array([step.seconds for step in steps])
@@ -99,7 +99,7 @@ def errors(profile: Profile, steps: Sequence[MeasuredStep]) -> _Floats:
 
 
 def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
-    """For each range of contexts: what a profile fitted without any step of that range makes of its steps."""
+    """Return, for each range of contexts, the errors on its steps of a profile fitted without them."""
     contexts = sorted({step.longest_context for step in steps})
     ranges = [(low + 1, high) for low, high in pairwise(contexts)]
     if len(contexts) > 3:
@@ -114,7 +114,10 @@ def held_out(steps: Sequence[MeasuredStep], *, layers: int) -> list[HeldOut]:
 
 
 def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
-    """Queries that were measured behind two contexts at least: one alone cannot tell attention from linear layers."""
+    """Return the query counts measured behind at least two contexts.
+
+    A single context cannot tell attention from linear layers. 1 is always included.
+    """
     contexts: dict[int, set[int]] = {}
     for step in uniform:
         contexts.setdefault(step.works[0].count, set()).add(step.works[0].context)
@@ -122,23 +125,26 @@ def _count_knots(uniform: Sequence[MeasuredStep]) -> npt.NDArray[np.int64]:
 
 
 def _slope_terms(count: int, knots: npt.NDArray[np.int64]) -> _Floats:
-    """[knots]: how much of each increment the seconds a key of `count` queries have; beyond the knots in proportion."""
+    """Return [knots]: the share of each increment in the seconds per key of `count` queries.
+
+    Beyond the last knot, the shares grow in proportion to `count`.
+    """
     last = int(knots[-1])
     terms: _Floats = _increments(np.array([min(count, last)]), knots)[0] * max(count / last, 1.0)
     return terms
 
 
 def _last_slope(knots: npt.NDArray[np.int64], values: _Floats) -> float:
-    """Of the curve's last segment, which continues it: large steps are bound by compute."""
+    """Return the slope of the last segment, which extrapolates the curve: large steps are compute-bound."""
     if len(knots) == 1:
         return float(values[0] / knots[0])
     return float((values[-1] - values[-2]) / (knots[-1] - knots[-2]))
 
 
 def _increments(values: npt.NDArray[np.int64], knots: npt.NDArray[np.int64]) -> _Floats:
-    """[values, knots]: how much of each knot's increment a curve through the knots has gained at each value.
+    """Return [values, knots]: the share of each knot's increment that a curve has gained at each value.
 
-    Beyond the last knot its last segment goes on.
+    Beyond the last knot, its last segment continues.
     """
     columns = [np.ones(len(values))]
     for left, right in pairwise(knots.tolist()):
@@ -148,7 +154,7 @@ def _increments(values: npt.NDArray[np.int64], knots: npt.NDArray[np.int64]) -> 
 
 
 def _non_negative_least_squares(terms: _Floats, measured: _Floats) -> _Floats:
-    """x >= 0 with the least sum of ((terms @ x) / measured - 1)^2, one unknown at a time until none moves."""
+    """Return x >= 0 that minimises the sum of ((terms @ x) / measured - 1)^2, by coordinate descent."""
     scaled = terms / np.maximum(measured, _SHORTEST_SECONDS)[:, None]
     size = np.linalg.norm(scaled, axis=0)
     used = size > 0
@@ -161,7 +167,7 @@ def _non_negative_least_squares(terms: _Floats, measured: _Floats) -> _Floats:
             x[index] = max(0.0, x[index] + wanted[index] - float(gram[index] @ x))
         if np.abs(x - before).max(initial=0.0) <= _TOLERANCE * np.abs(x).max(initial=0.0):
             break
-    free = x > 0  # what remains above zero is solved for exactly, where that keeps it there
+    free = x > 0  # solve exactly for what remains above zero, unless that makes some of it negative
     exact = np.linalg.lstsq(scaled[:, free], np.ones(len(measured)), rcond=None)[0]
     if (exact >= 0).all():
         x[free] = exact

@@ -1,9 +1,9 @@
-"""What steps of a checkpoint take on this machine: the measuring behind `medha profile`.
+"""Measures what steps of a checkpoint take on this machine, for `medha profile`.
 
-Only time matters here, so the keys and values of contexts are random numbers that were never computed; but each sequence
-has its own, or the caches would make many decodes look cheap. Steps are measured in rounds over the whole grid, each in
-another order, because a machine's clock and neighbours change from minute to minute, and a step leaves its successor
-warmer or colder caches.
+Only time matters here, so the K and V of contexts are random numbers that were never computed. Each sequence
+has its own: if they were shared, the caches would make many decodes look cheap. Steps are measured in rounds
+over the whole grid, each in a different order, because a machine's clock and neighbours change from minute to
+minute, and a step leaves its successor warmer or colder caches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Shape = tuple[Work, ...]
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Which steps are measured: chunks alone behind contexts, decodes alone, and decodes beside a chunk."""
+    """The steps to measure: chunks alone behind contexts, decodes alone, and decodes beside a chunk."""
 
     contexts: tuple[int, ...]  # tokens, ascending from 0
     chunks: tuple[int, ...]
@@ -46,12 +46,12 @@ class Grid:
 
     @property
     def pool_tokens(self) -> int:
-        """KV that the steps need: of the longest sequence, and room for a few of them to decode together."""
+        """Tokens of KV that the steps need: for the longest sequence, and for a few to decode together."""
         longest = -(-(self.contexts[-1] + self.chunks[-1]) // BLOCK_TOKENS) * BLOCK_TOKENS
         return max(longest, 4 * (self.contexts[-1] + BLOCK_TOKENS))
 
     def shapes(self) -> list[Shape]:
-        """The steps that the pool has room for, the smallest first."""
+        """Return the steps that the pool has room for, the smallest first."""
         alone = [(Work(context, chunk),) for context in self.contexts for chunk in self.chunks]
         decodes = [(Work(context, 1),) * count for context in self.contexts for count in self.decodes]
         beside = self.decodes[-1:] and (
@@ -67,12 +67,15 @@ class Grid:
 
 
 def blocks_of(works: Shape) -> int:
-    """KV blocks of a step's sequences, none of them shared."""
+    """Return the number of KV blocks of a step's sequences, none of them shared."""
     return sum(-(-(work.context + work.count) // BLOCK_TOKENS) for work in works)
 
 
 def grid(*, max_context: int, max_chunk: int, max_decodes: int, quick: bool) -> Grid:
-    """Powers of two (of four where `quick`) up to the largest of each."""
+    """Return a grid up to the largest of each, in powers of two or four.
+
+    Chunks and decodes go in powers of four, contexts in powers of two, or of four if `quick`.
+    """
     factor = 4 if quick else 2
 
     def steps(start: int, stop: int, by: int = factor) -> tuple[int, ...]:
@@ -91,10 +94,10 @@ def grid(*, max_context: int, max_chunk: int, max_decodes: int, quick: bool) -> 
 
 
 class StepTimer:
-    """Runs steps of one model and says what they take."""
+    """Runs steps of one model and measures their time."""
 
     def __init__(self, model: Transformer, pool_tokens: int, clock: Callable[[], float]) -> None:
-        """Makes a scratch pool of `pool_tokens`.
+        """Allocate a scratch pool of `pool_tokens`.
 
         Raises:
             OutOfMemory: the pool does not fit.
@@ -105,7 +108,7 @@ class StepTimer:
         try:
             self._pool = model.new_kv_cache(blocks, BLOCK_TOKENS)
             for part in (*self._pool.keys, *self._pool.values):
-                part.normal_()  # resident, and no denormal numbers
+                part.normal_()  # makes the pool resident, without denormal numbers
         except (RuntimeError, MemoryError) as error:
             if not ran_out(error):
                 raise
@@ -114,7 +117,7 @@ class StepTimer:
             ) from error
 
     def measure(self, works: Shape, sampling: Sampling = GREEDY) -> MeasuredStep:
-        """Run one step of `works`, once; sequences overlap where the pool is too small for all of them."""
+        """Run one step of `works` once; sequences overlap if the pool is too small for all of them."""
         model, device = self._model, self._model.device
         spans, row, block = [], 0, 0
         for work in works:
@@ -137,7 +140,7 @@ class StepTimer:
         forwarded = self._clock()
         if model.shard.is_last_stage:
             logits = model.logits(hidden[last_rows])
-            if logits is not None:  # on the rank that draws
+            if logits is not None:  # only on the rank that samples
                 draw(logits, samplers)
         self._wait()
         return MeasuredStep(works, forwarded - started, self._clock() - forwarded)
@@ -155,10 +158,10 @@ def measure(
     max_step_seconds: float,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[MeasuredStep]:
-    """Medians of `rounds` runs of each shape; `progress` is told how many runs of how many are done.
+    """Return medians of `rounds` runs of each shape; `progress` is called with the runs done and their total.
 
-    One round before them is not counted. A shape whose first run takes longer than `max_step_seconds` is dropped, and so
-    are all larger ones of its kind, unmeasured: their time is what the roofline continues.
+    One round before them is not counted. A shape whose first run takes longer than `max_step_seconds` is
+    dropped, and so are all larger ones of its kind, unmeasured: the roofline extrapolates their time.
 
     Raises:
         ConfigInvalid: no step is short enough.
@@ -181,7 +184,7 @@ def measure(
         raise ConfigInvalid(
             f"no step ends within --max-step-seconds {max_step_seconds:g}; raise it, or profile a smaller model"
         )
-    order = np.random.default_rng(0)  # any order will do, the same one each time
+    order = np.random.default_rng(0)  # any order will do, as long as it is the same each time
     names = list(kept)
     for _ in range(rounds):
         for index in order.permutation(len(names)):
@@ -192,7 +195,7 @@ def measure(
 
 
 def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int | None) -> Transformer:
-    """The checkpoint as a rank would run it, on so many of this process's threads.
+    """Load the checkpoint as a rank would run it, on `threads` threads of this process.
 
     Raises:
         MedhaError: the checkpoint is incomplete, or needs what is not implemented.
@@ -205,7 +208,7 @@ def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int
 
 
 def _covers(works: Shape, other: Shape) -> bool:
-    """Whether a step is at least as large as another of its kind."""
+    """True if a step is at least as large as another of its kind."""
     return len(works) >= len(other) and all(
         mine.context >= theirs.context and mine.count >= theirs.count
         for mine, theirs in zip(reversed(works), reversed(other), strict=False)
@@ -213,7 +216,7 @@ def _covers(works: Shape, other: Shape) -> bool:
 
 
 def median(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Of several runs of one step."""
+    """Return the median of several runs of one step."""
     return MeasuredStep(
         steps[0].works,
         statistics.median(step.forward_seconds for step in steps),

@@ -1,7 +1,7 @@
-"""What a rank is between its links: weights that outlive epochs, and what it makes of them for each epoch.
+"""The state of a rank: weights that outlive epochs, and the engine that is built from them for each epoch.
 
-Meeting the other ranks begins an epoch: with connections of its own, an empty ledger, and the KV pool of before. Who was
-replaced warms up together with the tensor ranks of its pod.
+A rendezvous with the other ranks begins an epoch, with connections of its own, an empty ledger and the
+previous KV pool. A replaced rank warms up together with the tensor ranks of its pod.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from medha_worker.rank.mesh import Grid
 from medha_worker.rank.recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
 
-MEET_SECONDS = 10.0  # for ranks that have their weights to find each other
+MEET_SECONDS = 10.0  # bound of the rendezvous of ranks that have their weights
 PROGRESS_SECONDS = 2.0
 
-# What a trace calls the time in these methods of the grid and of the tensor group.
+# Names in a trace for the time spent in these methods of the grid and of the tensor group.
 STAGE_SPANS = {
     "receive_hidden": "receive",
     "receive_tokens": "receive tokens",
@@ -52,7 +52,7 @@ _log = logging.getLogger("medha.rank")
 
 
 class RankSettings(BaseModel):
-    """What `medha up` (or a pod) tells a rank; one JSON file."""
+    """Settings that `medha up` (or a pod) passes to a rank, as one JSON file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,19 +62,19 @@ class RankSettings(BaseModel):
     control: str
     """ZeroMQ endpoint of the controller's control link for ranks."""
     tokens: str
-    """ZeroMQ endpoint of its token link."""
+    """ZeroMQ endpoint of the controller's token link."""
     address: str = "127.0.0.1"
-    """Where this rank listens for the others' tensors: an address of its pod, or the loopback."""
+    """Address at which this rank listens for the others' tensors: one of its pod, or the loopback."""
     ranks_on_host: int | None = None
-    """Ranks that share this one's memory and CPUs. Default: all of the replica's; in a pod, the pod's."""
+    """Number of ranks sharing this one's memory and CPUs. Default: the replica's; in a pod, the pod's."""
     key_file: Path
-    """The secret key that the ranks of the replica share (docs/security.md)."""
+    """File of the secret key that the ranks of the replica share (docs/security.md)."""
     controller_key_file: Path
-    """The controller's public key."""
+    """File of the controller's public key."""
     revision: str = ""
-    """Of the replica's pods; ranks of another one are not waited for. Empty: there is but one."""
+    """Revision of the replica's pods; ranks of another one are not waited for. Empty: there is only one."""
     epoch_file: Path | None = None
-    """Remembers the last epoch of this place of the grid, beyond the life of one process."""
+    """File that stores the last epoch of this place in the grid, beyond the life of one process."""
     log_level: str = "info"
 
     @property
@@ -84,13 +84,13 @@ class RankSettings(BaseModel):
 
     @property
     def neighbours(self) -> int:
-        """Ranks on this host, this one included."""
+        """Number of ranks on this host, this one included."""
         return self.ranks_on_host or self.topology.ranks
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What lasts for one epoch."""
+    """The state of one epoch."""
 
     executor: Executor
     grid: Grid | None
@@ -98,7 +98,7 @@ class Engine:
 
 
 class Loaded:
-    """What outlives epochs: weights, what the warm-up has measured, and the memory of the KV pool."""
+    """The state that outlives epochs: weights, measurements of the warm-up, and the memory of the KV pool."""
 
     def __init__(
         self,
@@ -120,12 +120,13 @@ class Loaded:
         ran_out: Callable[[], None] = lambda: None,
         progress: Progress = lambda _text, _done, _total: None,
     ) -> Engine:
-        """Meet the other ranks, and begin an epoch with an empty ledger.
+        """Rendezvous with the other ranks, and begin an epoch with an empty ledger.
 
-        `ran_out` is called where memory does not suffice for some rows of a step, `progress` while the rank warms up.
+        `ran_out` is called when memory does not suffice for some rows of a step, `progress` while the rank
+        warms up.
 
         Raises:
-            PartFailed: they did not all come.
+            PartFailed: not all ranks arrived.
         """
         settings, config = self._settings, self._config
         topology = settings.topology
@@ -142,7 +143,7 @@ class Loaded:
                 meet_seconds=MEET_SECONDS,
             )
         try:
-            # Nothing that outlives the epoch may hold the grid: its connections close when it is gone.
+            # Nothing that outlives the epoch may hold the grid: its connections close when it is freed.
             self._warm_up_together(grid, progress)
             model = self._model if grid is None else self._in_grid(grid, ran_out)
             return self._begin(model, meet.epoch, grid)
@@ -193,13 +194,15 @@ class Loaded:
         return Engine(executor, grid, ready)
 
     def _link_rate(self, grid: Grid | None) -> float:
-        """Bytes a second between lanes; measured only where the prefill strategy is chosen by it."""
+        """Measure bytes per second between lanes; 0 unless the prefill strategy is chosen by it (`auto`)."""
         if grid is None or self._settings.spec.scheduling.prefill_strategy != "auto":
             return 0.0
         return grid.lane_bytes_per_second(time.perf_counter)
 
     def _warm_up_together(self, grid: Grid | None, progress: Progress) -> None:
-        """In lock-step: the tensor ranks of a pod warm up together if one of them was replaced; other pods need not.
+        """Warm up in lock-step with the tensor ranks of this pod, unless all of them are warm already.
+
+        Other pods need not warm up with it.
 
         Raises:
             OutOfMemory: the largest chunk or batch does not fit on one of them.
@@ -245,9 +248,10 @@ class Loaded:
         )
 
     def _pool(self, warm: WarmUp, grid: Grid | None) -> KVCache:
-        """The KV pool: all ranks replay one ledger, so it is as large as the smallest of them can make it.
+        """Return the KV pool, as large as the smallest that any rank can make: all ranks replay one ledger.
 
-        A rank that was replaced takes the size that the others have: what is free now says nothing of its share.
+        A replaced rank takes the size that the others have: the memory free now does not show what its share
+        was.
         """
         settings, config, model = self._settings, self._config, self._model
         cache = settings.spec.kv_cache
@@ -275,7 +279,7 @@ class Loaded:
 
 
 def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> Loaded:
-    """Read this rank's weights; `progress` is told how much of them has been read.
+    """Read this rank's weights; `progress` is called with how much of them has been read.
 
     Raises:
         MedhaError: the model cannot be served as the manifest asks.
@@ -302,7 +306,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
 
 
 def _total(grid: Grid, count: int) -> int:
-    """The sum of a count over the tensor ranks of this pod."""
+    """Return the sum of a count over the tensor ranks of this pod."""
     total = torch.tensor([count])
     grid.tensor_group.all_reduce(total)
     return int(total)
@@ -312,11 +316,11 @@ _NO_POOL = 2**62
 
 
 def _shard(config: ModelConfig, topology: Topology, rank: int, chunk_tokens: int) -> Shard:
-    """The layers and slices of a rank.
+    """Return the layers and slices of a rank.
 
-    Stages are as even as a chunk of `chunk_tokens` of a prefill has them: that is what the pipeline is for, and it draws
-    from one row at most, so that the head is next to nothing of the last stage. A decode passes all stages, however
-    they are cut.
+    Stages are balanced for a prefill chunk of `chunk_tokens`, which is what the pipeline is for. A chunk
+    samples from one row at most, so the output head is a negligible part of the last stage. A decode passes
+    all stages anyway, however the layers are split.
     """
     here = topology.coordinates(rank)
     head_weights = config.vocab_size * config.hidden_size
@@ -337,7 +341,7 @@ def _block_bytes(config: ModelConfig, model: Transformer, block_tokens: int) -> 
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
-    """Ids that end a sequence: generation_config.json's, which lists all of them, else config.json's.
+    """Return the ids that end a sequence: generation_config.json's, which lists all, else config.json's.
 
     Raises:
         CheckpointInvalid: `eos_token_id` is neither an id nor a list of ids.
@@ -357,7 +361,7 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
 
 
 def _every_few_seconds(progress: Progress, clock: Callable[[], float]) -> ReadProgress:
-    """Log and tell how much of the weights has been read, every few seconds."""
+    """Return a callback that logs and reports every few seconds how much of the weights has been read."""
     told_at = clock()
 
     def read(done_bytes: int, total_bytes: int) -> None:

@@ -1,17 +1,20 @@
-"""One rank's engine: applies a `Step` to the replicated state, runs its layers on the entries, draws tokens.
+"""The engine of one rank: applies a `Step` to the replicated state, runs its layers and samples tokens.
 
-No sockets, no asyncio, no clock of its own. The rank's process calls, for every step and in this order:
-`prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, `plan`, and `run`. All but `run` is
-bookkeeping, which needs nothing that the steps before compute: another thread may do it while they run.
+The engine has no sockets, no asyncio and no clock of its own. For every step, the rank's process calls
+`prepare`, then `missing_prompts` and `add_tokens` until nothing is missing, then `plan` and `run`. Everything
+but `run` is bookkeeping that needs no result of earlier steps, so another thread may do it while they run.
 
-What goes wrong is kept as small as it is: an entry whose ids, positions or logits are wrong fails alone; a
-forward pass that raises is repeated entry by entry, so that only those which fail by themselves end; but not where
-other ranks run in lock-step with this one and know nothing of the failure: there it ends the epoch, unless memory ran
-out, which others learn by NaN (`Transformer`) or by a token that is none. State that disagrees with the controller's cannot be mended, and raises.
+Failures are contained as far as possible. An entry whose ids, positions or logits are invalid fails alone. A
+forward pass that raises is repeated entry by entry, so that only the entries that fail alone end. Where other
+ranks run in lock-step with this one, that is impossible, because they do not know of the failure: there it
+ends the epoch. The exception is running out of memory, which the other ranks learn of through NaN
+(`Transformer`) or through a token of -1. State that disagrees with the controller's cannot be recovered, and
+raises.
 
-Every rank replays every step, so all of them agree on lengths and block tables. Token ids that are drawn matter on
-the first stage, which embeds them, and where they are drawn; elsewhere zeros stand for them. With the tokens of a step
-comes a digest of all that were drawn before and whose they are, so that no two of those ranks go on with unlike ones.
+Every rank replays every step, so all of them agree on lengths and block tables. Sampled token ids matter only
+on the rank that samples them and on the first stage, which embeds them; elsewhere zeros stand for them. The
+tokens of a step carry a digest of all tokens sampled before and the sequences they belong to, so that two of
+those ranks never continue with different tokens.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ _Result = TypeVar("_Result")
 
 
 class Model(Protocol):
-    """What the executor needs of a model; `Transformer` is one."""
+    """The interface that the executor needs of a model; `Transformer` implements it."""
 
     def forward(
         self,
@@ -71,17 +74,18 @@ class Model(Protocol):
         kv_cache: KVCache,
         spread: SpreadPlan | None = None,
     ) -> Tensor:
-        """Hidden states [rows, hidden] of int64 [rows] tokens, or of the previous stage's hidden states.
+        """Run the layers and return hidden states, [rows, hidden].
 
-        K and V of the rows are written to the pool; `spread` takes the place of `spans` where lanes share requests.
+        The input is int64 [rows] tokens, or the previous stage's hidden states. K and V of the rows are
+        written to the pool. `spread` replaces `spans` where lanes share requests.
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
-        """float32 [rows, vocab]; None on a rank that only contributes to another's."""
+        """Return logits, float32 [rows, vocab]; None on a rank that only contributes to another's logits."""
 
 
 class Pipeline(Protocol):
-    """The other stages and tensor ranks, as one rank sees them; `Grid` is one."""
+    """The other stages and tensor ranks, as one rank sees them; `Grid` implements it."""
 
     is_first_stage: bool
     is_last_stage: bool
@@ -114,17 +118,17 @@ class _Sequence:
 
     prompt: TokenIds  # int32 [tokens]; output that an earlier epoch produced is its tail
     sampler: SequenceSampler | None
-    fault: str | None  # why there is no sampler; every entry then fails with it
+    fault: str | None  # reason why there is no sampler; every entry then fails with it
     table: npt.NDArray[np.int64]  # block table
-    computed: int  # tokens whose KV is in the pool, once the steps that are planned have run
-    planned_outputs: int = 0  # tokens that they will have drawn
+    computed: int  # tokens whose KV is in the pool once all planned steps have run
+    planned_outputs: int = 0  # tokens that those steps will have sampled
     _outputs: TokenIds = field(default_factory=lambda: np.empty(_FIRST_OUTPUT_CAPACITY, dtype=np.int32))
     _output_count: int = 0
-    unknown: int = 0  # of the last outputs, those that were drawn elsewhere and have not come yet
+    unknown: int = 0  # number of the last outputs that were sampled elsewhere and have not arrived yet
 
     @property
     def length(self) -> int:
-        """Tokens that there are, once the steps that are planned have run."""
+        """Number of tokens in the sequence once all planned steps have run."""
         return len(self.prompt) + self.planned_outputs
 
     def append(self, token: int) -> None:
@@ -134,22 +138,25 @@ class _Sequence:
         self._output_count += 1
 
     def expect(self) -> None:
-        """Another rank draws the next token; a zero stands for it."""
+        """Append a zero as a placeholder for a token that another rank samples."""
         self.append(0)
         self.unknown += 1
 
     def learn(self, token: int) -> None:
-        """The first of the tokens that were expected; -1 if none could be drawn, and a zero stays in its place."""
+        """Record the first of the expected tokens; -1 if none could be sampled, and its zero then stays."""
         self._outputs[self._output_count - self.unknown] = max(token, 0)
         self.unknown -= 1
 
     def fill(self, length: int) -> None:
-        """Zeros stand for tokens before `length` that could not be drawn: a step that counts on them may be on its way."""
+        """Append zeros for tokens before `length` that could not be sampled.
+
+        A step that counts on them may already be on its way.
+        """
         while len(self.prompt) + self._output_count < length:
             self.append(0)
 
     def tokens(self, start: int, stop: int) -> TokenIds:
-        """Ids at positions `start .. stop` (exclusive), which lie inside the history."""
+        """Return the ids at positions `start .. stop` (exclusive), which must lie inside the history."""
         border = len(self.prompt)
         outputs = self._outputs[max(start - border, 0) : max(stop - border, 0)]
         if start >= border:
@@ -159,7 +166,10 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An entry that can be run. The step brings its sequence to `stop`, perhaps with entries on other lanes."""
+    """An entry that can be run.
+
+    The step brings its sequence to `stop`, perhaps with entries on other lanes too.
+    """
 
     entry: StepEntry
     sequence: _Sequence
@@ -181,31 +191,31 @@ class PlannedStep:
     """A step whose bookkeeping is done."""
 
     step: Step
-    copies: tuple[BlockCopy, ...] = ()  # of KV, before anything is computed
+    copies: tuple[BlockCopy, ...] = ()  # KV copies, made before anything is computed
     parts: tuple[_Part, ...] = ()
     foreign: tuple[SpreadEntry, ...] = ()
     failures: tuple[EntryFailed, ...] = ()
-    batch: _Batch | None = None  # of all parts, if this rank runs any
+    batch: _Batch | None = None  # batch of all parts, if this rank runs any
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """What a step computes of one sequence, on all lanes together: positions `start .. stop` (exclusive)."""
+    """The positions of one sequence that a step computes on all lanes: `start .. stop` (exclusive)."""
 
     start: int
     stop: int
     lanes: int
-    problem: str | None  # why it is no such run
+    problem: str | None  # reason why the extents are not one run of positions
 
 
 def _chunks(step: Step) -> dict[str, _Chunk]:
-    """By sequence; those without a position are left out."""
+    """Return the step's chunks by sequence id; sequences without a position are left out."""
     chunks: dict[str, _Chunk] = {}
     entries: dict[str, list[StepEntry]] = {}
     for entry in step.entries:
         entries.setdefault(entry.id, []).append(entry)
     for name, parts in entries.items():
-        if len(parts) == len(parts[0].extents) == 1:  # most are: a decode, or a chunk of one lane
+        if len(parts) == len(parts[0].extents) == 1:  # the common case: a decode, or a chunk of one lane
             (only,) = parts[0].extents
             if only.count >= 1 and only.stride == 1:
                 chunks[name] = _Chunk(only.start, only.start + only.count, 1, None)
@@ -216,7 +226,7 @@ def _chunks(step: Step) -> dict[str, _Chunk]:
         start, stop = min(one.start for one in extents), max(_last(one) for one in extents) + 1
         is_run = sum(one.count for one in extents) == stop - start
         is_run &= all(one.count >= 1 and one.stride >= 1 for one in extents)
-        for entry in parts:  # a single lane computes one position after the other
+        for entry in parts:  # a single lane computes its positions one after the other
             gaps = [after.start - _last(one) for one, after in pairwise(entry.extents)]
             is_run &= all(gap > 0 for gap in gaps)
             is_run &= len(parts) > 1 or _last(entry.extents[-1]) - start + 1 == entry.token_count
@@ -230,7 +240,7 @@ def _last(extent: Extent) -> int:
 
 
 class Executor:
-    """Runs steps on one rank: the whole model, or with `pipeline` its part of it."""
+    """Runs steps on one rank: on the whole model, or on the rank's part of it if `pipeline` is given."""
 
     def __init__(
         self,
@@ -246,7 +256,7 @@ class Executor:
         pipeline: Pipeline | None = None,
         mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
     ) -> None:
-        """`clock` gives seconds; `mask_for` gives an admitted sequence's logits mask, if it has one."""
+        """`clock` returns seconds. `mask_for` returns the logits mask of an admitted sequence, or None."""
         self.ledger = BlockLedger(kv_cache.num_blocks, kv_cache.block_tokens)
         self.epoch = epoch
         self._lane = LaneReplica(self.ledger, lane)
@@ -257,9 +267,9 @@ class Executor:
         self._clock = clock
         self._device = torch.device(device)
         self._pipeline = pipeline
-        self._waited_seconds = 0.0  # of the step that runs, for what other ranks send
-        self._expected: deque[list[_Part]] = deque()  # of each step whose tokens have not come yet
-        self._drawn_digest = 0  # of all tokens of this lane that are known here
+        self._waited_seconds = 0.0  # seconds that the running step has waited for data of other ranks
+        self._expected: deque[list[_Part]] = deque()  # parts of each step whose tokens have not arrived yet
+        self._drawn_digest = 0  # digest of all tokens of this lane that are known here
         self._mask_for = mask_for
         self._prompts: dict[str, _Prompt] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -275,10 +285,10 @@ class Executor:
     # --- prompts ------------------------------------------------------------------------------------
 
     def add_tokens(self, tokens: Tokens, ids: TokenIds) -> None:
-        """Take one piece of a prompt, in order; `ids` is int32 [n].
+        """Add the next piece of a prompt; `ids` is int32 [n].
 
         Raises:
-            WireInvalid: the piece does not continue what is here.
+            WireInvalid: the piece does not continue the ids received so far.
         """
         if tokens.offset == 0:
             self._prompts[tokens.prompt] = _Prompt(np.empty(tokens.total, dtype=np.int32))
@@ -294,17 +304,19 @@ class Executor:
         prompt.received = end
 
     def missing_prompts(self, step: Step) -> list[str]:
-        """Prompts of the step's admits whose ids are not all here yet."""
+        """Return the prompts of the step's admits whose ids have not all arrived yet."""
         names = dict.fromkeys(admit.prompt for admit in step.admits)
         return [name for name in names if name not in self._prompts or not self._prompts[name].complete]
 
     # --- steps --------------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
-        """Apply the step's publishes, releases and forgets. Ids that come from here on belong to what it admits.
+        """Apply the step's publishes, releases and forgets.
+
+        Ids that arrive after this call belong to sequences that the step admits.
 
         Raises:
-            PartFailed: the step does not fit the state of this rank.
+            PartFailed: the step does not match the state of this rank.
         """
         if step.epoch != self.epoch:
             raise PartFailed(f"step {step.step_id} is of epoch {step.epoch}; this rank is in {self.epoch}")
@@ -316,17 +328,17 @@ class Executor:
             self._lane.release(name)
             del self._sequences[name]
         for name in step.forgets:
-            self._prompts.pop(name, None)  # one whose requests were cancelled before admission never came
+            self._prompts.pop(name, None)  # absent if its requests were cancelled before admission
 
     def execute(self, step: Step, on_forward_done: Callable[[], None] = lambda: None) -> Done | None:
-        """`plan` and `run`."""
+        """Run `plan` and then `run`."""
         return self.run(self.plan(step), on_forward_done)
 
     def plan(self, step: Step) -> PlannedStep:
-        """Apply grows and admits, and work out what this rank computes of the step, and where.
+        """Apply grows and admits, and determine what this rank computes in the step, and where.
 
         Raises:
-            PartFailed: the state of this rank and the controller's have parted.
+            PartFailed: the state of this rank and the controller's have diverged.
         """
         copies = self._apply(step)
         lane = self._lane.lane
@@ -346,10 +358,10 @@ class Executor:
         return PlannedStep(step, copies, tuple(parts), tuple(foreign), tuple(failures), batch)
 
     def run(self, planned: PlannedStep, on_forward_done: Callable[[], None] = lambda: None) -> Done | None:
-        """Run the entries, and draw; what is drawn elsewhere is not in the result.
+        """Run the entries and sample. Tokens that are sampled on another rank are not in the result.
 
-        `on_forward_done` is called between the forward pass and the drawing: the stage is free then. None, and no
-        such call, where the step is for other lanes.
+        `on_forward_done` is called between the forward pass and sampling, when the stage is free again. If
+        the step does not include this lane, the result is None and `on_forward_done` is not called.
         """
         started, self._waited_seconds = self._clock(), 0.0
         step, lane = planned.step, self._lane.lane
@@ -368,7 +380,7 @@ class Executor:
                 computed = _run_guarded(forward, planned.parts, failures)
                 on_forward_done()
                 drawn = _run_guarded(self._draw, [part for part in computed if part.entry.samples], failures)
-            else:  # others run in lock-step with this rank, and nothing can be tried again
+            else:  # others run in lock-step with this rank, so nothing can be retried
                 computed = self._forward(planned.parts, planned.batch) if planned.batch is not None else []
                 on_forward_done()
                 if self._pipeline.is_last_stage:
@@ -389,7 +401,7 @@ class Executor:
         )
 
     def _apply(self, step: Step) -> tuple[BlockCopy, ...]:
-        """Replay what the controller has decided; KV that is to be copied."""
+        """Replay the controller's grows and admits, and return the KV blocks to copy."""
         copies: list[BlockCopy] = []
         for grow in step.grows:
             sequence = self._sequence(grow.id, step)
@@ -413,7 +425,7 @@ class Executor:
         if prompt is None or not prompt.complete:
             raise self._parted(step, f"{admit.id} is admitted ahead of its prompt's ids")
         parent = self._sequence(admit.fork_of, step) if admit.fork_of is not None else None
-        is_ours = admitted_map(admit).owner == self._lane.lane  # others do not count its tokens
+        is_ours = admitted_map(admit).owner == self._lane.lane  # other lanes do not count its tokens
         if parent is not None and is_ours and parent.computed < admit.shared_tokens:
             raise self._parted(step, f"{admit.id} shares tokens that {admit.fork_of} has not computed")
         copies = self._lane.admit(admit)
@@ -431,7 +443,7 @@ class Executor:
         return copies
 
     def _sampler(self, admit: Admit, ids: TokenIds) -> SequenceSampler | str:
-        """The sequence's sampler, or why the sequence cannot be run."""
+        """Return the sequence's sampler, or the reason why the sequence cannot be run."""
         if len(ids) != admit.tokens:
             return f"the prompt has {len(ids)} ids, but {admit.tokens} were announced"
         if len(ids) == 0 or ids.min() < 0 or ids.max() >= self._vocab_size:
@@ -453,11 +465,11 @@ class Executor:
     def _part(
         self, entry: StepEntry, chunks: Mapping[str, _Chunk], step: Step, failures: list[EntryFailed]
     ) -> _Part | None:
-        """The entry as positions that can be run; else its failure is noted.
+        """Return the entry as a part that can be run; otherwise record its failure and return None.
 
         Raises:
-            PartFailed: what is known here of the sequence is not what the controller counts with; or other lanes run
-                their part of an entry that cannot be run, and could not be told in time.
+            PartFailed: the sequence's state here is not what the controller expects; or the entry cannot be
+                run, but other lanes run their share of it and could not be told in time.
         """
         sequence = self._sequence(entry.id, step)
         if entry.id not in chunks:
@@ -465,7 +477,7 @@ class Executor:
             return None
         shards, chunk = self._shards(entry, step), chunks[entry.id]
         is_owner = shards.owner == self._lane.lane
-        if sequence.fault is not None:  # known to all lanes; one of them says so
+        if sequence.fault is not None:  # known to all lanes; only one of them reports it
             if is_owner:
                 failures.append(EntryFailed(entry.id, "internal", sequence.fault))
             return None
@@ -477,7 +489,7 @@ class Executor:
                 raise self._parted(step, f"{entry.id}: {problem}")
             failures.append(EntryFailed(entry.id, "internal", problem))
             return None
-        # Only the owner of a request follows how far all of it is computed.
+        # Only the owner of a request tracks how far all of it is computed.
         computed = sequence.computed if is_owner else chunk.start
         if not (chunk.start <= computed and chunk.stop <= min(sequence.length, shards.tokens)):
             raise self._parted(
@@ -494,12 +506,12 @@ class Executor:
         return _Part(entry, sequence, chunk.stop)
 
     def _foreign(self, step: Step, chunks: Mapping[str, _Chunk]) -> list[SpreadEntry]:
-        """Entries of other lanes that this lane has to know of."""
+        """Return the entries of other lanes that concern this lane."""
         entries = []
         for entry in step.entries:
             if entry.lane == self._lane.lane or entry.strategy == LOCAL:
                 continue
-            if entry.id not in chunks:  # it names no position, which the lane that is to compute it says
+            if entry.id not in chunks:  # it names no position, which the lane that is to compute it reports
                 continue
             sequence = self._sequence(entry.id, step)
             self._shards(entry, step)
@@ -514,7 +526,7 @@ class Executor:
         return SpreadEntry(shards, entry.lane, entry.extents, stop, sequence.table, entry.strategy, entry.id)
 
     def _batch(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry] = ()) -> _Batch:
-        """Where the rows of the parts stand, and what they attend to."""
+        """Lay out the rows of the parts: their positions and what they attend to."""
         spans: list[SequenceSpan] = []
         spread = self._spread(parts, foreign)
         if spread is None:
@@ -527,7 +539,7 @@ class Executor:
         return _Batch(torch.from_numpy(at).to(self._device), spans, spread)
 
     def _forward(self, parts: Sequence[_Part], batch: _Batch) -> list[_Part]:
-        """Run all parts as one flat batch; the same parts with their last position's hidden state."""
+        """Run all parts as one flat batch; return them with the hidden state of their last position."""
         asked = self._clock()
         inputs = self._input(parts).to(self._device)
         self._waited_seconds = self._clock() - asked
@@ -538,18 +550,19 @@ class Executor:
         return [replace(part, hidden=hidden[end - 1]) for part, end in zip(parts, ends, strict=True)]
 
     def _spread(self, parts: Sequence[_Part], foreign: Sequence[SpreadEntry]) -> SpreadPlan | None:
-        """What other lanes have to do with this batch, if anything."""
+        """Return how the batch is spread over lanes, or None if no other lane takes part."""
         if not foreign and all(part.entry.strategy == LOCAL for part in parts):
             return None
         own = [self._spread_entry(part.entry, part.sequence, part.stop) for part in parts]
         return plan_spread(self._lane.lane, own, foreign, self.ledger.block_size_tokens)
 
     def _input(self, parts: Sequence[_Part]) -> Tensor:
-        """Token ids, int64 [rows], on the first stage; on others what the stage before has made of them."""
+        """Return token ids, int64 [rows], on the first stage, else the previous stage's hidden states."""
         if self._pipeline is not None:
             if not self._pipeline.is_first_stage:
                 return self._pipeline.receive_hidden()
-            # Those of steps that have left the pipeline are here already; they are taken so that none pile up.
+            # Tokens of steps that have left the pipeline are here already; take them so that they do not pile
+            # up.
             while len(self._expected) > self._pipeline.stages or any(part.sequence.unknown for part in parts):
                 self._learn(self._pipeline)
         empty = np.empty(0, dtype=np.int32)
@@ -562,17 +575,17 @@ class Executor:
         return torch.from_numpy(ids.astype(np.int64))
 
     def learn_all(self) -> None:
-        """Wait for all tokens of steps that have run and that another rank draws.
+        """Wait for all outstanding tokens of steps that have run and that another rank samples.
 
         Raises:
-            PartFailed: they do not come, or they are not those that were drawn.
+            PartFailed: the tokens do not arrive, or are not those that were sampled.
         """
         while self._expected:
             assert self._pipeline is not None
             self._learn(self._pipeline)
 
     def _learn(self, pipeline: Pipeline) -> None:
-        """Take the tokens of the first step of which some are expected."""
+        """Receive the tokens of the oldest step that still expects some."""
         parts = self._expected.popleft()
         *tokens, digest = pipeline.receive_tokens(len(parts) + 1)
         self._drawn_digest = _drawn_digest(self._drawn_digest, parts, tokens)
@@ -585,7 +598,7 @@ class Executor:
             part.sequence.learn(token)
 
     def _draw(self, parts: Sequence[_Part]) -> list[tuple[_Part, Drawn | Undrawable]]:
-        """What this rank draws: nothing where another one does, whose tokens are then expected."""
+        """Sample the next token of each part. If another rank samples, expect its tokens and return []."""
         rows = [part.hidden for part in parts if part.hidden is not None]
         samplers = [part.sequence.sampler for part in parts if part.sequence.sampler is not None]
         pipeline = self._pipeline
@@ -595,7 +608,7 @@ class Executor:
             for part in parts:
                 part.sequence.expect()
             if pipeline.is_first_stage:
-                # Without their hidden states, each of which would keep those of the whole step.
+                # Drop the hidden states: each is a view that would keep those of the whole step alive.
                 self._expected.append([replace(part, hidden=None) for part in parts])
             return []
         drawn = _drawn(logits, samplers)
@@ -615,7 +628,7 @@ class Executor:
         return Sample(part.entry.id, result.token, finish_reason, result.logprob)
 
     def _shards(self, entry: StepEntry, step: Step) -> ShardMap:
-        """Where the KV of an entry's sequence lies, which has to be what the step was planned with."""
+        """Return where the KV of the entry's sequence lies, which must match the map in the step's plan."""
         shards = self._lane.shards(entry.id)
         if entry.strategy != LOCAL and entry.shard_map_version != shards.version:
             raise self._parted(
@@ -625,7 +638,7 @@ class Executor:
         return shards
 
     def _table(self, name: str) -> npt.NDArray[np.int64]:
-        """Its block table on this lane; empty if it holds nothing here."""
+        """Return the sequence's block table on this lane; empty if it holds nothing here."""
         return self.ledger.table(name) if name in self.ledger else np.empty(0, dtype=np.int64)
 
     def _sequence(self, name: str, step: Step) -> _Sequence:
@@ -641,7 +654,7 @@ class Executor:
 def _run_guarded(
     run: Callable[[Sequence[_Part]], list[_Result]], parts: Sequence[_Part], failures: list[EntryFailed]
 ) -> list[_Result]:
-    """`run` all parts at once; where that raises, each alone, so that only those end which raise alone."""
+    """Call `run` on all parts at once, or on each alone if that raises, so that only failing parts end."""
     if not parts:
         return []
     try:
@@ -654,12 +667,15 @@ def _run_guarded(
             )
             return []
         _log.warning("a batch of %d sequences failed, so each runs alone: %s", len(parts), error)
-    # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+    # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
     return [result for part in parts for result in _run_guarded(run, [part], failures)]
 
 
 def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
-    """`draw`; where memory runs out, row by row. Other ranks wait for a token of each, so none may raise."""
+    """Call `draw`, row by row if memory runs out.
+
+    Other ranks wait for a token of each row, so no row may raise.
+    """
     try:
         return draw(logits, samplers)
     except (MemoryError, RuntimeError) as error:
@@ -668,18 +684,21 @@ def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | 
         if len(samplers) == 1:
             return [Undrawable(f"too little memory to draw a token: {error}", "out_of_memory")]
         _log.warning("memory ran out to draw %d tokens, so each is drawn alone: %s", len(samplers), error)
-    # Outside the handler: there the traceback would keep the failed attempt's tensors alive.
+    # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
     return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
 
 
 def _drawn_digest(before: int, parts: Sequence[_Part], tokens: Sequence[int]) -> int:
-    """CRC-32 of everything in the digest `before`, and of the sequences that draw next with their tokens."""
+    """Return the CRC-32 digest `before`, extended by the sequences that are sampled next and their tokens."""
     names = "\0".join([part.entry.id for part in parts])
     return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes(), zlib.crc32(names.encode(), before))
 
 
 def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:
-    """Entries that some rank could not compute: they have come as NaN. Those that sample are found by drawing."""
+    """Return failures for entries that arrived as NaN because some rank could not compute them.
+
+    Entries that sample are left out: sampling finds those.
+    """
     unseen = [part for part in parts if not part.entry.samples and part.hidden is not None]
     if not unseen:
         return []
@@ -694,5 +713,5 @@ def _lost(parts: Sequence[_Part]) -> list[EntryFailed]:
 
 
 def failure_reason(error: Exception) -> FailureReason:
-    """Whether memory ran out, or something else went wrong."""
+    """Return the failure reason: "out_of_memory" if memory ran out, else "internal"."""
     return "out_of_memory" if ran_out(error) else "internal"

@@ -1,4 +1,4 @@
-"""Which part of a step falls to one lane, where requests are spread over several: a pure reading of shard maps."""
+"""The part of one lane in a step whose requests are spread over several, derived from shard maps alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def positions(extents: Sequence[Extent]) -> Ids:
-    """What the rows of an entry stand for, or of several one after the other, int64 [rows]."""
+    """Return the positions of the rows of an entry, or of several in sequence, int64 [rows]."""
     runs = np.array(
         [(extent.start, extent.stride, extent.count) for extent in extents], dtype=np.int64
     ).reshape(-1, 3)
@@ -35,10 +35,11 @@ def positions(extents: Sequence[Extent]) -> Ids:
 
 @dataclass(frozen=True)
 class SpreadEntry:
-    """An entry of a step: the positions of one request that `lane` computes, as another lane sees them.
+    """An entry of a step: the positions of one request that `lane` computes, as the planning lane sees them.
 
-    `stop` is how far the whole step brings the request: other entries may compute other positions of it. `table` is
-    its block table on the lane that looks, int64; empty where it holds nothing there.
+    `stop` is the position to which the whole step brings the request: other entries may compute other
+    positions of it. `table` is the request's block table on the planning lane, int64; empty if it holds
+    nothing there.
     """
 
     shards: ShardMap
@@ -55,12 +56,15 @@ class SpreadEntry:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Lanes that hold something that a row sees, or that come to hold something."""
+        """Lanes that hold, or come to hold, something that a row of the entry sees."""
         last = self.extents[-1].start + (self.extents[-1].count - 1) * self.extents[-1].stride
         return self.shards.participants(last + 1)
 
     def spans_on(self, holder: int, first_row: int, table: Ids | None = None) -> list[SequenceSpan]:
-        """The attention of the entry's rows to what `holder` has, by the table of the pool that it is in."""
+        """Return the attention of the entry's rows to what `holder` has.
+
+        `table` is the block table of the pool that holds it; by default the entry's own.
+        """
         table = self.table if table is None else table
         spans, row = [], first_row
         for extent in self.extents:
@@ -70,7 +74,7 @@ class SpreadEntry:
                     spans.append(SequenceSpan(row, count, local, table, stride=extent.stride))
                     seen = local + 1 + (count - 1) * extent.stride
                 else:
-                    if extent.stride > 1:  # positions between two rows count, too
+                    if extent.stride > 1:  # positions between two rows count too
                         seen = self.shards.local_lengths(start).get(holder, 0)
                     if seen > 0:
                         spans.append(SequenceSpan(row, count, seen, table, is_causal=False))
@@ -78,7 +82,7 @@ class SpreadEntry:
         return spans
 
     def kept_by(self) -> dict[int, tuple[Ids, Ids]]:
-        """Whose rows' K and V belong on which lane: rows counted from 0, and their local positions there."""
+        """Return by lane the rows whose K and V belong there, counted from 0, and their local positions."""
         kept: dict[int, tuple[list[Ids], list[Ids]]] = {}
         row = 0
         for extent in self.extents:
@@ -90,11 +94,11 @@ class SpreadEntry:
         return {lane: (np.concatenate(rows), np.concatenate(places)) for lane, (rows, places) in kept.items()}
 
     def slots(self, places: Ids, block_tokens: int) -> torch.Tensor:
-        """Where local positions lie in the pool of the lane that looks."""
+        """Return the slots of local positions in the pool of the planning lane, int64."""
         return torch.from_numpy(self.table[places // block_tokens] * block_tokens + places % block_tokens)
 
     def _pieces(self, extent: Extent) -> Iterator[tuple[int, int, int, int]]:
-        """An extent cut at the borders of lanes: first position, count, lane, and the first one's place there."""
+        """Split an extent at lane boundaries; yield first position, count, lane and first local position."""
         stride = extent.stride
         done, last = 0, extent.start + (extent.count - 1) * stride
         for piece in self.shards.pieces(extent.start, last + 1):
@@ -108,9 +112,10 @@ class SpreadEntry:
 def plan_spread(
     lane: int, own: Sequence[SpreadEntry], foreign: Sequence[SpreadEntry], block_tokens: int
 ) -> SpreadPlan | None:
-    """What `lane` does for `own` entries, one behind the other in its batch, and for those of other lanes.
+    """Return what `lane` does in a step for its `own` entries and for the `foreign` ones of other lanes.
 
-    Both are in the order of the step. None: nothing here is shared, so that a plain step will do.
+    The own entries follow one another in the lane's batch. Both are in the order of the step. None means that
+    nothing here is shared, so that a plain step suffices.
     """
     is_shared = any(entry.strategy in (PASS_KV, PASS_Q) or len(entry.holders) > 1 for entry in own)
     if not (is_shared or foreign):
@@ -201,7 +206,7 @@ def _ring_keys(
     lanes = ring_lanes(entries)
     if lane not in lanes:
         return None
-    # What goes around is the KV of requests, whose order must be the same for all: by name.
+    # The KV of requests goes around, in an order that must be the same for all lanes: by name.
     requests = {entry.request: entry for entry in entries}
     first_block: dict[tuple[str, int], int] = {}
     blocks = dict.fromkeys(lanes, 0)
@@ -239,7 +244,7 @@ def _ring_keys(
 
 
 def ring_lanes(entries: Sequence[SpreadEntry]) -> list[int]:
-    """Lanes that compute or hold a part of one of these: the ring, in ascending order."""
+    """Return the lanes that compute or hold a part of one of the entries: the ring, in ascending order."""
     return sorted(
         {lane for entry in entries for lane in (entry.lane, *entry.shards.participants(entry.stop))}
     )

@@ -1,4 +1,4 @@
-"""How large a rank's KV pool is, and what it says when a model does not fit (DESIGN §6, *Memory*)."""
+"""The size of a rank's KV pool, and the error when a model does not fit (DESIGN §6, *Memory*)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class PoolRequest:
-    """What decides on the size of a KV pool; everything in bytes of one rank unless named otherwise."""
+    """Inputs to the size of a KV pool, in bytes of one rank unless stated otherwise."""
 
     block_bytes: int
     block_size_tokens: int
@@ -28,13 +28,15 @@ class PoolRequest:
 
 
 def pool_blocks(request: PoolRequest, free_bytes: int) -> int:
-    """Blocks of the pool: `kvCache.size`, or the fraction of `free_bytes`, but no more than can ever be used.
+    """Return the number of blocks of the pool.
 
-    `free_bytes` is what this rank may still take, weights loaded. The warm-up is over and has given its activations
-    back, so they are taken off here: every step will need them again.
+    That is what `kvCache.size` holds, or the fraction of `free_bytes`, but no more than can ever be used.
+    `free_bytes` is the memory that this rank may still take after its weights are loaded. The warm-up is over
+    and has released its activations, so they are subtracted here: every step needs them again.
 
     Raises:
-        OutOfMemory: a sequence of `max_model_len` tokens would not fit; the text names the numbers and the mend.
+        OutOfMemory: a sequence of `max_model_len` tokens would not fit, or `kvCache.size` exceeds the free
+            memory; the text gives the numbers and the remedy.
     """
     longest_blocks = -(-request.max_model_len // request.block_size_tokens)
     free_bytes = max(free_bytes - request.activation_bytes, 0)
@@ -74,12 +76,13 @@ def exchange_bytes(
     head_dim: int,
     element_bytes: int,
 ) -> int:
-    """What a layer that lanes share takes beside its activations, at most: the warm-up runs on one lane and sees none of it.
+    """Return the most memory that a layer shared by lanes takes on top of its activations.
 
-    `chunk_tokens` is the largest chunk, `shard_tokens` what a lane holds of the longest request; heads are this rank's.
-    Queries come from each other lane and are joined with the own ones, and as many float32 partial results, with their
-    log-sum-exp, are made and joined into a message. In a ring that passes K and V, one lane's blocks of a layer are sent
-    while as many come.
+    The warm-up runs on one lane and sees none of it. `chunk_tokens` is the size of the largest chunk,
+    `shard_tokens` the most tokens that a lane holds of one request; the heads are this rank's. Queries arrive
+    from each other lane and are joined with the rank's own; equally many float32 partial results, with their
+    log-sum-exp, are computed and joined into a message. In a ring that passes K and V, one lane's blocks of a
+    layer are sent while as many arrive.
     """
     if lanes == 1:
         return 0
@@ -89,10 +92,11 @@ def exchange_bytes(
 
 
 def host_free_bytes(ranks_on_host: int, root: Path = Path("/")) -> int:
-    """Memory that one of the ranks on this host may still take: the machine's, within every cgroup limit above it.
+    """Return the memory that one rank of this host may still take.
 
-    A cgroup's usage counts file pages that the kernel drops when memory is wanted (the checkpoint that was just
-    read among them), so those count as free.
+    That is the machine's free memory within all cgroup limits that apply, divided by the ranks. A cgroup's
+    usage counts file pages that the kernel drops when memory is wanted, among them the checkpoint that was
+    just read, so those count as free.
     """
     free = psutil.virtual_memory().available
     for directory, names in _cgroup_directories(root):
@@ -109,7 +113,7 @@ class _CgroupNames:
     mount: str
     limit: str
     usage: str
-    inactive_file: str  # in memory.stat, the cgroups below included
+    inactive_file: str  # name in memory.stat; includes the child cgroups
 
 
 _VERSION_2 = _CgroupNames("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
@@ -119,9 +123,10 @@ _VERSION_1 = _CgroupNames(
 
 
 def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupNames]]:
-    """This process's memory cgroup and all above it: the tightest limit of them counts.
+    """Yield this process's memory cgroup and all its ancestors: the tightest of their limits counts.
 
-    In a container the path may be the host's and not be visible; the mount itself is then the container's group.
+    In a container, the path may be the host's and not visible; the mount itself is then the container's
+    cgroup.
     """
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -144,7 +149,7 @@ def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupNames]]:
 
 
 def _read_bytes(path: Path) -> int | None:
-    """The number in a cgroup file; None where there is none, or no limit (`max`)."""
+    """Return the number in a cgroup file; None if there is no such file, or no limit (`max`)."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -153,7 +158,7 @@ def _read_bytes(path: Path) -> int | None:
 
 
 def _read_statistic(path: Path, name: str) -> int:
-    """One line of a cgroup's `memory.stat`, in bytes; 0 where there is none."""
+    """Return one line of a cgroup's `memory.stat`, in bytes; 0 if it is missing."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

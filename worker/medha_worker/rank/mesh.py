@@ -1,12 +1,14 @@
-"""The data plane of a replica's ranks: `torch.distributed` groups for tensors, and nothing else.
+"""The data plane of a replica's ranks: `torch.distributed` groups that carry tensors and nothing else.
 
-Ranks meet through the leader's store (rank 0), then form one group per pod for tensor parallelism. Between stages,
-hidden states go from a rank to the one with the same tensor index in the next stage, and drawn tokens go from the
-last stage back to the first. Only tensors travel (object collectives would pickle), and every wait has a bound.
+Ranks rendezvous through the store of the leader (rank 0), then form one group per pod for tensor parallelism.
+Between stages, hidden states go from a rank to the rank with the same tensor index in the next stage; sampled
+tokens go from the last stage back to the first. Only tensors travel (object collectives would pickle), and
+every wait is bounded.
 
-Groups are made here rather than by `init_process_group`, whose state belongs to the process: names that it counts up
-differ between a rank that was replaced and those that have met before, so that they would never find each other.
-They are gloo's, whatever computes: there is no NCCL yet.
+The groups are created here rather than by `init_process_group`, whose state belongs to the process: it
+numbers its group names, so a replaced rank would use other names than ranks that have formed groups before,
+and they would never find each other. All groups use gloo, whatever device computes: NCCL is not supported
+yet.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from threading import Event
-from typing import Any  # of gloo's groups: torch declares none of their methods
+from typing import Any  # for gloo's groups, whose methods torch does not declare
 
 import torch
 from torch.distributed import (  # type: ignore[attr-defined] # the stores are exported, but not declared so
@@ -38,19 +40,20 @@ from medha.errors import PartFailed
 from medha.topology import Coordinates, Topology
 
 WAIT_SECONDS = 10.0
-"""Bound of each receive and collective once the ranks have met: a rank that is silent for longer is lost."""
+"""Bound of each receive and collective after the rendezvous; a rank that is silent for longer is lost."""
 PATIENCE = 10.0
-"""Where a stage takes seconds, it may be silent for so many times as long as was predicted: ranks may share their cores.
+"""Longest silence of a stage whose steps take seconds, as a multiple of the predicted time.
 
-Half of what the watchdog allows (`timeouts.PATIENCE`), so that who waits leaves before it is itself taken for stuck.
+The margin is wide because ranks may share cores. It is half of what the watchdog allows
+(`timeouts.PATIENCE`), so that a waiting rank gives up before it is itself considered stuck.
 """
 MOST_WAIT_SECONDS = 3600.0
 _ROUND_SHARE = 0.1
-"""How often a rank that warms up is heard by those that wait for it, as a share of that bound."""
+"""Interval at which a rank that is warming up reports to those waiting for it, as a share of that bound."""
 
 
 class Grid:
-    """This rank's place in the grid, and its ways to the others."""
+    """This rank's place in the grid, and its connections to the other ranks."""
 
     def __init__(
         self,
@@ -65,19 +68,19 @@ class Grid:
         meet_seconds: float,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
-        """Meet the other ranks at `endpoint` (`tcp://host:port` of rank 0); all of them must call this.
+        """Rendezvous with the other ranks at `endpoint` (`tcp://host:port` of rank 0); all must call this.
 
-        `address` is this rank's own, and the only one on which it listens: the data plane is not encrypted.
-        `hidden_size` and `dtype` are those of the hidden states that travel between stages. `meet_seconds` bounds the
-        wait for rank 0 to listen, `wait_seconds` each wait after that.
+        `address` is this rank's own address, and the only one on which it listens: the data plane is not
+        encrypted. `hidden_size` and `dtype` are those of the hidden states that travel between stages.
+        `meet_seconds` bounds the wait for rank 0 to listen, `wait_seconds` each wait after that.
 
         Raises:
-            PartFailed: they did not all come in time, or this one cannot listen where it should.
+            PartFailed: not all ranks arrived in time, or this rank cannot listen at `address`.
         """
         self.topology, self.rank = topology, rank
         self._hidden_size, self._dtype = hidden_size, dtype
         self._wait_seconds = wait_seconds
-        self._wait = timedelta(seconds=wait_seconds)  # of the step that runs
+        self._wait = timedelta(seconds=wait_seconds)  # bound of waits in the running step
         self._predicted_seconds: deque[float] = deque(maxlen=max(topology.stream, 2) * topology.kv)
         self.here = here = topology.coordinates(rank)
         self.lane = here.kv
@@ -106,7 +109,7 @@ class Grid:
                 return ProcessGroupGloo(named, members.index(rank), len(members), options)
             except RuntimeError as error:
                 who, it = f"the other {len(members) - 1}", "one of them"
-                # The key under which the one that is missing would have left its address.
+                # The key under which the missing rank would have stored its address.
                 if awaited := re.search(r"keys: \S+/(\d+)$", _first_line(error)):
                     who, it = f"rank {members[int(awaited[1])]}", "it"
                 raise PartFailed(
@@ -117,12 +120,12 @@ class Grid:
         self._everyone = group("everyone", range(topology.ranks))
         self._gathering = group("gathering", range(topology.ranks))
         tensor_ranks = group(f"pod {pod[0]}", pod)
-        self._store = store  # rank 0's serves the others
+        self._store = store  # rank 0's store serves the others
         self.tensor_group = PodGroup(tensor_ranks, here.tensor, topology.tensor)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """While this lasts, those that wait in `smallest` hear again and again that this rank lives.
+        """Report to the ranks waiting in `smallest` that this rank is alive, while the context lasts.
 
         Raises:
             PartFailed: another rank was lost meanwhile.
@@ -142,18 +145,19 @@ class Grid:
             telling.result()
 
     def smallest(self, value: int) -> int:
-        """The least of all ranks' values; waits for those that are `warming_up`.
+        """Return the smallest of all ranks' values, after waiting for ranks that are `warming_up`.
 
         Raises:
-            PartFailed: nothing is heard of one of them.
+            PartFailed: a rank was lost.
         """
         while (found := self._round(value)) is None:
             pass
         return found
 
     def _round(self, value: int = 0, *, is_here: bool = True) -> int | None:
-        """All ranks say whether they are here, and their values; the least one once all are."""
-        # Each round is short, however long a warm-up takes: so a rank that is lost is missed within the usual bound.
+        """Exchange readiness and values with all ranks; return the smallest value if all are ready."""
+        # Each round is short, however long a warm-up takes, so that a lost rank is noticed within the usual
+        # bound.
         found = torch.tensor([int(is_here), value], dtype=torch.int64)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
@@ -167,9 +171,10 @@ class Grid:
         return int(least) if all_here else None
 
     def begin_step(self, predicted_seconds: float) -> float:
-        """The next step begins, which takes a stage so long; seconds that any step in flight takes one at the most.
+        """Begin the next step; return the longest predicted time of a step in flight, in seconds per stage.
 
-        That bounds the waits from here on: another lane may still be at a step ahead of one that is shared with it.
+        That time bounds all waits from here on: another lane may still be running a step ahead of one that it
+        shares with this lane.
         """
         self._predicted_seconds.append(predicted_seconds)
         longest_seconds = max(self._predicted_seconds)
@@ -179,17 +184,18 @@ class Grid:
         return longest_seconds
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
-        """Send a step's hidden states to the next stage, without waiting for it to take them."""
+        """Send a step's hidden states to the next stage, without waiting for it to receive them."""
         work, kept = self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1))
         self._sent_hidden.keep(work, kept, self._wait)
 
     def expect_hidden(self, rows: int) -> None:
-        """The previous stage will send [rows, hidden_size]. They come while this rank computes; gloo sends nothing before.
+        """Post the receive of the previous stage's hidden states, [rows, hidden_size].
 
-        Any one thread may call this, in the order of the steps.
+        They then arrive while this rank computes. Gloo sends nothing before the receive is posted. Any single
+        thread may call this, in the order of the steps.
 
         Raises:
-            PartFailed: that stage has gone.
+            PartFailed: that stage is gone.
         """
         hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype)
         before = self._at_stage(self.here.stream - 1)
@@ -198,10 +204,10 @@ class Grid:
         self._coming.append((coming, hidden))
 
     def receive_hidden(self) -> torch.Tensor:
-        """The first of what is expected, once it is here.
+        """Return the oldest expected hidden states, once they have arrived.
 
         Raises:
-            PartFailed: it does not come in time.
+            PartFailed: they do not arrive in time.
         """
         coming, hidden = self._coming.popleft()
         if coming is not None:
@@ -210,21 +216,27 @@ class Grid:
         return hidden
 
     def send_tokens(self, ids: Sequence[int]) -> None:
-        """From the rank that has drawn: a step's tokens and their digest, to every rank of the lane's first stage but itself."""
+        """Send a step's tokens and their digest to all other ranks of the lane's first stage.
+
+        Called on the sampling rank.
+        """
         for rank in self._pod(self.here.kv, 0):
             if rank != self.rank:
                 self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank), self._wait)
 
     def receive_tokens(self, count: int) -> list[int]:
-        """On the first stage: the next step's tokens and their digest, from the rank that has drawn them."""
+        """Receive the next step's tokens and digest from the sampling rank; called on the first stage."""
         ids = torch.empty(count, dtype=torch.int64)
         with self._waiting_for(self.drawing_rank, "drawn tokens"):
             self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
 
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> list[Work]:
-        """Between lanes, at this stage and tensor index: begin to send each lane its tensor, and to fill those that come."""
-        os.sched_yield()  # what gloo's thread has put off is done before we take the lock that it may want
+        """Begin to send each lane of `outgoing` its tensor, and to fill those of `incoming`.
+
+        The peers are the ranks of the same stage and tensor index in the other lanes.
+        """
+        os.sched_yield()  # let gloo's thread finish before we take the lock that it may want
         ranks = {lane: self.topology.rank(replace(self.here, kv=lane)) for lane in (*outgoing, *incoming)}
         return [
             *(self._everyone.recv([incoming[lane]], ranks[lane], _TAG) for lane in sorted(incoming)),
@@ -232,7 +244,11 @@ class Grid:
         ]
 
     def finish(self, works: Sequence[Work]) -> None:
-        """Wait for all that was started."""
+        """Wait for all transfers in `works`.
+
+        Raises:
+            PartFailed: another lane was lost.
+        """
         try:
             for work in works:
                 work.wait(self._wait)
@@ -240,9 +256,9 @@ class Grid:
             raise PartFailed(f"rank {self.rank} lost another lane in a shared step: {error}") from error
 
     def lane_bytes_per_second(self, clock: Callable[[], float]) -> float:
-        """How fast a tensor reaches the next lane while as much comes from the one before; 0 where there is one lane.
+        """Measure the rate to the next lane while as much arrives from the previous one; 0 for a single lane.
 
-        All ranks measure together. `clock` gives seconds.
+        All ranks measure together. `clock` returns seconds.
         """
         lanes = self.topology.kv
         if lanes == 1:
@@ -257,7 +273,7 @@ class Grid:
         return _PROBE_BYTES / max(min(seconds), 1e-9)
 
     def close(self) -> None:
-        """Leave: connections close, which is how those who wait for this rank notice at once."""
+        """Close the connections, by which ranks that wait for this one notice at once that it has left."""
         self._coming.clear()
         self._sent_hidden.forget()
         self._sent_tokens.forget()
@@ -284,7 +300,7 @@ class Grid:
 
 
 def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStore:
-    """Where the ranks find each other: rank 0 serves it at `endpoint`, and the others call there."""
+    """Return the store for the rendezvous: rank 0 serves it at `endpoint`, and the others connect there."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listening = None
     if rank == 0:
@@ -312,10 +328,11 @@ def _store(endpoint: str, rank: int, ranks: int, meet_seconds: float) -> TCPStor
 
 @contextmanager
 def _sharing_the_core() -> Iterator[None]:
-    """Threads that are started here never interrupt one that computes: they run on a free core, or when their turn comes.
+    """Keep threads started in this context from preempting a computing thread (`SCHED_BATCH`).
 
-    Gloo's thread spins while another one holds the lock of a connection, as the computing thread does when it sends. Were the
-    computing thread interrupted just then, on a core that both share, gloo's would spin until its turn is over: milliseconds.
+    Gloo's thread spins while another thread holds the lock of a connection, as the computing thread does when
+    it sends. If gloo's thread preempted the computing thread just then, on a core that both share, it would
+    spin until its time slice is over: milliseconds.
     """
     is_changed = False
     with suppress(
@@ -333,7 +350,7 @@ def _sharing_the_core() -> Iterator[None]:
 
 
 def _first_line(error: RuntimeError) -> str:
-    """Torch puts its own stack behind it."""
+    """Return the first line of the message; torch appends its own stack."""
     return str(error).partition("\n")[0]
 
 
@@ -342,10 +359,10 @@ _TAG = 0  # messages between two ranks keep their order
 
 
 class _Sent:
-    """Tensors on their way: gloo reads them until they are taken, and knows that they are only when it is waited for.
+    """Tensors being sent: gloo reads them until they are received, and reports that only to a wait.
 
-    Beyond `most`, the oldest has been taken: the controller lets no more steps into the pipeline than it has stages, and one
-    more into a single stage.
+    Beyond `most`, the oldest has been received: the controller lets no more steps into the pipeline than it
+    has stages, and one more into a single stage.
     """
 
     def __init__(self, most: int) -> None:
@@ -372,7 +389,7 @@ class PodGroup:
         self._index, self._size = index, size
 
     def wait_at_most(self, wait: timedelta) -> None:
-        """Bound what is begun from here on."""
+        """Bound the wait of every collective that is begun from here on."""
         self._group.set_timeout(wait)
 
     def all_reduce(self, x: torch.Tensor) -> None:
@@ -382,7 +399,7 @@ class PodGroup:
     def gather_last_dim(self, x: torch.Tensor, widths: list[int]) -> torch.Tensor | None:
         if self._size == 1:
             return x
-        # Equal shapes are all that gather takes: pad to the widest.
+        # Gather takes only equal shapes: pad to the widest.
         padded = x.new_zeros(x.shape[0], max(widths))
         padded[:, : x.shape[1]] = x
         parts = [torch.empty_like(padded) for _ in widths] if self._index == 0 else []

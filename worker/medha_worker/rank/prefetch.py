@@ -1,10 +1,12 @@
-"""What comes for a rank while it runs a step: the next one is prepared meanwhile, on another thread.
+"""Reception of messages while a rank runs a step: the next step is prepared on another thread.
 
-A stage computes while the step behind it is on its way already, and so do the tensor ranks and lanes of a step that others
-end. A single stage runs decodes while those of the next step are. To read such a step and to plan it (`Executor.plan`) needs nothing that the running one computes, and torch lets
-other threads go on while it does.
+A stage computes while the step behind it is already on its way; so do the tensor ranks and lanes of a step
+that others end. A single stage runs decodes while those of the next step are on their way. Reading such a
+step and planning it (`Executor.plan`) needs nothing that the running step computes, and torch lets other
+threads run while it computes.
 
-ZeroMQ's sockets belong to one thread at a time: whoever holds the lock. While no step runs, that is the main thread alone.
+A ZeroMQ socket may be used by one thread at a time: by the one that holds the lock. While no step runs, that
+is only the main thread.
 """
 
 from __future__ import annotations
@@ -25,53 +27,54 @@ from medha_worker.link import Link, Received
 from medha_worker.rank.executor import PlannedStep
 
 Prepare = Callable[[Step], PlannedStep | None]
-"""What plans a step; None if that has to wait."""
+"""Function that plans a step, or returns None if planning has to wait."""
 
-_LOOK_SECONDS = 0.1  # how long the thread may go on to wait when nothing runs any more
+_LOOK_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step that was read ahead, when it was planned, and with what result."""
+    """A step that was read ahead: the result of planning it, and when it was planned."""
 
     step: Step
     planned: PlannedStep | Exception
-    since: float  # of the monotonic clock
+    since: float  # seconds of the monotonic clock
     until: float
 
 
 class Ahead:
-    """Reads one link: in the main thread, and while that is `busy` on a thread that prepares the steps that come."""
+    """Reads one link in the main thread or, while that is `busy`, on a thread that prepares the steps."""
 
     def __init__(self, link: Link, clock: Callable[[], float] = monotonic) -> None:
         self._link = link
         self._clock = clock
-        self._lock = Lock()  # of the link's socket and of what has come
+        self._lock = Lock()  # guards the link's socket and the received messages
         self._planning = Lock()
         self._prepare: Prepare | None = None
         self._come: deque[Received] = deque()
         self._prepared: list[Prepared] = []
         self._is_busy = Event()
         self._ended = False
-        # Readable when something may have come since the socket was looked at last, or when the main thread has found it.
+        # Readable when messages may have arrived since the socket was last read, or when the main thread has
+        # found some.
         self._descriptors = int(link.socket.getsockopt(zmq.FD)), os.eventfd(0, os.EFD_NONBLOCK)
         self._thread = Thread(target=self._read_ahead, daemon=True, name="ahead")
         self._thread.start()
 
     def send(self, message: Message) -> None:
-        """From the main thread, at any time."""
+        """Send a message; called from the main thread, at any time."""
         with self._lock:
             self._link.send(message)
         if self._is_busy.is_set():
-            self._look()  # sending may have swallowed the sign that something has come
+            self._look()  # sending may have consumed the notification that a message has arrived
 
     def receive(self, timeout_seconds: float) -> Received | None:
-        """The next message, in the main thread while it is not busy."""
+        """Return the next message; called from the main thread while it is not busy."""
         with self._lock:
             return self._come.popleft() if self._come else self._link.receive(timeout_seconds)
 
     def take(self, step: Step) -> Prepared | None:
-        """What was made of a step that has been received, if it was prepared already; former ones are forgotten."""
+        """Return the result of preparing a received step, or None; results of earlier steps are dropped."""
         with self._planning:
             found = next((one for one in self._prepared if one.step is step), None)
             with self._lock:
@@ -81,7 +84,7 @@ class Ahead:
 
     @contextmanager
     def busy(self, prepare: Prepare) -> Iterator[None]:
-        """While this lasts, steps that come are prepared, in their order."""
+        """Prepare the steps that arrive, in order, for as long as the context lasts."""
         self._prepare = prepare
         self._is_busy.set()
         self._look()
@@ -89,11 +92,11 @@ class Ahead:
             yield
         finally:
             self._is_busy.clear()
-            with self._planning:  # what was begun is finished, and nothing begins any more
+            with self._planning:  # what was begun is finished, and nothing new begins
                 self._prepare = None
 
     def close(self) -> None:
-        """Before the link is closed."""
+        """Stop the thread; must be called before the link is closed."""
         self._ended = True
         self._is_busy.set()
         os.eventfd_write(self._descriptors[1], 1)
@@ -101,7 +104,7 @@ class Ahead:
         os.close(self._descriptors[1])
 
     def _look(self) -> None:
-        """Take what has come already, and let the thread know."""
+        """Receive the messages that have already arrived, and notify the thread."""
         with self._lock:
             self._drain()
             has_come = bool(self._come)
@@ -124,7 +127,7 @@ class Ahead:
             self._come.append(received)
 
     def _plan_all(self) -> None:
-        """Plan the steps that have come, in order, up to one that cannot be planned."""
+        """Plan the received steps in order, up to one that cannot be planned yet."""
         with self._planning:
             if self._prepare is None:
                 return

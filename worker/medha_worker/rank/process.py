@@ -1,9 +1,9 @@
-"""`python -m medha_worker.rank`: one rank's process.
+"""`python -m medha_worker.rank`: the process of one rank.
 
-It loads its weights, says that it is here, and meets the other ranks when the controller calls: that begins an epoch.
-In it, it does one thing: receive a step, run it, answer. Whatever is decided is decided by the controller. An epoch
-that is lost (another rank has gone) costs requests a moment and this process nothing: it keeps its weights, and waits
-for the next call.
+The process loads its weights, announces itself, and joins the rendezvous with the other ranks when the
+controller asks: that begins an epoch. In an epoch it only receives steps, runs them and answers; all
+decisions are the controller's. When an epoch is lost because another rank is gone, requests are delayed for a
+moment, but this process loses nothing: it keeps its weights and waits for the next rendezvous.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from medha_worker.rank.recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 from medha_worker.watchdog import Watchdog
 
-POLL_SECONDS = 0.25  # how late a signal may be noticed while nothing is to do
-HELLO_SECONDS = 1.0  # how often a rank says that it is here
-STUCK_SECONDS = 20.0  # of a loop that does not turn while nothing is to do
-MOST_DETAIL = 500  # characters of a reason that the supervisor is told
-TOKENS_TIMEOUT_SECONDS = 10.0  # for ids that a step needs: they were sent before it
+POLL_SECONDS = 0.25  # longest delay in noticing a signal while idle
+HELLO_SECONDS = 1.0  # interval between two hellos
+STUCK_SECONDS = 20.0  # time after which an idle loop that does not turn counts as stuck
+MOST_DETAIL = 500  # characters of a reason that are reported to the supervisor
+TOKENS_TIMEOUT_SECONDS = 10.0  # bound of the wait for ids that a step needs: they were sent before it
 
 _log = logging.getLogger("medha.rank")
 
 
 class Rank:
-    """One rank between its controller and its executor."""
+    """A rank, between its controller and its executor."""
 
     def __init__(self, settings: RankSettings) -> None:
         self._settings = settings
@@ -86,29 +86,30 @@ class Rank:
         self._hello = RankHello(
             settings.rank, incarnation, read_epoch(settings.epoch_file), settings.revision
         )
-        self._refused = ""  # why the controller does not let this process take part
+        self._refused = ""  # reason why the controller does not let this process take part
         self._hello_at = float("-inf")
         self._engine: Engine | None = None
         self._recorder = StepRecorder(settings.rank)
         self._ahead = Ahead(self._control)
-        self._next_step = 0  # to be planned
-        self._begun: Step | None = None  # its ids are still to come
+        self._next_step = 0  # id of the next step to plan
+        self._begun: Step | None = None  # step whose ids have not all arrived yet
         self._running_step = -1
-        self._met: set[str] = set()  # links on which the controller has let us in
-        self._unmet: tuple[int | None, str] = None, ""  # the last epoch that did not come about, and why
-        self._told: object = None  # what the last words to the supervisor were made of
+        self._met: set[str] = set()  # names of links on which the controller has admitted this rank
+        self._unmet: tuple[int | None, str] = None, ""  # the last epoch that could not begin, and why
+        self._told: object = None  # key of the state last reported to the supervisor
         self._watchdog = Watchdog()
         self._stopping = False
         self._loading = True
 
     def run(self) -> None:
-        """Load, and run steps of one epoch after the other until told to stop.
+        """Load the weights, then run the steps of one epoch after the other until stopped.
 
         Raises:
-            MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot go on.
+            MedhaError: the model cannot be served as the manifest asks, or a rank that is alone cannot
+                continue.
         """
         self._watchdog.tell(PartState(phase="loading"))
-        # A file system that hangs would keep the others waiting for ever.
+        # A file system that hangs would keep the other ranks waiting forever.
         self._watchdog.allow(self._settings.spec.lifecycle.ready_seconds, "loading")
         loaded = load(self._settings, self._recorder, self._telling(PartState(phase="loading")))
         self._loading = False
@@ -135,17 +136,17 @@ class Rank:
                     return
 
     def stop(self) -> None:
-        """End after the step that runs, or at once while loading; called by a signal's handler."""
+        """Stop after the running step, or at once while loading; called by a signal handler."""
         self._stopping = True
         if self._loading:
             raise SystemExit(0)
 
     def report(self, error: BaseException) -> None:
-        """Tell the controller why this rank ends."""
+        """Report to the controller why this rank ends."""
         self._ahead.send(RankFault(self._settings.rank, f"{type(error).__name__}: {error}"))
 
     def close(self) -> None:
-        """Close the links; a last message gets a moment to leave."""
+        """Close the links; the last message gets a moment to be sent."""
         self._leave()
         self._ahead.close()
         self._control.close()
@@ -153,7 +154,7 @@ class Rank:
         self._context.term()
 
     def _tell_supervisor(self, meeting: int | None = None) -> None:
-        """Say what this rank is at, if that is something else than before."""
+        """Report this rank's state to the supervisor, if it has changed."""
         at = meeting, self._engine, len(self._met), self._unmet, self._refused
         if at == self._told:
             return
@@ -177,7 +178,7 @@ class Rank:
         self._watchdog.tell(state.model_copy(update=change))
 
     def _telling(self, state: PartState) -> Callable[[str, int, int], None]:
-        """Tells the supervisor how far this rank is with what takes long."""
+        """Return a callback that reports the progress of a long operation to the supervisor."""
 
         def tell(text: str, done: int, total: int) -> None:
             more = {"detail": text[:MOST_DETAIL], "done": done, "total": total}
@@ -186,7 +187,7 @@ class Rank:
         return tell
 
     def _step_aside(self, reason: str) -> None:
-        """Another process has this rank's place: say nothing more, and let the supervisor decide."""
+        """Fall silent, because another process has this rank's place; the supervisor decides what follows."""
         if not self._refused:
             _log.error("the controller does not let this rank in: %s", reason)
         self._refused = reason
@@ -202,7 +203,7 @@ class Rank:
             self._tokens.send(self._hello)
 
     def _look_at_links(self) -> None:
-        """End an epoch in which messages of the controller, or for it, may be lost.
+        """End the epoch if messages from or to the controller may have been lost.
 
         Raises:
             PartFailed: the controller does not admit this rank, and ZeroMQ does not try again.
@@ -230,10 +231,11 @@ class Rank:
 
     @contextmanager
     def _surviving(self, epoch: int) -> Iterator[None]:
-        """Around what needs the other ranks: if it fails, the epoch is lost and not this process.
+        """Guard work that needs the other ranks: if it fails, the epoch is lost but not this process.
 
-        Whatever a step raises may be due to one request, which must not cost the process. While ranks meet there is no
-        request, and what says that the replica cannot be served as it is set up ends the process at any time.
+        Whatever a step raises may be due to one request, which must not cost the process. During the
+        rendezvous there are no requests. Errors showing that the replica cannot be served as it is configured
+        always end the process.
         """
         try:
             yield
@@ -262,7 +264,8 @@ class Rank:
         self._leave()
         self._tell_supervisor(meeting=meet.epoch)
         self._watchdog.allow(MEET_SECONDS + self._settings.spec.lifecycle.ready_seconds, "meeting")
-        # Meeting waits outside of Python, where no handler runs: until it is over, SIGTERM ends the process by itself.
+        # The rendezvous waits outside of Python, where no handler runs: until it is over, SIGTERM ends the
+        # process by default.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         try:
             progress = self._telling(PartState(phase="meeting", epoch=meet.epoch))
@@ -275,7 +278,10 @@ class Rank:
         self._ahead.send(self._engine.ready)
 
     def _memory_ran_out(self) -> None:
-        """Tell the controller at once: the step ends for all, and NaN alone does not say why a request ends."""
+        """Report to the controller at once that memory ran out.
+
+        The step ends for all ranks, and NaN alone does not say why a request ends.
+        """
         if self._engine is not None:
             epoch = self._engine.executor.epoch
             self._ahead.send(MemoryRanOut(self._settings.rank, self._running_step, epoch))
@@ -314,10 +320,10 @@ class Rank:
         self._recorder.end(ran=done is not None)
 
     def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> PlannedStep | None:
-        """Do a step's bookkeeping, while another one may be running; None if its ids do not come in time.
+        """Do a step's bookkeeping, possibly while another step runs; None if its ids do not arrive in time.
 
         Raises:
-            PartFailed: a message was lost, or the state of this rank and the controller's have parted.
+            PartFailed: a message was lost, or the state of this rank and the controller's have diverged.
         """
         executor = engine.executor
         if step is not self._begun:
@@ -357,7 +363,7 @@ def main(settings_file: Path) -> None:
         _log.critical("%s", error)
         sys.exit(1)
     signal.signal(signal.SIGTERM, lambda *_: rank.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's: it ends us by SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us by SIGTERM
     try:
         rank.run()
     except MedhaError as error:

@@ -1,9 +1,9 @@
-"""What the steps of one rank take, for a trace: nothing is kept while nobody asks.
+"""Timings of one rank's steps for a trace; nothing is kept unless somebody has asked for one.
 
-A rank says when a step begins and ends, and when its forward pass is over. What it spends on others (hidden states,
-drawn tokens, all-reduces, partial attention) is seen by standing between the engine and its groups: `watch` gives the
-same object back with a clock at the methods that are named. Exchanges come several times a layer, so of these only the
-sum of a step is kept.
+A rank reports when a step begins and ends, and when its forward pass is over. Time spent on other ranks
+(hidden states, sampled tokens, all-reduces, partial attention) is measured between the engine and its groups:
+`watch` returns a proxy of an object that times the methods named. Exchanges happen several times per layer,
+so only their sum per step is kept.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any, TypeVar, cast
 from medha.wire.messages import StepTimes, TracePart
 
 MOST_STEPS = 2048
-"""Steps that are kept until a part is sent; with more of them the later ones are left out, and counted."""
+"""Most steps kept until a part is sent; later ones are left out, and counted."""
 SEND_SECONDS = 0.25
 _SEND_STEPS = 256
 PREPARED = "prepare"
-"""What the time is called that a step took on another thread, before it began."""
+"""Name of the span that a step spent on another thread before it began."""
 
 _Watched = TypeVar("_Watched")
 
 
 class StepRecorder:
-    """The clock of one rank's steps, in seconds since the machine was started."""
+    """Records the times of one rank's steps, in seconds since the machine was started."""
 
     def __init__(self, rank: int, clock: Callable[[], float] = monotonic) -> None:
         self._rank = rank
@@ -35,23 +35,23 @@ class StepRecorder:
         self._sent_at = float("-inf")
         self._steps: list[StepTimes] = []
         self._left_out = 0
-        self._step_id: int | None = None  # of the step that runs, if it is recorded
+        self._step_id: int | None = None  # id of the running step, if it is recorded
         self._started = 0.0
         self._spans: list[tuple[str, float, float]] = []
         self._waits: dict[str, float] = {}
 
     @property
     def runs(self) -> bool:
-        """Whether a step is being recorded."""
+        """True while a step is being recorded."""
         return self._step_id is not None
 
     def record(self, seconds: float) -> None:
-        """Record the steps of the next `seconds` seconds; none from now on if it is 0."""
+        """Record the steps of the next `seconds` seconds; 0 stops recording."""
         self._until = self._clock() + seconds
         self._sent_at = self._clock()
 
     def begin(self, step_id: int) -> None:
-        """A step begins. One that was begun and never ended is forgotten."""
+        """Begin a step. A step that was begun but never ended is forgotten."""
         self._step_id = None
         if self._until == float("-inf"):  # the usual case
             return
@@ -61,17 +61,17 @@ class StepRecorder:
             self._spans, self._waits = [], {}
 
     def prepared(self, since: float, until: float) -> None:
-        """The step that has just begun was planned then, while the one before it ran."""
+        """Record when the step that has just begun was planned, while the step before it ran."""
         if self.runs:
             self._spans.append((PREPARED, since, until))
 
     def forward_done(self) -> None:
-        """The layers of this stage have run."""
+        """Record that the layers of this stage have run."""
         if self.runs:
             self._spans.append(("forward", self._started, self._clock()))
 
     def end(self, *, ran: bool) -> None:
-        """The step is over; `ran` is false where it was for other lanes."""
+        """End the step; `ran` is false if it was for other lanes."""
         if self._step_id is None:
             return
         if ran and len(self._steps) < MOST_STEPS:
@@ -90,14 +90,15 @@ class StepRecorder:
         spans: Mapping[str, str] | None = None,
         waits: Mapping[str, str] | None = None,
     ) -> _Watched:
-        """`target`, where calls of methods in `spans` are recorded one by one, and those in `waits` summed up.
+        """Return a proxy of `target` that times its calls.
 
-        Both map a method to what its time is called.
+        Calls of methods in `spans` are recorded one by one; those of methods in `waits` are summed up. Both
+        map a method to the name of its time in the trace.
         """
         return cast("_Watched", _Watch(self, target, spans or {}, waits or {}))
 
     def spent(self, what: str, since: float, *, summed: bool) -> None:
-        """The step that runs has spent the time since `since` on something."""
+        """Charge the time since `since` to `what` in the running step."""
         now = self._clock()
         if summed:
             self._waits[what] = self._waits.get(what, 0.0) + now - since
@@ -108,7 +109,7 @@ class StepRecorder:
         return self._clock()
 
     def take(self, epoch: int) -> TracePart | None:
-        """What is to be sent now, if anything is."""
+        """Return the part of the trace that is due to be sent now, or None."""
         if not self._steps or self.runs:
             return None
         now = self._clock()
@@ -120,7 +121,10 @@ class StepRecorder:
 
 
 class _Watch:
-    """Stands before an object; see `StepRecorder.watch`. Models call it hundreds of times a step: it has to be quick."""
+    """Proxy of an object; see `StepRecorder.watch`.
+
+    Models call it hundreds of times a step, so it must be fast.
+    """
 
     def __init__(
         self, recorder: StepRecorder, target: Any, spans: Mapping[str, str], waits: Mapping[str, str]
@@ -131,7 +135,7 @@ class _Watch:
                 setattr(self, name, _timed(recorder, getattr(target, name), what, summed=summed))
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not timed."""
+        """Pass on everything that is not timed."""
         return getattr(self._target, name)
 
 
@@ -151,8 +155,8 @@ def _timed(
 
 
 def machine() -> str:
-    """Which start of which machine this is: processes that see the same one share a monotonic clock."""
+    """Identify this boot of this machine: processes with the same boot id share a monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
-        return ""  # then nobody is on the same machine, and differences are estimated
+        return ""  # then no two processes count as on the same machine, and clock differences are estimated

@@ -1,4 +1,4 @@
-"""Warm-up steps: they bring the kernels up, size the activations, and measure the predictor's first profile."""
+"""Steps that warm up the kernels, size the activations, and measure the predictor's first profile."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REPEATS = 3
 CONTEXT_TOKENS = 2048
 
 Progress = Callable[[str, int, int], None]
-"""Told in words what is done now, and how much of how much is done."""
+"""Callback that is given a text of what is done now, the number of steps done, and their total."""
 
-_COSTLY = Sampling(temperature=1.0, top_p=0.9)  # takes the most memory to draw with
+_COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the most memory
 
 _log = logging.getLogger("medha.warmup")
 
@@ -31,7 +31,7 @@ class WarmUp:
     profile: StepProfile
     activation_bytes: int
     steps: tuple[MeasuredStep, ...] = ()
-    """What the profile was fitted to."""
+    """Steps that the profile was fitted to."""
 
 
 def warm_up(
@@ -46,10 +46,10 @@ def warm_up(
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
-    The activations' size is how much the process's resident memory grew at its peak, the kernels' own buffers
-    included; the scratch KV of the warm-up was resident before. `ran_out` says whether rows have taken part as NaN until
-    now, here or on another tensor rank: in a grid nothing else tells that memory does not suffice. `progress` is told
-    what comes next, and how many steps of how many are done.
+    The activations' size is the growth of the process's resident memory at its peak, the kernels' own buffers
+    included; the warm-up's scratch KV was resident before. `ran_out` returns whether rows have become NaN so
+    far, here or on another tensor rank: in a grid, nothing else reports that memory does not suffice.
+    `progress` is called with the next step, and with the number of steps done and their total.
 
     Raises:
         OutOfMemory: the largest chunk or batch does not fit.
@@ -88,7 +88,7 @@ def warm_up(
 
 
 def shape_name(works: Shape) -> str:
-    """What a step computes, in words."""
+    """Describe in words what a step computes."""
     first = works[0]
     behind = f" behind {first.context:,}" if first.context else ""
     if len(works) > 1:
@@ -97,7 +97,7 @@ def shape_name(works: Shape) -> str:
 
 
 def typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """One token, the largest chunk, and the most sequences at a time."""
+    """Select representative steps: one token, the largest chunk, and the most sequences at a time."""
     alone = [step for step in steps if len(step.works) == 1]
     chosen = (
         steps[0],
@@ -108,14 +108,14 @@ def typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 
 def times(steps: Sequence[MeasuredStep]) -> str:
-    """What steps took, in milliseconds, for people."""
+    """Format the times of steps, in milliseconds, for people."""
     return "; ".join(f"{shape_name(step.works)}: {1e3 * step.seconds:.3g} ms" for step in steps)
 
 
 def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list[Shape]:
-    """Chunks that bend the curve of the linear layers, three of them also behind a context, and sets of decodes.
+    """Return chunks where the linear layers' curve bends, three also behind a context, and sets of decodes.
 
-    The same on every rank of a replica: tensor ranks compute each step together.
+    The shapes are the same on every rank of a replica: tensor ranks compute each step together.
     """
     chunk = min(max_chunk_tokens, max_model_len)
     context = min(CONTEXT_TOKENS, max_model_len - 1)
@@ -130,7 +130,7 @@ def _shapes(max_chunk_tokens: int, max_running: int, max_model_len: int) -> list
 
 
 def step_profile(steps: Sequence[MeasuredStep]) -> StepProfile:
-    """The curves that fit the measured steps best, and constants that continue them."""
+    """Return the curves that fit the measured steps best, and the constants that extrapolate them."""
     fitted = fit_profile(steps, layers=1, name="warm-up", source="warm-up")
     queries, seconds_per_key = fitted.attention.points[-1]
     return StepProfile(
@@ -152,7 +152,7 @@ def _peak_bytes() -> int:
 
 
 def _forget_peak() -> None:
-    """Let the peak start again from what is resident, or loading the weights would hide the activations (proc(5))."""
+    """Reset the peak to what is resident now (proc(5)), or loading the weights would hide the activations."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

@@ -1,4 +1,5 @@
-"""Running processes that belong together: started, watched, started again when they die, and stopped in order.
+"""Supervision of processes that belong together: start, watch, restart them, and stop them in order.
 
-`medha up` runs all parts of a replica so, and a pod its ranks and, in the first one, the controller.
+`medha up` supervises all parts of a replica; a pod supervises its ranks and, in the first pod, the
+controller.
 """

@@ -1,9 +1,10 @@
-"""Which parts show that they live: each sends a datagram a second to its supervisor, as to systemd.
+"""Heartbeats of parts: each sends a datagram every second to its supervisor, as services do to systemd.
 
-The protocol is sd_notify(3): the environment's NOTIFY_SOCKET names a socket, `WATCHDOG=1` says "I get on", and a line
-`X_MEDHA_STATE=` says what the part is at (`part_state`). The socket is a file that only its owner may write to. The
-kernel tells who has sent a datagram, so a part needs no name, and no other process can speak for it. Until its first
-sign of life a part has longer: it imports its libraries, perhaps from a slow disk.
+The protocol is sd_notify(3): the environment variable NOTIFY_SOCKET names a socket, `WATCHDOG=1` is a
+heartbeat, and a line `X_MEDHA_STATE=` has the state of the part (`part_state`). The socket is a file that
+only its owner may write to. The kernel reports the sender of a datagram, so a part needs no name, and no
+other process can speak for it. The limit is longer until the first heartbeat, because the part imports its
+libraries, perhaps from a slow disk.
 """
 
 from __future__ import annotations
@@ -24,39 +25,39 @@ from medha.errors import ConfigInvalid
 from medha_worker.part_state import PartState, read_state
 
 SOCKET_NAME = "notify"
-"""The file's name in the run directory."""
+"""Name of the socket's file in the run directory."""
 
 SILENT_SECONDS = 5.0
-"""A part that is silent for longer was stopped or hangs: it beats every second, from a thread that does nothing else."""
+"""Longest silence of a part that works; it beats every second, from a thread that does nothing else."""
 STOPPED_SECONDS = 2.0
-"""The same for a part that the kernel calls stopped: no slow machine looks like that, and it does not go on by itself."""
+"""The same for a part that the kernel reports as stopped: no slow machine looks so, and it stays stopped."""
 IMPORT_SECONDS = 60.0
-"""The same for a part that was never heard yet: its imports take seconds, on a busy machine many of them."""
-LOOK_SECONDS = 1.0  # how often it is looked for silent parts
+"""The same for a part that was not heard yet: its imports take seconds, on a busy machine many seconds."""
+LOOK_SECONDS = 1.0  # interval between checks for silent parts
 DATAGRAM_BYTES = 8192
-CLOSE_SECONDS = 5.0  # for the thread that listens to end; it waits for nothing else
-AWAY_SECONDS = 3.0  # between two looks: then it was the supervisor, or the whole machine, that stood still
+CLOSE_SECONDS = 5.0  # longest wait for the listening thread to end; it blocks on nothing else
+AWAY_SECONDS = 3.0  # a longer gap between two checks: the supervisor or the whole machine stood still
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: unix(7)
 
 
 class Beats:
-    """When each process was heard last, in seconds on any one clock."""
+    """The times at which each process was last heard, in seconds of any one clock."""
 
     def __init__(self) -> None:
-        self._heard_at: dict[int, float] = {}  # or started
-        self._unheard: set[int] = set()  # since they were started
+        self._heard_at: dict[int, float] = {}  # by process: when it was last heard, or started
+        self._unheard: set[int] = set()  # processes not heard since they were started
         self._looked_at: float | None = None
-        self._lock = Lock()  # between the thread that listens and the one that looks
+        self._lock = Lock()  # between the listening thread and the one that checks
 
     def started(self, process_id: int, now: float) -> None:
-        """From here on it is watched."""
+        """Begin to watch a process."""
         with self._lock:
             self._heard_at[process_id] = now
             self._unheard.add(process_id)
 
     def heard(self, process_id: int, now: float) -> bool:
-        """Whether the process is watched; nobody else is listened to."""
+        """Record a heartbeat; return False if the process is not watched."""
         with self._lock:
             if process_id not in self._heard_at:
                 return False
@@ -65,22 +66,22 @@ class Beats:
             return True
 
     def forget(self, process_id: int) -> None:
-        """It has ended, or is about to."""
+        """Stop watching a process that has ended or is about to."""
         with self._lock:
             self._heard_at.pop(process_id, None)
             self._unheard.discard(process_id)
 
     def silent(self, now: float, is_stopped: Callable[[int], bool] = lambda _: False) -> dict[int, float]:
-        """Processes that were not heard for SILENT_SECONDS, or STOPPED_SECONDS, or IMPORT_SECONDS: for how many seconds.
+        """Return the processes that have been silent for too long, each with the seconds of its silence.
 
-        Call it every LOOK_SECONDS.
-
-        `is_stopped` says of a process whether the kernel calls it so.
+        The limit is SILENT_SECONDS, or IMPORT_SECONDS before the first heartbeat, or STOPPED_SECONDS if
+        `is_stopped` is true, that is if the kernel reports the process as stopped. Call it every
+        LOOK_SECONDS.
         """
         with self._lock:
             was_away = self._looked_at is not None and now - self._looked_at > AWAY_SECONDS
             self._looked_at = now
-            if was_away:  # what was said meanwhile may not have been read yet
+            if was_away:  # heartbeats of that time may not have been read yet
                 self._heard_at = dict.fromkeys(self._heard_at, now)
             quiet = {
                 one: (now - heard_at, IMPORT_SECONDS if one in self._unheard else SILENT_SECONDS)
@@ -94,7 +95,7 @@ class Beats:
 
 
 def is_stopped(process_id: int) -> bool:
-    """Whether a process was stopped by a signal (SIGSTOP); one that a debugger holds was not."""
+    """Return whether a process was stopped by a signal (SIGSTOP); False if a debugger holds it."""
     try:
         return bool(psutil.Process(process_id).status() == psutil.STATUS_STOPPED)
     except psutil.Error:  # it has ended
@@ -102,16 +103,17 @@ def is_stopped(process_id: int) -> bool:
 
 
 class Listener:
-    """The socket that parts beat on, read by a thread of its own.
+    """The socket that receives heartbeats, read by a separate thread.
 
-    No datagram ends it: it counts if its sender has our user id and is a process that `beats` watches.
+    A datagram counts only if its sender has our user id and is a process that `beats` watches. No datagram
+    can end the thread.
     """
 
     def __init__(self, directory: Path, beats: Beats, told: Callable[[int, PartState], None]) -> None:
-        """`told` is called with a process and what it is at, from this listener's thread.
+        """Bind the socket. `told` is called with a process and its state, from the listener's thread.
 
         Raises:
-            ConfigInvalid: no socket can be made in `directory`.
+            ConfigInvalid: no socket can be created in `directory`.
         """
         self._beats = beats
         self._told = told
@@ -122,7 +124,7 @@ class Listener:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         os.fchmod(self._socket.fileno(), 0o600)  # Linux makes the file with this mode: unix(7)
         try:
-            self._path.unlink(missing_ok=True)  # of a supervisor that was killed
+            self._path.unlink(missing_ok=True)  # left by a supervisor that was killed
             self._socket.bind(self.address)
             self._file = _identity(self._path)
         except OSError as error:
@@ -136,7 +138,7 @@ class Listener:
         self._thread.start()
 
     def trouble(self) -> str:
-        """Why no part can be heard any more; empty as long as they can."""
+        """Return why parts can no longer be heard; empty as long as they can."""
         if not self._thread.is_alive():
             return f"the thread that listens for the parts' signs of life has ended ({self._failure})"
         if _identity(self._path) != self._file:
@@ -149,7 +151,7 @@ class Listener:
         os.eventfd_write(self._wake, 1)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
-            return  # what it holds ends with this process
+            return  # its resources are freed when this process ends
         self._socket.close()
         os.close(self._wake)
 
@@ -182,7 +184,7 @@ class Listener:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """The file that is at `path` now; None if there is none."""
+    """Return device and inode of the file at `path`; None if there is none."""
     with suppress(OSError):
         found = path.lstat()
         return found.st_dev, found.st_ino

@@ -1,11 +1,11 @@
-"""When the parts of `medha up`, or of a pod, are asked to stop, and when they are killed: a state machine without I/O.
+"""State machine, without I/O, for the parts of `medha up` or a pod: when to restart, stop and kill them.
 
-What may happen, and what follows::
+Transitions::
 
     STARTING --ready--> SERVING --Ctrl-C--> DRAINING --the last part has exited--> ENDED (exit 0)
         |                  |                   |
         |                  |                   +-- a part that was asked fails, or is late --> STOPPING (exit 1)
-        |                  +-- a part exits: it is started again; the third time in a minute,
+        |                  +-- a part exits: it is restarted; the third time in a minute,
         |                  |       or the twentieth in an hour ------------------------------> STOPPING (exit 1)
         |                  +-- a part falls silent: it is killed, and so exits
         |                  +-- both also while DRAINING, as long as requests may be open
@@ -17,11 +17,13 @@ What may happen, and what follows::
     STOPPING --grace is over--> KILLING
     STARTING or SERVING --what watches the parts gives up--> STOPPING (its exit status)
 
-DRAINING asks the parts in order, one group after the other: the router first, because it knows the open
-requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at once, and after
-a failure without draining: what has failed cannot finish anybody's request. Where the requests are another pod's
-(`awaits_word`), DRAINING asks nobody: its controller tells the ranks when the last request is finished.
-Every state that waits has a deadline, so it always ends; it ends when no part is left, never before.
+DRAINING asks the parts to stop in order, one group after the other: the router first, because it knows the
+open requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at
+once. After a failure it asks them not to drain, because no request can be finished without the part that
+failed. Where another pod has the requests (`awaits_word`), DRAINING asks no part: that pod's controller
+notifies the ranks when the last request is finished. STARTING, DRAINING and STOPPING have a deadline, so none
+of them lasts for ever (a pod's watch has its own limit for STARTING). The state is ENDED when no part runs
+any more, never before.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ import signal
 from dataclasses import dataclass, replace
 from enum import Enum
 
-GRACE_SECONDS = 10.0  # to leave after a SIGTERM, for a part that has nothing left to finish
-FAILED_GRACE_SECONDS = 3.0  # the same once something has failed: enough to send clients an error
-MOST_DEATHS = 3  # of one part within DEATHS_SECONDS: then it is not the world that kills it
+GRACE_SECONDS = 10.0  # time to exit after a SIGTERM, for a part that has no requests to finish
+FAILED_GRACE_SECONDS = 3.0  # the same after a failure: enough to send an error to clients
+MOST_DEATHS = 3  # deaths of one part within DEATHS_SECONDS after which its fault is assumed to be permanent
 DEATHS_SECONDS = 60.0
-MOST_DEATHS_SLOW = 20  # the same within SLOW_DEATHS_SECONDS: no loop of deaths goes on for ever unseen
+MOST_DEATHS_SLOW = 20  # the same within SLOW_DEATHS_SECONDS, so that no slow crash loop goes on for ever
 SLOW_DEATHS_SECONDS = 3600.0
 _BECAUSE = " because: "  # before a part's last words
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
@@ -57,9 +59,10 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A part has ended: `status` as subprocess gives it (negative: by that signal), and its last line.
+    """A part has ended.
 
-    `last_words` are why it ended, if it has said so: nobody has read them yet.
+    `status` is as in subprocess: negative for a signal. `last_line` is its last line of output. `last_words`
+    is the reason that it logged for its end, if any, which has not been shown yet.
     """
 
     part: str
@@ -70,7 +73,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """A part lives, and has not shown it for `seconds`: it was stopped, or hangs."""
+    """A running part has sent no heartbeat for `seconds`: it was stopped, or hangs."""
 
     part: str
     seconds: float
@@ -78,7 +81,11 @@ class Silent:
 
 @dataclass(frozen=True, slots=True)
 class Interrupt:
-    """Ctrl-C or SIGTERM; `busy` if requests may be open here. `drain_seconds`: if not those that it began with."""
+    """Ctrl-C or SIGTERM.
+
+    `busy`: requests may be open here. `drain_seconds`, if given, replaces the value that was set at the
+    start.
+    """
 
     busy: bool = True
     drain_seconds: float | None = None
@@ -86,7 +93,7 @@ class Interrupt:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Who watches the parts has found that they cannot go on together."""
+    """The watch of the parts has found that they cannot go on together."""
 
     reason: str
     exit_status: int = 1
@@ -94,7 +101,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Nothing else happened; deadlines are looked at."""
+    """Nothing else has happened; deadlines are checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a part again."""
+    """Restart a part."""
 
     part: str
 
@@ -133,7 +140,7 @@ Command = Terminate | Kill | Start | Present | Say
 
 @dataclass(frozen=True, slots=True)
 class Lifecycle:
-    """Where one `medha up` stands. `deadline` is on the clock of the `now` that `handle` is given, seconds."""
+    """The state of one `medha up` or pod. `deadline` is in seconds, on the clock of `now` in `handle`."""
 
     groups: tuple[tuple[str, ...], ...]  # parts in the order in which they are asked to stop
     running: frozenset[str]
@@ -141,18 +148,18 @@ class Lifecycle:
     drain_seconds: float
     ready_seconds: float
     awaits_word: bool = (
-        False  # parts end by themselves when the replica is drained: another pod's part tells them
+        False  # parts end by themselves once another pod's controller notifies them that all is drained
     )
     phase: Phase = Phase.STARTING
     asked: frozenset[str] = frozenset()
     deaths: tuple[tuple[str, float], ...] = ()  # parts that have ended while needed, and when
-    silent: frozenset[str] = frozenset()  # parts of which this was said while starting
+    silent: frozenset[str] = frozenset()  # parts already reported as silent while starting
     exit_status: int = 0
     failure: str = ""  # why exit_status is not 0
 
     @property
     def in_order(self) -> list[str]:
-        """Running parts, in the order of stopping."""
+        """Running parts, in the order in which they are stopped."""
         return [part for group in self.groups for part in group if part in self.running]
 
 
@@ -164,7 +171,7 @@ def begin(
     drain_seconds: float,
     awaits_word: bool = False,
 ) -> Lifecycle:
-    """The state of a replica whose parts have just been started."""
+    """Return the state of a replica whose parts have just been started."""
     return Lifecycle(
         groups=groups,
         running=frozenset(part for group in groups for part in group),
@@ -176,7 +183,7 @@ def begin(
 
 
 def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[Command]]:
-    """The state after `event`, and what to do about it."""
+    """Return the state after `event`, and the commands to carry out."""
     match event:
         case Ready() if state.phase is Phase.STARTING:
             return replace(state, phase=Phase.SERVING, deadline=math.inf), [Present()]
@@ -191,7 +198,7 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
         case Silent(part, seconds) if part in state.running and _is_needed(state, part):
             return state, [Say(f"{part} shows no sign of life for {seconds:g} s; killing it"), Kill(part)]
         case Silent(part, seconds) if state.phase is Phase.STARTING and part not in state.silent:
-            # It may read weights from a slow disk: the deadline bounds that, and this says who is to blame.
+            # It may read weights from a slow disk. The deadline bounds that, and this line names the part.
             state = replace(state, silent=state.silent | {part})
             return state, [Say(f"{part} shows no sign of life for {seconds:g} s")]
         case TimePassed() if now >= state.deadline:
@@ -250,9 +257,10 @@ def _exited(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, lis
 
 
 def _is_needed(state: Lifecycle, part: str) -> bool:
-    """Whether open requests may need this part, so that it is mended if it ends or hangs.
+    """Return whether open requests may need this part, so that it is restarted if it ends or hangs.
 
-    While draining they do as long as one of the first group has not ended, or until another pod's word comes.
+    While draining, they may need a part that was not asked to stop as long as a part of the first group runs,
+    or, with `awaits_word`, until the part ends on the other pod's notice.
     """
     match state.phase:
         case Phase.SERVING:
@@ -264,7 +272,7 @@ def _is_needed(state: Lifecycle, part: str) -> bool:
 
 
 def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle, list[Command]]:
-    """Start a part again that has ended while requests may be open, unless it keeps ending."""
+    """Restart a part that has ended while requests may be open, or fail if it has died too often."""
     recent = tuple((part, at) for part, at in state.deaths if now - at < SLOW_DEATHS_SECONDS)
     own = [at for part, at in recent if part == event.part] + [now]
     for most, seconds in ((MOST_DEATHS, DEATHS_SECONDS), (MOST_DEATHS_SLOW, SLOW_DEATHS_SECONDS)):
@@ -299,9 +307,10 @@ def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
 
 
 def _fail(state: Lifecycle, now: float, reason: str, exit_status: int = 1) -> tuple[Lifecycle, list[Command]]:
-    """Stop everything because of `reason`; the first failure is the one that is reported.
+    """Stop all parts because of `reason`; only the first failure is reported.
 
-    Nothing can be drained without the part that failed, so parts that were asked to drain are asked again.
+    Nothing can be drained without the part that failed, so parts that were asked to drain are now asked to
+    stop at once.
     """
     state = replace(
         state,
@@ -324,7 +333,7 @@ def _kill(state: Lifecycle) -> tuple[Lifecycle, list[Command]]:
 
 
 def _ask_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
-    """Ask the first group that still runs, unless it was asked before."""
+    """Ask the first group that still runs to stop, unless it was asked before."""
     for index, group in enumerate(state.groups):
         left = [part for part in group if part in state.running]
         if not left:
@@ -338,7 +347,7 @@ def _ask_next_group(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Comma
 
 
 def _is_told(failure: str, words: str) -> bool:
-    """Whether a failure says the same: a rank tells its controller why it ends, and both of them say so."""
+    """Return whether `failure` already contains this reason: a rank and its controller may both log it."""
     return words in failure or failure.rpartition(_BECAUSE)[2] in words
 
 

@@ -1,4 +1,4 @@
-"""How far a start is, in lines for where no bar can be drawn: one now and then."""
+"""Progress of a start as occasional log lines, for outputs that cannot show a progress bar."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ LINE_SECONDS = 5.0
 
 
 class ProgressLines:
-    """Chooses what to say of what parts tell; all parts of a start share one."""
+    """Chooses which progress reports become lines; all parts of a start share one instance."""
 
     def __init__(self) -> None:
         self._said_at: datetime | None = None
 
     def line(self, part: str, state: PartState, at: datetime) -> str:
-        """A line for what `part` said at `at`; empty where it counts nothing, or another was said shortly before."""
+        """Return a line for the state that `part` reported at `at`.
+
+        It is empty if the state has no count, or if there was another line less than LINE_SECONDS before.
+        """
         if not state.total:
             return ""
         if self._said_at is not None and at - self._said_at < timedelta(seconds=LINE_SECONDS):

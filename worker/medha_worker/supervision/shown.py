@@ -1,7 +1,7 @@
-"""What is shown, on a thread of its own: parts are mended whether anybody reads of it or not.
+"""Output of the supervisor, written by a separate thread, so that supervision never waits for a reader.
 
-A terminal halted by Ctrl-S, a pager and a stalled log shipper take nothing for as long as they like, and a log on a full disk
-takes nothing ever again. Lines wait then, up to a bound; those beyond it are left out, and counted.
+A terminal halted by Ctrl-S, a pager or a stalled log shipper may read nothing for any time, and a log on a
+full disk never takes a line again. Lines then wait, up to a limit; those beyond it are left out and counted.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Protocol
 from medha_worker.part_state import PartState
 
 MOST_LINES_WAITING = 10_000
-STUCK_SECONDS = 5.0  # at the end, in which nothing was shown although something waits
+STUCK_SECONDS = 5.0  # `close` returns after this time without progress, although lines wait
 _THREAD_NAME = "shown"
 
 
 class Display(Protocol):
-    """What the supervisor shows."""
+    """Output of a supervisor: its own messages, and the lines of its parts."""
 
     def starting(self, parts: list[str]) -> None: ...
 
     def line(self, part: str, text: str, at: datetime) -> None:
-        """A part has printed this."""
+        """Show a line that a part has printed."""
 
     def say(self, text: str, at: datetime) -> None:
-        """The supervisor has something to say."""
+        """Show a message of the supervisor."""
 
     def progress(self, part: str, state: PartState, at: datetime) -> None:
-        """A part says how far it is, before all are ready."""
+        """Show the progress of a part, before all parts are ready."""
 
     def ready(self, process_ids: dict[str, int]) -> None: ...
 
@@ -42,17 +42,17 @@ class Display(Protocol):
 
 
 def local_time() -> datetime:
-    """The time of day, in this machine's time zone, for people who read logs."""
+    """Return the current time in this machine's time zone, for people who read logs."""
     return datetime.now().astimezone()
 
 
 def iso_time(at: datetime) -> str:
-    """ISO 8601 to the millisecond, with the offset of the time zone."""
+    """Return the time in ISO 8601, to the millisecond, with the offset of the time zone."""
     return at.isoformat(timespec="milliseconds")
 
 
 class Shown:
-    """A display that never keeps its caller waiting, but for `close`; called from one thread."""
+    """A display that never blocks its caller, except in `close`; call it from one thread only."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -87,7 +87,7 @@ class Shown:
         self._waiting.put(lambda: self._display.ready(process_ids))
 
     def close(self) -> None:
-        """Wait until all of it is shown, or until nothing is shown any more for STUCK_SECONDS."""
+        """Wait until everything is shown, or until nothing more has been shown for STUCK_SECONDS."""
         self._waiting.put(self._display.close)
         self._waiting.put(None)
         before = -1
@@ -99,15 +99,15 @@ class Shown:
         while (show := self._waiting.get()) is not None:
             with suppress(
                 OSError, ValueError
-            ):  # nobody reads it, the disk is full, or the encoding has no such sign
+            ):  # the reader has gone, the disk is full, or the encoding lacks a character
                 show()
             self._shown += 1
 
 
 def end_if_unread(exit_status: int) -> None:
-    """End this process at once if a `Shown` was closed and still waits for a reader; call it when all else is done.
+    """End this process at once if a closed `Shown` still waits for a reader; call it last.
 
-    Its thread holds the output, and Python would wait for it, or abort.
+    Its thread holds the output, so that a normal exit of Python would wait for it, or abort.
     """
     if any(thread.name == _THREAD_NAME for thread in enumerate_threads()):
         os._exit(exit_status)

@@ -1,9 +1,10 @@
-"""Running parts of a replica as processes: thin I/O around `lifecycle`.
+"""Supervisor of the parts of a replica, as processes: thin I/O around `lifecycle`.
 
-Each part leads a session of its own, so a terminal's Ctrl-C reaches the supervisor alone, and whatever a part
-has started can be ended with it. Two threads per part only wait: one for its output, one for its end. All that
-happens becomes an event in one queue, and the main thread takes them one by one; what it has to say is `Shown` from
-another. Parts that fall silent are found by looking (`heartbeat`). What parts say that they are at goes to a `Watch`, which may give up.
+Each part leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and the processes
+that a part has started can be ended with it. Two threads per part only wait: one for its output, one for its
+end. Output, ends, signals and reported states become events in one queue, which the main thread handles one
+by one; it writes through `Shown`, which has a thread of its own. Silent parts are found by polling
+(`heartbeat`). The states that parts report go to a `Watch`, which may give up.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ from medha_worker.supervision.lifecycle import (
 from medha_worker.supervision.shown import Display, Shown, local_time
 
 READY_POLL_SECONDS = 0.1
-LAST_LINES_SECONDS = 1.0  # for output that is still in the pipe when a part has ended
+LAST_LINES_SECONDS = 1.0  # longest wait for output that is still in the pipe when a part has ended
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One process of the replica."""
+    """A process of the replica: how to start and how to stop it."""
 
     name: str
     argv: tuple[str, ...]
-    # Added to the environment, where the user's own does not say otherwise.
+    # Defaults: variables that are set in the supervisor's own environment take precedence.
     environment: Mapping[str, str] = field(default_factory=dict)
-    end_signal: signal.Signals = signal.SIGTERM  # stops it at once, where SIGTERM drains it first
+    end_signal: signal.Signals = signal.SIGTERM  # signal that stops it at once; SIGTERM may drain it first
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +72,37 @@ class Printed:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A process has said what it is at."""
+    """A process has reported its state."""
 
     process_id: int
     state: PartState
 
 
 class Watch(Protocol):
-    """Follows what the parts say that they are at; all of it is called in the main thread, with a monotonic `now`."""
+    """Follows the states that parts report.
+
+    All methods are called in the main thread, with a monotonic `now`.
+    """
 
     def told(self, part: str, state: PartState, now: float) -> None: ...
 
     def ended(self, part: str, now: float) -> None: ...
 
     def look(self, now: float) -> GiveUp | None:
-        """Called at least every second: whether the parts can go on."""
+        """Return GiveUp if the parts cannot go on, else None; called at least every second."""
 
     def interrupted(self) -> Interrupt:
-        """The parts will be asked to stop: whether requests may be open, and how long they get."""
+        """Return whether requests may be open and how long they get.
+
+        Called before parts are asked to stop.
+        """
 
     def gives_up(self, reason: str) -> None:
-        """The parts will be ended, as `look` has said."""
+        """Note that the parts will be stopped for `reason`, because of a GiveUp."""
 
 
 class Unwatched:
-    """The watch of `medha up`: it sees all of a replica's parts end, and asks its router whether it is ready."""
+    """The watch of `medha up`, which never gives up: the supervisor has all parts, and polls the router."""
 
     def told(self, part: str, state: PartState, now: float) -> None: ...
 
@@ -113,7 +120,7 @@ _Happening = Event | Printed | Told
 
 
 class StopRequests:
-    """The signals that ask to stop, as events: while this context lasts, none of them ends the process by itself."""
+    """Context manager that turns stop signals into events; while it lasts, none of them ends the process."""
 
     def __init__(self) -> None:
         self.events: SimpleQueue[_Happening] = SimpleQueue()
@@ -123,7 +130,7 @@ class StopRequests:
         def interrupt(_signal: int, _frame: FrameType | None) -> None:
             self.events.put(Interrupt())
 
-        # Whoever started us with `nohup` means that a terminal which closes ends nothing.
+        # SIGHUP stays ignored under `nohup`: closing the terminal must end nothing.
         heard = (
             one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN
         )
@@ -149,12 +156,13 @@ def supervise(
 ) -> Lifecycle:
     """Start every part, and return the final state once the last one has ended; call it in the main thread.
 
-    `groups` is the order in which the parts are asked to stop. `run_directory` gets the socket on which they show that
-    they live. `is_ready` is polled until it is true, and must not block for long. `awaits_word`: another pod's part
-    tells these ones when the replica is drained. `requests` has begun: what came before the parts were started counts.
+    `groups` is the order in which the parts are asked to stop. `run_directory` gets the socket for
+    heartbeats. `is_ready` is polled until it is true, and must not block for long. With `awaits_word`,
+    another pod's controller notifies these parts when the replica is drained. `requests` must have been
+    entered; signals that came before the parts were started count.
 
     Raises:
-        ConfigInvalid: there can be no socket in `run_directory`.
+        ConfigInvalid: no socket can be created in `run_directory`.
     """
     watch = watch or Unwatched()
     parts = [part for group in groups for part in group]
@@ -172,7 +180,7 @@ def supervise(
 
     def silent() -> list[Silent]:
         if listener.trouble():
-            return []  # it is not the parts that are to blame
+            return []  # the listener is at fault, not the parts
         found = beats.silent(time.monotonic(), is_stopped)
         return [
             Silent(name, round(found[process.pid], 1))
@@ -234,14 +242,17 @@ def supervise(
         return state
     finally:
         for process in running.values():
-            process.kill()  # only what an error of ours has left
+            process.kill()  # parts still run here only after an error of ours
             process.reap()
         listener.close()
         shown.close()
 
 
 class _Inbox:
-    """What has happened: lines, ends and signals from the queue; readiness, silence and deadlines from looking."""
+    """Source of the main thread's events.
+
+    Lines, ends and signals come from the queue; readiness, silence and deadlines are polled.
+    """
 
     def __init__(
         self,
@@ -258,7 +269,7 @@ class _Inbox:
         self._gave_up = False
 
     def next(self, state: Lifecycle) -> _Happening:
-        """The next event; looking comes first, so that a part that prints without end hides nothing."""
+        """Return the next event; polling comes first, so that a part's endless output cannot delay it."""
         now = time.monotonic()
         if now >= state.deadline:
             return TimePassed()
@@ -286,16 +297,19 @@ class _Inbox:
 
 
 def last_words(line: str) -> str:
-    """Why a part ends, if this line says so: they are told with its end, and not as a line.
+    """Return the reason for a part's end if this line has it, else an empty text.
 
-    A part logs it as critical, and nothing after it.
+    A part logs the reason as CRITICAL, and nothing after it. It is reported with the end, not as a line.
     """
     level, _, rest = line.partition(" ")
     return rest.partition(": ")[2] if level == "CRITICAL" else ""
 
 
 class _Process:
-    """One running part. Only the main thread signals and reaps it, so its id is never another process's."""
+    """A running part.
+
+    Only the main thread signals and reaps it, so its id is never that of another process.
+    """
 
     def __init__(self, part: Part, events: SimpleQueue[_Happening], notify_socket: str) -> None:
         self._name = part.name
@@ -328,7 +342,7 @@ class _Process:
             os.kill(self.pid, signal.SIGTERM if drain else self._end_signal)
 
     def kill(self) -> None:
-        """End the part and everything that it has started."""
+        """Kill the part and the processes that it has started."""
         if self._process.returncode is None:
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -342,7 +356,7 @@ class _Process:
             for raw in output:
                 line = raw.decode("utf-8", errors="replace").rstrip()
                 at = local_time()
-                if self._last_words:  # they were none
+                if self._last_words:  # another line follows, so they were not the last ones
                     self._events.put(Printed(self._name, self._last_line, at))
                 self._last_words = last_words(line)
                 if line:
@@ -354,7 +368,7 @@ class _Process:
         # WNOWAIT leaves the process to be reaped by the main thread, which may be about to signal it.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
-        os.killpg(self.pid, signal.SIGKILL)  # what it has started and left behind, such as a tokenizer pool
+        os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind, such as a tokenizer pool
         self._reader.join(LAST_LINES_SECONDS)
         status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         self._events.put(Exited(self._name, status, self._last_line, self._last_words))
