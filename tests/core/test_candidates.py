@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec
 from medha.cost.prefill_seconds import Alone
-from medha.scheduler.order import Urgency
 from medha.scheduler.candidates import Candidates, Room
+from medha.scheduler.order import Urgency
 from medha.scheduler.request import Prompt, Request
 from medha.slo import Targets
 from medha.wire.messages import Submit

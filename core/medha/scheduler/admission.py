@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medha.kv.pools import KvPools, Placed
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.candidates import Room
+from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.wire.messages import Admit, Grow
 from medha.wire.quick import new_admit

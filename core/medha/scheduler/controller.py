@@ -39,10 +39,10 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
+from medha.scheduler.candidates import Candidates
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.packer import Packed
-from medha.scheduler.candidates import Candidates
 from medha.scheduler.request import Request
 from medha.scheduler.requests import Roster
 from medha.scheduler.step_builder import Filler, Filling

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from medha.api.replica import SchedulingSpec
+from medha.scheduler.candidates import Candidates
 from medha.scheduler.guarded import Guarded, GuardedSettings
 from medha.scheduler.policy import Bools, Floats, Ints, keys, urgent_first
-from medha.scheduler.candidates import Candidates
 
 Ordered = Callable[[Bools], Iterator[int]]
 """Function from flags by row to the flagged rows, most urgent first."""

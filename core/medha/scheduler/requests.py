@@ -10,8 +10,8 @@ from medha.cost.prefill_seconds import Alone
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
 from medha.scheduler.alike import Alike
-from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.candidates import Candidates
+from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.request import Prompt, Request
 from medha.slo import targets
 from medha.wire.messages import Submit

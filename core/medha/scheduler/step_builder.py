@@ -12,12 +12,12 @@ import numpy as np
 from medha.cost.predictor import Predictor
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
+from medha.scheduler.candidates import NEAR_PROMISE, Candidates
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.order import Urgency
 from medha.scheduler.pace import Pace
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
-from medha.scheduler.candidates import NEAR_PROMISE, Candidates
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.requests import Roster
 from medha.wire.messages import Admit, Extent, StepEntry
