@@ -32,7 +32,7 @@ def imported(source: str) -> Iterator[str]:
 
 
 def refused(file: str, source: str) -> set[str]:
-    """What a module of the core imports and may not; `file` is its path below the core."""
+    """Return the names that a module of the core imports and may not; `file` is its path below the core."""
     also = {name for place, name in ALSO if file == place or file.startswith(f"{place}/")}
     return set(imported(source)) - ALLOWED - also
 

@@ -335,7 +335,7 @@ HERE_ALONE = {"nodeSelectorTerms": [{"matchExpressions": [expression("host", "In
 def test_a_replica_whose_volume_is_tied_to_its_node_has_no_room_elsewhere(
     volume: Document, labels: dict[str, str], moves: bool
 ) -> None:
-    """As with a local volume: its pods would wait for ever on any other node."""
+    """Its pods would wait for ever on any other node, as with a local volume."""
 
     async def test(stage: Stage) -> None:
         (key,) = await serving_on(stage, "r")
