@@ -100,7 +100,7 @@ def test_make_demo_runs_what_the_readme_shows_and_a_replica_answers_through_the_
     (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith('{"id"')]
     assert answer["model"] == "tiny"
     assert answer["choices"][0]["message"]["content"]
-    assert answer["usage"]["completion_tokens"] == 32
+    assert 1 <= answer["usage"]["completion_tokens"] <= 32  # a random model may sample its stop token
 
 
 def test_its_pods_would_be_let_into_a_namespace_of_the_standard_restricted(demo: Demo) -> None:
