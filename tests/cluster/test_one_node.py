@@ -325,16 +325,23 @@ def test_what_keeps_pods_from_starting_is_told_apart(cluster: Cluster, at_first:
         spec["model"] |= {"name": name} | ({"source": wrong["source"]} if "source" in wrong else {})
         spec |= {key: value for key, value in wrong.items() if key != "source"}
         medha.apply(cluster, document)
-    expected = {name: ("False", reason) for name, (reason, _) in TROUBLES.items()}
-    eventually(
-        lambda: {name: condition(replica(cluster, name)) for name in TROUBLES},
-        lambda seen: seen == expected,
-        READY_SECONDS,
-    )
-    ready = next(
-        each for each in replica(cluster, "no-right")["status"]["conditions"] if each["type"] == "Ready"
-    )
-    assert "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0" in ready["message"]
+    messages: dict[str, str] = {}
+
+    def look() -> dict[str, tuple[str, str]]:
+        """Note the message of each replica that gives its reason now.
+
+        A container that ends again and again also runs in between, at a time of its own.
+        """
+        present = {name: replica(cluster, name) for name in TROUBLES}
+        for name, (reason, _) in TROUBLES.items():
+            for each in present[name].get("status", {}).get("conditions", ()):
+                if (each["type"], each["status"], each["reason"]) == ("Ready", "False", reason):
+                    messages.setdefault(name, each["message"])
+        return {name: condition(each) for name, each in present.items()}
+
+    eventually(look, lambda _: messages.keys() == TROUBLES.keys(), READY_SECONDS)
+    text = "cannot be read by uid 65532: /model has mode 0700 and belongs to uid 0"
+    assert text in messages["no-right"]
     cluster.kubectl("delete", "medhareplicas", "--all", "--timeout=10s")
     eventually(lambda: everything(cluster) - at_first, lambda left: not left, 90)
 

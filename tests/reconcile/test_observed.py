@@ -49,6 +49,13 @@ def crashed(code: int, message: str = "") -> dict[str, Any]:
         (worker(**crashed(1)), "CrashLooping"),
         (worker(**crashed(75)), "RendezvousFailed"),
         (pod(initContainerStatuses=[{"name": "fetch-model"} | crashed(1)]), "ModelFetchFailed"),
+        (
+            pod(
+                initContainerStatuses=[{"name": "fetch-model", "state": {"terminated": {"exitCode": 1}}}],
+                containerStatuses=[{"name": "worker", "state": {"waiting": {"reason": "PodInitializing"}}}],
+            ),
+            "ModelFetchFailed",
+        ),
     ],
 )
 def test_each_trouble_has_a_reason_of_its_own(document: dict[str, Any], reason: str) -> None:

@@ -254,10 +254,14 @@ def _is_true(condition: Object | None) -> bool:
 
 
 def _exit_code(container: Object) -> int | None:
-    for state in (container.get("state", {}), container.get("lastState", {})):
-        if "terminated" in state:
-            return int(state["terminated"]["exitCode"])
-    return None
+    ended = _last_end(container)
+    return None if ended is None else int(ended["exitCode"])
+
+
+def _last_end(container: Object) -> Object | None:
+    """Return how the container ended most recently; None if it never has."""
+    states = (container.get("state", {}), container.get("lastState", {}))
+    return next((state["terminated"] for state in states if "terminated" in state), None)
 
 
 def _trouble(
@@ -277,9 +281,13 @@ def _trouble(
             return "ImagePullFailed", f"container {container['name']}: {message or reason}"
         if reason in _START_TROUBLE:
             return "ContainerNotCreated", f"container {container['name']}: {message or reason}"
+        is_fetch = container in first and container["name"] not in sidecars
+        # Until its next attempt begins, a failed fetch is shown as ended first, then as waiting.
+        if is_fetch and container.get("state", {}).get("terminated", {}).get("exitCode"):
+            return "ModelFetchFailed", f"container {container['name']}: {_last_words(container)}"
         if reason == "CrashLoopBackOff":
             told = f"container {container['name']}: {_last_words(container) or message}"
-            if container in first and container["name"] not in sidecars:
+            if is_fetch:
                 return "ModelFetchFailed", told
             return ("RendezvousFailed" if _exit_code(container) == ASKS_RESTART else "CrashLooping"), told
     return None
@@ -307,8 +315,8 @@ def _starting(
 
 
 def _last_words(container: Object) -> str:
-    ended = container.get("lastState", {}).get("terminated", {})
-    if not ended:
+    ended = _last_end(container)
+    if ended is None:
         return ""
     words = " ".join(ended.get("message", "").split())[-300:]
     return f"ended with exit code {ended['exitCode']} ({ended.get('reason', 'Error')})" + (
