@@ -44,12 +44,12 @@ from medha.shards import Segment, ShardMap, deal, place
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.attention import merge_partials
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.kernels.torch_attention import merge_partials
+from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard

@@ -22,12 +22,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.batch import SequenceSpan
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
 
 BLOCK_TOKENS = 16

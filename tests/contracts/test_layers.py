@@ -33,6 +33,7 @@ VIOLATIONS = [
     (NO_TORCH, "cli/medha_cli/up.py", "import medha_worker.rank.process"),
     (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
+    (MODEL, "worker/medha_worker/kernels/torch_attention.py", "import pydantic"),
     (LOOP, "worker/medha_worker/controller/process.py", "import torch"),
     (LOOP, "worker/medha_worker/link.py", "import medha_worker.rank.executor"),
     (LAYERS, "cli/medha_cli/plan.py", "import medha_papers.claims"),
@@ -41,6 +42,7 @@ VIOLATIONS = [
     (CORE_WINGS, "core/medha/kv/blocks.py", "import medha.scheduler.policy"),
     (CORE_WINGS, "core/medha/cost/profile.py", "import medha.kv.blocks"),
     (WORKER_WINGS, "worker/medha_worker/model/rope.py", "import medha_worker.checkpoints.needle"),
+    (WORKER_WINGS, "worker/medha_worker/kernels/torch_rows.py", "import medha_worker.model.rope"),
     (OPERATOR_WINGS, "operator/medha_operator/kube/store.py", "import medha_operator.replica.plan"),
 ]
 

@@ -17,9 +17,9 @@ import torch
 
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Sample, Step, Tokens
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor, PlannedStep

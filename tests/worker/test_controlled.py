@@ -39,8 +39,8 @@ from medha.wire.messages import (
     StepProfile,
     Submit,
 )
-from medha_worker.model import attention
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.protocol import Kernels
 
 from .ranks import Ranks
 from .test_model_transformer import save_reference

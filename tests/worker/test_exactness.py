@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.topology import Topology
-from medha_worker.model import attention
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.protocol import Kernels
 
 from .random_steps import STRATEGIES, Asked, Cut, Planner, Running, asked
 from .ranks import Ranks

@@ -17,7 +17,7 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.lane_replay import LaneReplica
 from medha.wire.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor, PlannedStep
 

@@ -16,7 +16,7 @@ from medha.scheduler.controller import STATE_HASH_EVERY_STEPS, ReplicaController
 from medha.shards import Segment, ShardMap
 from medha.wire.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
 

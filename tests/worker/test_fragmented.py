@@ -29,10 +29,10 @@ from medha.wire.messages import (
 )
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.controller.outputs import OutputHasher
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.attention import TorchAttention
-from medha_worker.model.batch import SequenceSpan
-from medha_worker.model.config import ModelConfig
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_attention import TorchAttention
+from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions

@@ -13,12 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medha_worker.cpu import attention as cpu_attention
-from medha_worker.model import attention
-from medha_worker.model.attention import AttentionBackend, TorchAttention
-from medha_worker.model.batch import SequenceSpan
+from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.cpu import compiled_attention as cpu_attention
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
 
-from .test_model_attention import compiled, normal, plain_attention
+from .test_kernels_attention import compiled, normal, plain_attention
 
 KV_HEADS = 2
 BLOCK_TOKENS = 16

@@ -9,7 +9,7 @@ import pytest
 
 from medha.topology import Topology
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.rank.engine import _shard
 
 

@@ -15,7 +15,7 @@ from medha.cost.predictor import Predictor, Work
 from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import OutOfMemory
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.fit import MeasuredStep
 from medha_worker.rank import warmup
@@ -201,7 +201,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 WARM_UPS = """
 import sys, time, torch
 from pathlib import Path
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.warmup import warm_up
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {

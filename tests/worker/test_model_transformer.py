@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.batch import SequenceSpan
-from medha_worker.model.config import ModelConfig
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model import weights as weights_module
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import LayerWeights, Shard, Weights, load_weights
 
 # The tiny preset: 2 layers, 4 query heads, 2 KV heads of 32, hidden 128, intermediate 352, vocabulary 512.

@@ -24,7 +24,7 @@ from medha_worker.checkpoints.needle import (
     name_ids,
 )
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 
 LONGEST = 2**18

@@ -22,7 +22,7 @@ from medha_worker.rank import engine as engine_module
 from medha_worker.rank import executor
 from medha_worker.rank.engine import Engine, Loaded, RankSettings
 from medha_worker.rank.executor import Executor
-from medha_worker.rank.recorder import StepRecorder
+from medha_worker.rank.step_recorder import StepRecorder
 
 from .ranks import Ranks, free_endpoint
 from .test_model_transformer import save_reference

@@ -13,7 +13,7 @@ import torch
 from medha.errors import PartFailed
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor, Pipeline, PlannedStep

@@ -16,7 +16,7 @@ import torch
 from medha.errors import CheckpointInvalid
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.read_bundle import read_bundle
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import Shard, load_weights
 
 POD_USER = 65532

@@ -18,14 +18,14 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.context_parallel import OWNER
 from medha.shards import Segment, ShardMap
 from medha.wire.messages import Extent
-from medha_worker.model import attention
-from medha_worker.model.attention import AttentionBackend, TorchAttention
+from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.spread import Landing, Rows, SpreadPlan, SpreadStep
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread, positions
 
 from .random_steps import STRATEGIES, Cut
-from .test_model_attention import compiled
+from .test_kernels_attention import compiled
 
 BLOCK_TOKENS = 4
 KV_HEADS, GROUP, HEAD_DIM = 2, 2, 16

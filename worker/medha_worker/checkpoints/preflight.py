@@ -8,7 +8,7 @@ from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplicaSpec
 from medha.errors import ConfigInvalid
 from medha.topology import stage_layers
-from medha_worker.model.config import ELEMENT_BYTES, ModelConfig
+from medha_worker.model.model_config import ELEMENT_BYTES, ModelConfig
 
 RANK_BYTES = 128 * 2**20
 """Least memory that a rank's process takes for itself: torch and its libraries, without weights and KV."""

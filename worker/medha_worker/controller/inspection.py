@@ -15,7 +15,7 @@ from medha.wire.messages import ControllerCommand, ControllerEvent, Trace, Trace
 from medha_worker.controller.telemetry import AskStatus, AskTrace, Questions
 from medha_worker.controller.trace import Tracing
 from medha_worker.controller.watch import Watch
-from medha_worker.rank.recorder import SEND_SECONDS, machine
+from medha_worker.rank.step_recorder import SEND_SECONDS, machine
 
 LAST_PARTS_SECONDS = 2 * SEND_SECONDS  # time for ranks to send their last parts after the end of a trace
 FOREVER_SECONDS = 1e9

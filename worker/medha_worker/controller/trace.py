@@ -38,7 +38,7 @@ from medha.wire.messages import (
     Submit,
     TracePart,
 )
-from medha_worker.rank.recorder import PREPARED
+from medha_worker.rank.step_recorder import PREPARED
 
 MOST_BYTES = 256 * 2**20
 """Largest size of a trace; it ends there even if its time is not over."""

@@ -12,7 +12,7 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
-from medha_worker.model.batch import SlotRun
+from medha_worker.kernels.sequence_span import SlotRun
 
 
 class KVCache:

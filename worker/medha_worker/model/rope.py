@@ -18,7 +18,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     wavelength_scale = rope.theta**exponents
     frequencies = 1.0 / wavelength_scale
     match rope.kind:
-        # `dynamic` is served only within the original length, where it does not scale (config.py refuses the
+        # `dynamic` is served only within the original length, where it does not scale (model_config.py refuses the
         # rest).
         case "default" | "dynamic":
             return frequencies, 1.0
@@ -28,7 +28,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
             return _llama3(rope, frequencies), 1.0
         case "yarn":
             return _yarn(rope, wavelength_scale), _yarn_attention_factor(rope)
-    raise AssertionError(f"config.py let RoPE kind {rope.kind!r} through")
+    raise AssertionError(f"model_config.py let RoPE kind {rope.kind!r} through")
 
 
 def rotation_table(

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import torch
 
-from medha_worker.model.attention import AttentionBackend, StepAttention, merge_partials
-from medha_worker.model.batch import SequenceSpan
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_attention import AttentionBackend, StepAttention, merge_partials
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import ran_out
+from medha_worker.model.out_of_memory import ran_out
 
 _log = logging.getLogger("medha.model")
 

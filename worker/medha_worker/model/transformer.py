@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
-from medha_worker.model.attention import AttentionBackend
-from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
+from medha_worker.kernels.torch_attention import AttentionBackend
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import ran_out
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.readable import require_readable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -20,10 +20,10 @@ import torch
 from medha.cost.predictor import Work
 from medha.errors import ConfigInvalid, OutOfMemory
 from medha.wire.messages import Sampling
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.batch import SequenceSpan
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.memory import ran_out
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import SequenceSampler, draw
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES

@@ -22,17 +22,17 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Meet, RankReady
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.model.config import ModelConfig
+from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import keep_freed_memory
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
 from medha_worker.rank.mesh import Grid
-from medha_worker.rank.recorder import StepRecorder
+from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
 
 MEET_SECONDS = 10.0  # bound of the rendezvous of ranks that have their weights

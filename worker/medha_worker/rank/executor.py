@@ -49,9 +49,9 @@ from medha.wire.messages import (
     StepEntry,
     Tokens,
 )
-from medha_worker.model.batch import SequenceSpan
+from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.kv_cache import KVCache
-from medha_worker.model.memory import ran_out
+from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
 from medha_worker.model.spread import SpreadPlan
 from medha_worker.rank.kv_parallel_plan import LOCAL, STRATEGIES, SpreadEntry, plan_spread, positions

@@ -13,7 +13,7 @@ import torch
 from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q
 from medha.shards import ShardMap
 from medha.wire.messages import Extent
-from medha_worker.model.batch import SequenceSpan
+from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, Rows, SpreadPlan
 
 LOCAL = "local"

@@ -45,7 +45,7 @@ from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.rank.executor import PlannedStep
 from medha_worker.rank.prefetch import Ahead
-from medha_worker.rank.recorder import StepRecorder
+from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
 from medha_worker.watchdog import Watchdog
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
 from medha.wire.messages import Sampling, StepProfile
-from medha_worker.model import memory
+from medha_worker.model import out_of_memory as memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.fit import MeasuredStep, fit_profile
 from medha_worker.profiling.measure import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from llvmlite import ir
 
-from medha_worker.cpu import machine
-from medha_worker.cpu.code import INT32
-from medha_worker.cpu.machine import Compiled, kernel_directory
+from medha_worker.kernels.cpu import host_compiler as machine
+from medha_worker.kernels.cpu.host_compiler import Compiled, kernel_directory
+from medha_worker.kernels.cpu.vector_code import INT32
 
 
 def answering(number: int) -> ir.Module:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from medha_worker.cpu.attention import CpuAttention
-from medha_worker.cpu.machine import Target
-from medha_worker.cpu.openmp import torchs_openmp
-from medha_worker.cpu.rows import CompiledRows
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.kernels import Kernels
+from medha_worker.kernels.cpu.compiled_attention import CpuAttention
+from medha_worker.kernels.cpu.compiled_rows import CompiledRows
+from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.cpu.openmp import torchs_openmp
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import Shard
 
 

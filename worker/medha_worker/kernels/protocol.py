@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from medha_worker.model.attention import AttentionBackend, TorchAttention
-from medha_worker.model.rows import RowOperators, TorchRows
+from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
+from medha_worker.kernels.torch_rows import RowOperators, TorchRows
 
 
 @dataclass(frozen=True)

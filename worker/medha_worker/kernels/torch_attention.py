@@ -9,7 +9,7 @@ tokens, which are one segment. Partial results over disjoint keys are merged exa
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.
 
-Float32 on a CPU has a faster backend, in `medha_worker.cpu`.
+Float32 on a CPU has a faster backend, in `medha_worker.kernels.cpu`.
 """
 
 import math
@@ -18,8 +18,8 @@ from typing import Protocol
 
 import torch
 
-from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
-from medha_worker.model.flash import flash_attention
+from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
+from medha_worker.kernels.torch_flash import flash_attention
 
 # Shortest run, in tokens, that is read in place; shorter ones are gathered together.
 _IN_PLACE_TOKENS = 128

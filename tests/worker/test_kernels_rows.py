@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from medha_worker.cpu.openmp import torchs_openmp
-from medha_worker.cpu.rows import CompiledRows
-from medha_worker.model.rows import TorchRows
+from medha_worker.kernels.cpu.compiled_rows import CompiledRows
+from medha_worker.kernels.cpu.openmp import torchs_openmp
+from medha_worker.kernels.torch_rows import TorchRows
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

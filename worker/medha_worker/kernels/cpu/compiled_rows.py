@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 
-from medha_worker.cpu.code import FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
-from medha_worker.cpu.machine import Compiled, Target
-from medha_worker.cpu.openmp import OpenMP
+from medha_worker.kernels.cpu.host_compiler import Compiled, Target
+from medha_worker.kernels.cpu.openmp import OpenMP
+from medha_worker.kernels.cpu.vector_code import FLOAT, INT32, INT64, POINTER, VOID, VectorBuilder
 
 # Fewer values than this are not worth waking a thread for.
 _VALUES_PER_THREAD = 1 << 15

@@ -22,8 +22,17 @@ from dataclasses import dataclass, replace
 
 from llvmlite import ir
 
-from medha_worker.cpu.code import BOOL, FLOAT, INT32, INT64, POINTER, VOID, Number, VectorBuilder
-from medha_worker.cpu.machine import Compiled, Target
+from medha_worker.kernels.cpu.host_compiler import Compiled, Target
+from medha_worker.kernels.cpu.vector_code import (
+    BOOL,
+    FLOAT,
+    INT32,
+    INT64,
+    POINTER,
+    VOID,
+    Number,
+    VectorBuilder,
+)
 
 TILE_KEYS = 64
 # Largest head dimension at which a decode's products of one key are unrolled; beyond it they are too many.

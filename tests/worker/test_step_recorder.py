@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from medha.wire.messages import StepTimes, TracePart
-from medha_worker.rank.recorder import MOST_STEPS, SEND_SECONDS, StepRecorder, machine
+from medha_worker.rank.step_recorder import MOST_STEPS, SEND_SECONDS, StepRecorder, machine
 
 
 class Clock:

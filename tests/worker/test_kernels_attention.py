@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.cpu import attention as cpu_attention
-from medha_worker.cpu.attention import CpuAttention
-from medha_worker.cpu.choose import choose_kernels
-from medha_worker.cpu.machine import Target
-from medha_worker.cpu.openmp import torchs_openmp
-from medha_worker.model import attention, flash
-from medha_worker.model.attention import AttentionBackend, TorchAttention, merge_partials
-from medha_worker.model.batch import SequenceSpan, SlotRun, slot_runs
-from medha_worker.model.config import ModelConfig
-from medha_worker.model.flash import flash_attention
+from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels import torch_flash as flash
+from medha_worker.kernels.cpu import compiled_attention as cpu_attention
+from medha_worker.kernels.cpu.compiled_attention import CpuAttention
+from medha_worker.kernels.cpu.host_compiler import Target
+from medha_worker.kernels.cpu.openmp import torchs_openmp
+from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
+from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention, merge_partials
+from medha_worker.kernels.torch_flash import flash_attention
+from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.model.model_config import ModelConfig
 
 BLOCK_TOKENS = 16
 SLOTS = 8192

@@ -1,0 +1,1 @@
+"""Attention and row operators of a model, in plain torch or compiled for this machine."""
