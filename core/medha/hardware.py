@@ -153,7 +153,7 @@ class ModelShape:
 
     @property
     def long_threshold_tokens(self) -> int:
-        """The context at which a token's attention takes as many FLOPs as its linear layers (DESIGN §5)."""
+        """The context at which a token's attention takes as many FLOPs as its linear layers."""
         return int(self.linear_flops_per_token / self.attention_flops_per_pair)
 
     def prefill_flops(self, tokens: int) -> float:

@@ -1,9 +1,10 @@
-"""Placement of a request's KV: which lane holds which token positions (DESIGN §5, KVP).
+"""Placement of a request's KV: which lane holds which token positions.
 
 A short request lies on one lane. A long one is cut into shards: lanes are taken in the order of their free
 KV, each holds at most `tokens_per_lane` of the prompt, and the next lane joins only when the one before is
 full. The reservation for the output is striped: each stripe goes to the lane that holds the fewest tokens, so
-that no shard fills first and the attention of a decode takes equally long everywhere.
+that no shard fills first and the attention of a decode takes equally long everywhere
+(docs/design.md#placement-of-kv).
 
 All of it is decided at admission, for all lanes at once or not at all. A waiting request holds nothing, so
 two long requests can never each hold what the other needs (lane-by-lane growth deadlocks in exactly that

@@ -30,7 +30,7 @@ def class_terms(classes: Sequence[ServiceClassTerms], name: str) -> ServiceClass
 def ttft_target_seconds(
     terms: ServiceClass | ServiceClassTerms, work_seconds: float, asked_seconds: float | None = None
 ) -> float:
-    """Return d = max(floor, factor * w), or the request's own TTFT target if it has one (DESIGN §5).
+    """Return d = max(floor, factor * w), or the request's own TTFT target if it has one.
 
     Routers and controllers both order requests by it; a router uses the `work_seconds` that replicas
     announce.
@@ -49,7 +49,7 @@ def targets(
     """Return the targets of a request whose whole prefill takes `work_seconds` alone.
 
     A TPOT target tighter than the class's floor is clamped to it: one client must not throttle the rest
-    (DESIGN §5).
+    (docs/design.md#deadlines).
     """
     tpot = service_class.tpot_target_seconds if asked_tpot_seconds is None else asked_tpot_seconds
     tpot = max(tpot, service_class.tpot_floor_seconds)

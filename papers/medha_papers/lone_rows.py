@@ -1,7 +1,7 @@
 """Rows T11, T12, T18, T19 from the outcomes of a campaign: a long prompt beside decoding streams.
 
-The claims are from papers A and B. With KVP, lanes join as the KV exceeds multiples of `TOKENS_PER_LANE`
-(DESIGN §5), and work in lock-step from then on.
+The claims are from papers A and B. With KVP, lanes join as the KV exceeds multiples of `TOKENS_PER_LANE`,
+and work in lock step from then on (docs/design.md#lock-step).
 """
 
 from __future__ import annotations

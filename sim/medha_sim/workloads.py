@@ -37,7 +37,7 @@ _WORK_SEED = 20250101
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Deadlines of DESIGN §5: TTFT within max(floor, factor * isolated prefill), and a TPOT target.
+    """Deadlines (docs/design.md#deadlines): TTFT within max(floor, factor * isolated prefill), and a TPOT target.
 
     The fields are those of the first service class; `of_class` has the targets of each class by name, first
     class first.

@@ -66,15 +66,62 @@ def test_every_module_says_in_its_docstring_what_it_is() -> None:
     assert [line for line in lines if line.startswith("- ") and line.endswith("** ")] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+def leads_somewhere(page: Path, target: str) -> bool:
+    """Return whether a link in `page` names an existing file, and an existing heading if it names one."""
+    name, _, anchor = target.partition("#")
+    file = page.parent / name if name else page
+    return file.exists() and (not anchor or anchor in anchors(file))
+
+
 def test_links_between_pages_lead_somewhere() -> None:
     broken = [
         f"{page.relative_to(ROOT)}: {target}"
         for page in tracked()
         if page.suffix == ".md"
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text(encoding="utf-8"))
-        if "://" not in target and not (page.parent / target).exists()
+        for target in re.findall(r"\]\(([^)\s]+)", page.read_text(encoding="utf-8"))
+        if "://" not in target and not leads_somewhere(page, target)
     ]
     assert broken == []
+
+
+def test_references_of_the_code_to_pages_name_existing_headings() -> None:
+    found = [
+        (path, target)
+        for path in tracked()
+        if path.suffix in (".py", ".yaml")
+        for target in re.findall(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?", path.read_text(encoding="utf-8"))
+    ]
+    assert any("#" in target for _, target in found)
+    root = ROOT / "README.md"
+    assert [
+        f"{path.relative_to(ROOT)}: {target}" for path, target in found if not leads_somewhere(root, target)
+    ] == []
+
+
+def test_the_design_is_referred_to_by_its_headings() -> None:
+    unclear = re.compile(r"\bDES" + r"IGN\b|docs/design\.md(?!#)")
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in tracked()
+        if path.suffix in (".py", ".yaml")
+        for match in unclear.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+def test_a_link_to_a_heading_that_is_missing_is_noticed() -> None:
+    page = ROOT / "docs" / "design.md"
+    assert leads_somewhere(page, "#order")
+    assert leads_somewhere(page, "structure.md#processes")
+    assert not leads_somewhere(page, "#orders")
+    assert not leads_somewhere(page, "structures.md")
 
 
 def test_every_pinned_version_is_exact() -> None:

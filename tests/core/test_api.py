@@ -49,7 +49,7 @@ def ready(**fields: Any) -> RankReady:
     return RankReady(**(facts | fields))
 
 
-def test_a_minimal_manifest_has_the_defaults_of_the_design() -> None:
+def test_a_minimal_manifest_has_the_documented_defaults() -> None:
     spec = parse_replica(manifest()).spec
     assert (spec.parallelism.tensor, spec.parallelism.stream, spec.parallelism.kv) == (1, 1, 1)
     assert spec.scheduling.policy == "guarded"

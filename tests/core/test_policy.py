@@ -22,7 +22,7 @@ def columns(*rows: tuple[float, float, float, float]) -> Columns:
 
 
 NAMES = ("long", "short", "fresh")
-# Paper B's example as DESIGN §5 tells it, at t=5: half of the long is done.
+# Paper B's example (docs/design.md#order) at t=5: half of the long prompt is done.
 EXAMPLE = columns((0, 16, 10, 5), (5, 1, 0.5, 0.5), (5, 20, 0.1, 0.1))
 
 

@@ -1,4 +1,4 @@
-"""A step message names ids and counts: what it weighs does not grow with the context (DESIGN.md, the engine)."""
+"""A step message names ids and counts: what it weighs does not grow with the context (docs/design.md#ledgers-and-messages)."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class KvCacheSpec(Model):
 
 
 class SchedulingSpec(Model):
-    """Rules by which steps are formed (DESIGN §5)."""
+    """Rules by which steps are formed."""
 
     policy: Literal["fcfs", "edf", "lrs", "srpt", "lars", "guarded"] = Field(
         default="guarded", json_schema_extra=epoch()

@@ -24,7 +24,7 @@ from medha.topology import Topology
 from medha.wire.messages import StepProfile
 
 TOKENS_PER_LANE = 512 * 1024
-"""KV tokens of one request that a lane holds before the next lane joins (DESIGN §5)."""
+"""KV tokens of one request that a lane holds before the next lane joins."""
 
 _CORRECTION_WEIGHT = 0.05  # weight of one observation: about 20 steps to follow a change
 _CORRECTION_BOUNDS = (0.25, 4.0)  # outside: an outlier, or the profile is wrong; no factor helps

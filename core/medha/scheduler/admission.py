@@ -2,7 +2,7 @@
 
 A request gets all of its KV at once, when the step that computes its first chunk is formed, so that no
 request holds KV without making progress. Three rules keep short and long requests from blocking each other
-(DESIGN §5):
+(docs/design.md#reservation-and-admission):
 
 * Long requests are capped in number and in their share of the pool. The first long request always passes,
   however large. Otherwise a stream of short ones could keep it out for ever.

@@ -43,7 +43,7 @@ def derive(spec: MedhaReplicaSpec, ready: RankReady) -> ReplicaConfig:
     """Derive the settings of a replica whose smallest rank reported `ready`.
 
     Unless the manifest sets a threshold, a request is long from the KV length at which attention FLOPs exceed
-    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk (DESIGN §5).
+    linear FLOPs: from there on the context, and not the chunk, determines the time of a chunk.
 
     Raises:
         ConfigInvalid: `maxChunkTokens` is below `minChunkTokens`.

@@ -1,6 +1,6 @@
 """Packs the next step: all runnable decodes, then prefill chunks under a time budget.
 
-This is paper B, algorithms 1 and 2, with the corrections of DESIGN §5:
+This is paper B, algorithms 1 and 2, with corrections (docs/design.md#filling-a-step):
 
 * The *whole batch* is predicted for each candidate chunk, because the time of a step is not additive.
 * A prefill that does not fit is set aside for this step and never requeued into the same loop.

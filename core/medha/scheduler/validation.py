@@ -24,7 +24,7 @@ def limit_tokens(config: ReplicaConfig, submit: Submit) -> int:
 
 
 def reservation_tokens(config: ReplicaConfig, submit: Submit) -> int:
-    """Return the KV tokens to reserve for a request (DESIGN §5): prompt and output.
+    """Return the KV tokens to reserve for a request: prompt and output.
 
     The output counts with the request's `max_tokens`, or else with its class's usual output. Nothing is
     reserved for the last sampled token: its KV is never computed.

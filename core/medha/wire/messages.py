@@ -45,7 +45,7 @@ class Sampling:
 
     Sampling is keyed by (seed, sample, position), so a sequence that is resumed elsewhere samples the same
     tokens. `max_tokens` and `min_tokens` count output tokens from the *original* prompt on (`prompt_length`),
-    so they stay the same when a request is resumed. The router handles stop strings (DESIGN §4).
+    so they stay the same when a request is resumed. The router handles stop strings.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -121,7 +121,7 @@ class FetchBundle:
 
 @dataclass(frozen=True, slots=True)
 class ServiceClassTerms:
-    """The terms of a service class that a router needs to apply it (DESIGN §5)."""
+    """The terms of a service class that a router needs to apply it."""
 
     name: str
     ttft_floor_seconds: float

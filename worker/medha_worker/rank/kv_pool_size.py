@@ -1,4 +1,4 @@
-"""The size of a rank's KV pool, and the error when a model does not fit (DESIGN §6, *Memory*)."""
+"""The size of a rank's KV pool, and the error when a model does not fit."""
 
 from __future__ import annotations
 
