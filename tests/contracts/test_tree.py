@@ -91,6 +91,11 @@ def test_links_between_pages_lead_somewhere() -> None:
     assert broken == []
 
 
+def test_the_index_of_the_documentation_names_every_page() -> None:
+    named = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "README.md").read_text(encoding="utf-8"))
+    assert {*named, "README.md"} == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
 def test_references_of_the_code_to_pages_name_existing_headings() -> None:
     found = [
         (path, target)
