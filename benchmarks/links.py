@@ -25,8 +25,7 @@ from typing import Any
 import zmq
 
 from medha.wire.frames import encode
-from medha.wire.messages import Done, Sample, Step
-from medha.wire.quick import decode_entry
+from medha.wire.messages import Done, Extent, Sample, Step, StepEntry
 from medha_links.keys import KeyPair
 from medha_links.sockets import Doorkeeper, bind, connect
 
@@ -41,7 +40,10 @@ Row = dict[str, Any]
 
 
 def step_frames() -> tuple[bytes, bytes]:
-    entries = tuple(decode_entry(f"cmpl-{index:032x}-0", 0, 100_000 + index) for index in range(SEQUENCES))
+    entries = tuple(
+        StepEntry(f"cmpl-{index:032x}-0", 0, (Extent(100_000 + index, 1),), True)
+        for index in range(SEQUENCES)
+    )
     samples = tuple(Sample(entry.id, 12_345) for entry in entries)
     step, done = Step(1, 0, entries, predicted_seconds=0.01), Done(1, samples, compute_seconds=0.01)
     return bytes(encode(step)[0]), bytes(encode(done)[0])

@@ -27,8 +27,7 @@ MODULES = (
 )  # fmt: skip
 """Modules to compile: those that every event passes through.
 
-Messages and profiles are left out, because mypyc supports neither the drafts of messages, whose layout must
-equal that of the message class, nor the profiles' settings for pydantic.
+Messages and profiles are left out, because pydantic makes them, and expects plain dataclasses.
 """
 _PACKAGES = ("core/medha", "sim/medha_sim")
 

@@ -22,8 +22,7 @@ import numpy as np
 from medha.cost.predictor import Predictor, Work
 from medha.kv.lane_replay import admitted_map, grown_map
 from medha.shards import ShardMap
-from medha.wire.messages import ControllerEvent, Sample, Step
-from medha.wire.quick import new_done, new_sample, new_stage_free
+from medha.wire.messages import ControllerEvent, Done, Sample, StageFree, Step
 
 
 @dataclass(slots=True)
@@ -187,8 +186,8 @@ class Executor:
                 left_first = at
             at += timing.transit_seconds
         busiest = max(timing.stage_seconds)
-        done = new_done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
-        free = new_stage_free(step.step_id, 0, lanes)
+        done = Done(step.step_id, self._samples(step), compute_seconds=busiest, lanes=lanes)
+        free = StageFree(step.step_id, 0, lanes)
         message = self._message_seconds
         return Launched(((left_first + message, free), (at + message, done)), timing)
 
@@ -203,7 +202,7 @@ class Executor:
                 end = ends_at.get(entry.id)
                 if end is None:
                     end = ends_at[original_id(entry.id)]
-                samples.append(new_sample(entry.id, position, "stop" if position + 1 >= end else None))
+                samples.append(Sample(entry.id, position, "stop" if position + 1 >= end else None))
         return tuple(samples)
 
 

@@ -25,7 +25,6 @@ from medha.scheduler.candidates import Room
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.request import Request
 from medha.wire.messages import Admit, Grow
-from medha.wire.quick import new_admit
 
 LATE_SHARE = 0.35
 """Share of the KV pool; while longs hold more, a demoted long waits until its revised deadline is near."""
@@ -252,7 +251,7 @@ class Admission:
             self._held_by_shorts += self.blocks_for(request.reserved_tokens)
         if self._claim is not None:
             self._note_beside_claim(self._claim, request, request.wanted_blocks)
-        return new_admit(
+        return Admit(
             id=submit.id,
             prompt=submit.prompt,
             tokens=submit.tokens,

@@ -64,7 +64,6 @@ from medha.wire.messages import (
     StepProfile,
     Submit,
 )
-from medha.wire.quick import new_emit, new_step
 
 STATE_HASH_EVERY_STEPS = 31
 """Steps between state hashes. Odd, so that hashes seldom coincide with `guarded`'s far decisions (1 in 8)."""
@@ -288,7 +287,7 @@ class ReplicaController:
         hashes: tuple[int, ...] = ()
         if self._next_step_id % STATE_HASH_EVERY_STEPS == 0:
             hashes = self._pools.state_hashes()
-        step = new_step(
+        step = Step(
             step_id=self._next_step_id,
             epoch=self.epoch,
             entries=tuple(filling.entries),
@@ -461,7 +460,7 @@ class ReplicaController:
                 decodes.begin(request)
             decodes.add(request)
         request.emitted += 1
-        return new_emit(
+        return Emit(
             sample.id,
             (sample.token,),
             finish_reason,

@@ -1,7 +1,9 @@
 """The messages between the processes of Medha, and the commands of the controllers.
 
-Every message is a frozen dataclass. A message is an *event* for its receiver and a *command* for its sender,
-so there is one set of names, not two. `frames.py` turns messages into frames.
+Every message is a dataclass that nobody changes once it is made. A message is an *event* for its receiver and
+a *command* for its sender, so there is one set of names, not two. `frames.py` turns messages into frames.
+Most messages are frozen. Those of which a decision makes dozens are not, because a frozen one takes ten times
+as long to make: `python benchmarks/scheduler.py` with 256 decodes shows the difference.
 
 Rules for all of them:
 
@@ -180,7 +182,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Emit:
     """Output tokens of a request, in order. If a stop token id ended the request, it is the last of `tokens`."""
 
@@ -243,7 +245,7 @@ class Publish:
     after: int = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Admit:
     """A sequence starts to hold KV: every rank reserves `reserved_tokens` for it in the same order.
 
@@ -286,7 +288,7 @@ class Grow:
     deals: tuple[Deal, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Extent:
     """`count` token positions `start, start + stride, ...` of a sequence."""
 
@@ -295,7 +297,7 @@ class Extent:
     stride: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class StepEntry:
     """The part of a sequence in a step: the positions it computes, the lane, and whether it then samples.
 
@@ -316,7 +318,7 @@ class StepEntry:
         return sum(extent.count for extent in self.extents)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Step:
     """A batch. Ranks apply, in this order: publishes, releases, forgets, grows, admits; then they run the entries.
 
@@ -421,7 +423,7 @@ class RankReady:
     link_bytes_per_second: float = 0.0  # between this rank and the same rank of another lane; 0: not measured
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class StageFree:
     """A stage has finished its part of a step and can take the next one, on every lane of the step."""
 
@@ -431,7 +433,7 @@ class StageFree:
     epoch: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Sample:
     """The token that the last stage sampled for one sequence."""
 
@@ -450,7 +452,7 @@ class EntryFailed:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class Done:
     """The last stage has finished a step, on every lane of the step."""
 
