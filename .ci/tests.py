@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ENGINE = ("tests/serving", "tests/worker", "tests/pods", "tests/cli")
+ENGINE = ("tests/serving", "tests/worker", "tests/pods", "tests/cli", "tests/process")
 CAMPAIGN = ("tests/campaign", "tests/chart")
 NODES = tuple(
     f"tests/cluster/test_{name}.py"

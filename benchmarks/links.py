@@ -26,7 +26,7 @@ import zmq
 
 from medha.wire.frames import encode
 from medha.wire.messages import Done, Extent, Sample, Step, StepEntry
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import Doorkeeper, bind, connect
 
 SEQUENCES = 64

@@ -27,7 +27,8 @@ SHARED = (
 )  # fmt: skip
 """What any row may read, beside its own folder of tests."""
 COMMANDS = (
-    "listing", "look", "plan", "profile", "reference", "render", "replay", "screen", "simulate", "top", "trace",
+    "listing", "plan_command", "profile_command", "reference", "render_command", "replay_command", "replica_snapshot",
+    "simulate_command", "top_command", "top_page", "trace_command",
 )  # fmt: skip
 """Modules of `cli/medha_cli` that `medha up` does not load."""
 READ = {

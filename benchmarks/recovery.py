@@ -47,17 +47,17 @@ import psutil
 import yaml
 from rich.console import Console
 
-from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
-from medha_cli.up import RunFiles, write_parts
-from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.supervision.lifecycle import (
+from medha_cli.terminal_display import TerminalDisplay
+from medha_cli.up_command import RunFiles, write_parts
+from medha_process.supervision.lifecycle import (
     DEATHS_SECONDS,
     MOST_DEATHS,
     MOST_DEATHS_SLOW,
     SLOW_DEATHS_SECONDS,
 )
-from medha_worker.supervision.supervisor import StopRequests, supervise
+from medha_process.supervision.supervisor import StopRequests, supervise
+from medha_worker.checkpoints.presets import init_checkpoint
 
 PORT = 8000  # the namespace is our own
 START_SECONDS = 120.0

@@ -41,8 +41,8 @@ from medha.scheduler.controller import ReplicaController
 from medha.topology import Topology
 from medha.wire.messages import Done, Sample, Sampling, StageFree, Step, Submit
 from medha_papers.campaign_run import Run, capacity, simulate
+from medha_process.part_process import collect_garbage_rarely
 from medha_sim.compiled import compiled
-from medha_worker.process import collect_garbage_rarely
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -38,15 +38,15 @@ from rich.console import Console
 
 from medha.wire.frames import encode
 from medha.wire.messages import Step
-from medha_cli.display import TerminalDisplay
 from medha_cli.manifest import model_directory, read_manifest
-from medha_cli.up import RunFiles, write_parts
+from medha_cli.terminal_display import TerminalDisplay
+from medha_cli.up_command import RunFiles, write_parts
+from medha_process.host_resources import free_port
+from medha_process.supervision.supervisor import Part, StopRequests, supervise
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.transformer import Transformer
-from medha_worker.process import free_port
 from medha_worker.rank import process as rank_module
-from medha_worker.supervision.supervisor import Part, StopRequests, supervise
 
 SHAPES = {
     "1 rank": (1, 1, 1),

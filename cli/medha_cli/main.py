@@ -16,16 +16,25 @@ from rich.console import Console
 from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsupported
 
 _COMMANDS = {
-    "model": ("medha_cli.model", "Make and inspect checkpoints."),
-    "plan": ("medha_cli.plan", "Say which grid of GPUs a model needs, and what it costs."),
-    "profile": ("medha_cli.profile", "Measure what steps take on this machine, for the predictor."),
-    "render": ("medha_cli.render", "Print the Kubernetes objects that a manifest becomes."),
-    "replay": ("medha_cli.replay", "Check a recorded log, and ask what other policies would have done."),
-    "simulate": ("medha_cli.simulate", "Compare policies under a virtual clock, on one HTML page."),
-    "top": ("medha_cli.top", "Watch a running replica: lanes, steps, KV, and every request's progress."),
-    "trace": ("medha_cli.trace", "Record what every rank of a running replica does, for ui.perfetto.dev."),
-    "up": ("medha_cli.up", "Serve a MedhaReplica on this machine until Ctrl-C."),
-    "version": ("medha_cli.version", "Print the version."),
+    "model": ("medha_cli.model_command", "Make and inspect checkpoints."),
+    "plan": ("medha_cli.plan_command", "Say which grid of GPUs a model needs, and what it costs."),
+    "profile": ("medha_cli.profile_command", "Measure what steps take on this machine, for the predictor."),
+    "render": ("medha_cli.render_command", "Print the Kubernetes objects that a manifest becomes."),
+    "replay": (
+        "medha_cli.replay_command",
+        "Check a recorded log, and ask what other policies would have done.",
+    ),
+    "simulate": ("medha_cli.simulate_command", "Compare policies under a virtual clock, on one HTML page."),
+    "top": (
+        "medha_cli.top_command",
+        "Watch a running replica: lanes, steps, KV, and every request's progress.",
+    ),
+    "trace": (
+        "medha_cli.trace_command",
+        "Record what every rank of a running replica does, for ui.perfetto.dev.",
+    ),
+    "up": ("medha_cli.up_command", "Serve a MedhaReplica on this machine until Ctrl-C."),
+    "version": ("medha_cli.version_command", "Print the version."),
 }
 """Each command's module, which defines `command`, and the line that `medha --help` shows without importing it."""
 

@@ -1,6 +1,6 @@
 """Content of a cluster's Secrets: the key files of a replica, of a router, and of the replicas that enrol at it.
 
-Entries are named as the files of the mounted Secret; `medha_links.keys` reads their content. Each function
+Entries are named as the files of the mounted Secret; `medha_links.key_files` reads their content. Each function
 makes fresh keys or derives them from existing ones, so that an existing Secret is never made again.
 """
 
@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping
 
 from medha.errors import ConfigInvalid
-from medha_links.keys import SHORTEST_TOKEN, KeyPair, is_key
+from medha_links.key_files import SHORTEST_TOKEN, KeyPair, is_key
 
 ROUTER_KEY = "router.key"
 TOKENS = "tokens"

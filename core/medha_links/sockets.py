@@ -18,7 +18,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 
 LINGER_MILLISECONDS = 2000  # lets a last message (RankFault, Refused) be delivered when its sender exits
 HEARTBEAT_MILLISECONDS = 1000

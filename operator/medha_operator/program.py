@@ -18,7 +18,6 @@ from pathlib import Path
 from prometheus_client import make_wsgi_app
 
 from medha_links.bounded_http import BoundedWsgiServer
-from medha_links.limits import raise_file_limit
 from medha_operator.declared import Declarations, models_key
 from medha_operator.index import Index
 from medha_operator.kube.client import ApiError, Cluster, Fenced
@@ -30,6 +29,7 @@ from medha_operator.kube.workqueue import WorkQueue
 from medha_operator.reconcile import GANG_UNAVAILABLE, NAME_TAKEN, Reconciler, is_refusal
 from medha_operator.settings import OperatorSettings
 from medha_operator.telemetry import Telemetry
+from medha_process.host_resources import raise_file_limit
 
 _log = logging.getLogger(__name__)
 

@@ -1,3 +1,3 @@
-from medha_router.main import main
+from medha_router.process import main
 
 main()

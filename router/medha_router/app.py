@@ -18,12 +18,10 @@ from medha.metrics import UNKNOWN_MODEL
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import ServiceClassTerms
 from medha_router.access_log import AccessLog, Entry
-from medha_router.answers import Answers, usage
 from medha_router.api_error import ApiError
 from medha_router.bodies import Bodies, ClientGone
 from medha_router.connections import Connections
-from medha_router.generation import Generation, Piece
-from medha_router.http import (
+from medha_router.event_streams import (
     DONE,
     EventStream,
     error_response,
@@ -31,12 +29,14 @@ from medha_router.http import (
     json_response,
     while_connected,
 )
-from medha_router.link import ReplicaLink
-from medha_router.observe import Observer
+from medha_router.generation import Generation, Piece
+from medha_router.openai_requests import shown
+from medha_router.openai_responses import Answers, usage
+from medha_router.origin_policy import SitePolicy, Sites
 from medha_router.prepare import Endpoint, Plan, Prepared
-from medha_router.schema import shown
-from medha_router.settings import RouterSettings
-from medha_router.sites import SitePolicy, Sites
+from medha_router.replica_link import ReplicaLink
+from medha_router.router_metrics import Observer
+from medha_router.router_settings import RouterSettings
 from medha_router.tokenizing import Tokenizing
 
 _EARLY_ERROR_SECONDS = 0.5

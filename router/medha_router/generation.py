@@ -11,11 +11,11 @@ from hashlib import blake2b
 from medha.routing.router_core import Arrive, Deliver, Fail, NewSequence
 from medha.wire.messages import ServiceClassTerms, TokenLogprob
 from medha_router.api_error import ApiError
-from medha_router.bundle import Bundle
 from medha_router.detokenize import StopStrings, TextStream
-from medha_router.link import ReplicaLink
-from medha_router.observe import Observer
 from medha_router.prepare import Plan, Prepared
+from medha_router.replica_link import ReplicaLink
+from medha_router.router_metrics import Observer
+from medha_router.tokenizer_bundle import Bundle
 
 
 @dataclass(frozen=True)

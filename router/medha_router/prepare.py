@@ -13,8 +13,7 @@ from medha.errors import RequestInvalid
 from medha.wire.frames import TokenIds
 from medha.wire.messages import Sampling
 from medha_router.api_error import ApiError
-from medha_router.bundle import Bundle, SamplingDefaults
-from medha_router.schema import (
+from medha_router.openai_requests import (
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -25,6 +24,7 @@ from medha_router.schema import (
     shown,
     validate,
 )
+from medha_router.tokenizer_bundle import Bundle, SamplingDefaults
 
 Endpoint = Literal["chat", "completions", "tokenize", "detokenize"]
 

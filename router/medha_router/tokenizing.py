@@ -37,9 +37,9 @@ from medha.errors import RequestInvalid
 from medha.wire.frames import tokens_from_frame, tokens_to_frame
 from medha_router.api_error import ApiError
 from medha_router.bodies import Body
-from medha_router.bundle import Bundle
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
-from medha_router.settings import RouterSettings
+from medha_router.router_settings import RouterSettings
+from medha_router.tokenizer_bundle import Bundle
 
 _log = logging.getLogger("medha.router")
 

@@ -12,7 +12,7 @@ from chart.helm import Helm, Manifest
 from chart.linters import answered, checkov, kube_score
 from chart.tables import EVERYTHING
 from cluster.binaries import CannotBuild, build, cache_folder
-from medha_cli.render import rendered
+from medha_cli.render_command import rendered
 from medha_operator.settings import OperatorSettings
 
 REPLICA: dict[str, Any] = {

@@ -19,7 +19,7 @@ from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
 from medha_cli.main import main
 from medha_cli.manifest import read_manifest
-from medha_cli.up import RunFiles, write_parts
+from medha_cli.up_command import RunFiles, write_parts
 from medha_worker.checkpoints.preflight import require_possible
 
 REPLICA = {
@@ -183,7 +183,7 @@ def test_a_router_that_other_machines_reach_is_warned_of_once(
 
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medha_cli.up.supervise", lambda *_, **__: pytest.fail("parts were started"))
+    monkeypatch.setattr("medha_cli.up_command.supervise", lambda *_, **__: pytest.fail("parts were started"))
 
 
 @pytest.mark.usefixtures("nothing_starts")
@@ -262,7 +262,7 @@ def test_a_directory_instead_of_a_manifest_is_answered_with_a_manifest_for_it(
 def test_a_log_that_cannot_be_written_is_named_before_anything_starts(
     option: str, checkpoint_manifest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("medha_cli.up.supervise", lambda *_, **__: pytest.fail("parts were started"))
+    monkeypatch.setattr("medha_cli.up_command.supervise", lambda *_, **__: pytest.fail("parts were started"))
     result = medha("up", checkpoint_manifest, "--port", "0", option, tmp_path / "none" / "log.json")
     assert result.exit_code == 2
     assert f"{option} is {tmp_path}/none/log.json, whose folder does not exist" in result.stderr
@@ -300,7 +300,7 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
 
 
 def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
-    from medha_router.settings import RouterSettings
+    from medha_router.router_settings import RouterSettings
     from medha_worker.controller.process import ControllerSettings
     from medha_worker.rank.engine import RankSettings
 

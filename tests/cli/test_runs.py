@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from medha.errors import ConfigInvalid
-from medha_cli.look import Target
+from medha_cli.replica_snapshot import Target
 from medha_cli.runs import KEYS, RUN_FILE, announced, find, remove_ended, running
-from medha_cli.up import _run_directory
+from medha_cli.up_command import _run_directory
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,8 @@ def test_the_search_for_torch_finds_it_where_it_is_required() -> None:
 
 
 @pytest.mark.parametrize(
-    "package", ["router/medha_router", "operator/medha_operator", "sim/medha_sim", "core/medha"]
+    "package",
+    ["router/medha_router", "operator/medha_operator", "sim/medha_sim", "core/medha", "core/medha_process"],
 )
 def test_importing_every_module_of_a_package_without_a_model_loads_no_torch(package: str) -> None:
     folder = ROOT / package

@@ -16,12 +16,14 @@ FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
 
-LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, OPERATOR_WINGS, SIMULATOR, PAPERS = range(10)
+LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, PROCESS_WINGS, *OTHERS = range(11)
+OPERATOR_WINGS, SIMULATOR, PAPERS = OTHERS
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
     (LAYERS, "core/medha/wire/frames.py", "import medha_links"),
-    (LAYERS, "core/medha_links/keys.py", "import medha_router"),
-    (LAYERS, "router/medha_router/settings.py", "import medha_worker.checkpoints.read_bundle"),
+    (LAYERS, "core/medha_links/key_files.py", "import medha_router"),
+    (LAYERS, "core/medha_process/watchdog.py", "import medha_links.key_files"),
+    (LAYERS, "router/medha_router/router_settings.py", "import medha_worker.checkpoints.read_bundle"),
     (LAYERS, "worker/medha_worker/checkpoints/read_bundle.py", "import medha_cli"),
     (LAYERS, "operator/medha_operator/__init__.py", "import medha_sim"),
     (CORE, "core/medha/scheduler/policy.py", "import time"),
@@ -29,20 +31,22 @@ VIOLATIONS = [
     (CORE, "core/medha/scheduler/packer.py", "def late():\n    import torch"),
     (NO_TORCH, "router/medha_router/app.py", "import torch"),
     (NO_TORCH, "operator/medha_operator/__init__.py", "import torch.nn"),
+    (NO_TORCH, "core/medha_process/launch.py", "import torch"),
     (NO_TORCH, "sim/medha_sim/__init__.py", "import transformers"),
-    (NO_TORCH, "cli/medha_cli/up.py", "import medha_worker.rank.process"),
+    (NO_TORCH, "cli/medha_cli/up_command.py", "import medha_worker.rank.process"),
     (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
     (MODEL, "worker/medha_worker/kernels/torch_attention.py", "import pydantic"),
     (LOOP, "worker/medha_worker/controller/process.py", "import torch"),
     (LOOP, "worker/medha_worker/link.py", "import medha_worker.rank.executor"),
-    (LAYERS, "cli/medha_cli/plan.py", "import medha_papers.claims"),
+    (LAYERS, "cli/medha_cli/plan_command.py", "import medha_papers.claims"),
     (SIMULATOR, "sim/medha_sim/workloads.py", "import medha_sim.baselines.systems"),
     (PAPERS, "papers/medha_papers/claims.py", "import medha_worker.rank.executor"),
     (CORE_WINGS, "core/medha/kv/blocks.py", "import medha.scheduler.policy"),
     (CORE_WINGS, "core/medha/cost/profile.py", "import medha.kv.blocks"),
     (WORKER_WINGS, "worker/medha_worker/model/rope.py", "import medha_worker.checkpoints.needle"),
     (WORKER_WINGS, "worker/medha_worker/kernels/torch_rows.py", "import medha_worker.model.rope"),
+    (PROCESS_WINGS, "core/medha_process/watchdog.py", "import medha_process.supervision.heartbeat"),
     (OPERATOR_WINGS, "operator/medha_operator/kube/store.py", "import medha_operator.replica.plan"),
 ]
 

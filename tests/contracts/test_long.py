@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LONG = runpy.run_path(str(ROOT / "benchmarks" / "long.py"))
 PARTS = {
     "medha": "core", "medha_links": "core", "medha_cli": "cli", "medha_operator": "operator", "medha_router": "router",
-    "medha_papers": "papers", "medha_sim": "sim", "medha_worker": "worker",
+    "medha_papers": "papers", "medha_process": "core", "medha_sim": "sim", "medha_worker": "worker",
 }  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_of_the_papers_study_the_cores_tests_read_one_module_that_stands_on_the_
 
 
 def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_not_read() -> None:
-    show = "import sys, medha_cli.up; print(*sys.modules)"
+    show = "import sys, medha_cli.up_command; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, check=True).stdout
     ours = {name for name in loaded.split() if name.startswith("medha_")}
     assert "medha_cli.manifest" in ours

@@ -20,7 +20,7 @@ from medha_links.cluster_keys import (
     replica_secret,
     router_secret,
 )
-from medha_links.keys import KeyPair, read_public_key, read_tokens
+from medha_links.key_files import KeyPair, read_public_key, read_tokens
 
 
 def mounted(folder: Path, *secrets: dict[str, bytes]) -> Path:

@@ -13,7 +13,7 @@ import zmq
 
 from medha.errors import WireInvalid
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import Connections, Doorkeeper, Opened, bind, connect, connection_of
 
 SERVER, CLIENT, STRANGER = (KeyPair.new() for _ in range(3))

@@ -34,9 +34,9 @@ from medha.wire.messages import (
     TokenLogprob,
     Tokens,
 )
-from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Opened, connect
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 2048

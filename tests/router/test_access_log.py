@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, running_router, say, wait_for
 

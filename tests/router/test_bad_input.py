@@ -9,7 +9,7 @@ import pytest
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
-from medha_router.schema import ChatRequest, CompletionRequest, is_known
+from medha_router.openai_requests import ChatRequest, CompletionRequest, is_known
 
 from .conftest import MAX_MODEL_LEN, MODEL, Router, ScriptedReplica
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from medha.errors import CheckpointInvalid
-from medha_router.bundle import Bundle
 from medha_router.detokenize import StopStrings, TextStream, token_bytes
+from medha_router.tokenizer_bundle import Bundle
 
 
 def streamed(table: dict[int, bytes], ids: list[int]) -> list[str]:

@@ -26,9 +26,9 @@ from medha.wire.messages import (
     ServiceClassTerms,
     TokenLogprob,
 )
-from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import connect
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 
 from ..frames import frames, is_dropped
 from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router, wait_for

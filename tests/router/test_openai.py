@@ -10,7 +10,7 @@ import pytest
 
 from medha.wire.frames import encode
 from medha.wire.messages import BundlePart, Failed, ServiceClassTerms
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, TEXT, Router, Script, ScriptedReplica, say, wait_for
 

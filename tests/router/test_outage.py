@@ -13,9 +13,9 @@ import pytest
 import zmq
 
 from medha.declared import DeclaredModel, to_text
-from medha_links.keys import KeyPair, read_public_key
+from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import connect
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 from situations.recording import record
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router, wait_for

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from medha.wire.messages import Emit
-from medha_links.keys import KeyFiles
-from medha_router.bundle import Bundle
+from medha_links.key_files import KeyFiles
+from medha_router.tokenizer_bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medha.wire.messages import Submit
-from medha_router.bundle import Bundle
+from medha_router.tokenizer_bundle import Bundle
 from medha_worker.model.sampler import Drawn, SequenceSampler, draw
 
 from .conftest import MODEL, Router, Script, ScriptedReplica, say

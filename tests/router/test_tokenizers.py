@@ -19,9 +19,9 @@ from transformers import AutoTokenizer
 
 from medha.errors import CheckpointInvalid
 from medha_router.api_error import ApiError
-from medha_router.bundle import Bundle
 from medha_router.detokenize import TextStream
 from medha_router.prepare import Catalog, ModelTerms, prepare
+from medha_router.tokenizer_bundle import Bundle
 from medha_worker.checkpoints.read_bundle import read_bundle
 
 SPECIAL = ["<unk>", "<s>", "</s>"]

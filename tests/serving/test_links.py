@@ -20,7 +20,7 @@ import zmq
 
 from medha.wire.frames import encode
 from medha.wire.messages import RankFault, RankHello
-from medha_links.keys import KeyFiles, KeyPair, read_public_key
+from medha_links.key_files import KeyFiles, KeyPair, read_public_key
 from medha_links.sockets import Opened, connect
 
 from .conftest import MODEL, Served, free_port, start, stop, write_manifest

@@ -14,7 +14,7 @@ from medha.errors import PartFailed
 from medha.wire.messages import RankHello, Shutdown, StageFree, Step
 from medha_links import sockets
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import Doorkeeper, bind
 from medha_worker.link import Context, Link, rank_identity
 from medha_worker.rank.executor import PlannedStep

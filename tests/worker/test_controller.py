@@ -61,13 +61,13 @@ from medha.wire.messages import (
     Tokens,
 )
 from medha_links.drops import Drops
-from medha_links.keys import KeyFiles, KeyPair, read_public_key, read_tokens
+from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Doorkeeper, Opened, bind, connect
+from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
 from medha_worker.controller.process import Controller, ControllerSettings, read_settings
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
-from medha_worker.part_state import PartState
 
 READY = RankReady(
     rank=0,

@@ -39,7 +39,7 @@ from medha.wire.messages import (
     TracePart,
 )
 from medha_links.drops import MOST_MESSAGES
-from medha_links.keys import KeyPair, read_public_key
+from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import connect
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link

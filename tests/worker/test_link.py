@@ -14,7 +14,7 @@ from medha.wire.frames import tokens_from_frame, tokens_to_frame
 from medha.wire.messages import Shutdown, StageFree, Tokens
 from medha_links import sockets
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import Doorkeeper, bind
 from medha_worker.link import Context, Link, rank_identity
 

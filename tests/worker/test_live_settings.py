@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from medha.errors import ConfigInvalid
+from medha_process.host_resources import usable_cpus
 from medha_worker.controller.live_settings import LOOK_SECONDS, LiveFile
-from medha_worker.process import usable_cpus
 
 
 def read(path: Path) -> int:

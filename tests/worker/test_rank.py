@@ -50,7 +50,7 @@ from medha.wire.messages import (
     Trace,
 )
 from medha_links.drops import Drops
-from medha_links.keys import KeyFiles, KeyPair, read_public_keys
+from medha_links.key_files import KeyFiles, KeyPair, read_public_keys
 from medha_links.sockets import Doorkeeper, bind
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link, rank_identity

@@ -18,7 +18,7 @@ from medha.errors import WireInvalid
 from medha.wire.frames import decode, encode
 from medha.wire.messages import Cancel, FetchBundle, Message, Submit, Tokens
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import (
     CONTROL_FRAME_BYTES,
     LINGER_MILLISECONDS,

@@ -1,4 +1,4 @@
-"""RouterCore: decides which replica serves which sequence, and when. `medha_router.link` does the I/O.
+"""RouterCore: decides which replica serves which sequence, and when. `medha_router.replica_link` does the I/O.
 
 Binding is late: a sequence waits here, not in a replica, until a ready replica of its model has room. The
 core keeps the tokens that every open sequence has emitted, so that a new epoch or another replica can resume

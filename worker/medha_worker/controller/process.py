@@ -58,9 +58,12 @@ from medha.wire.messages import (
     TracePart,
 )
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair, read_public_key, read_public_keys, read_tokens
-from medha_links.limits import raise_file_limit
+from medha_links.key_files import KeyPair, read_public_key, read_public_keys, read_tokens
 from medha_links.sockets import Doorkeeper
+from medha_process.host_resources import raise_file_limit
+from medha_process.part_process import collect_garbage_rarely, configure_logging, end_with_parent
+from medha_process.part_state import PartState, Phase
+from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
 from medha_worker.controller.inspection import Inspection
 from medha_worker.controller.live_settings import LiveFile
@@ -70,9 +73,6 @@ from medha_worker.controller.prompts import PromptStore
 from medha_worker.controller.rank_links import RankLinks
 from medha_worker.controller.telemetry import serve
 from medha_worker.link import RouterLinks
-from medha_worker.part_state import PartState, Phase
-from medha_worker.process import collect_garbage_rarely, configure_logging, end_with_parent
-from medha_worker.watchdog import Watchdog
 
 HEARTBEAT_SECONDS = 1.0  # routers forget a replica that is silent for several of these
 POLL_MILLISECONDS = 250  # longest delay until a signal or a due heartbeat is handled

@@ -28,13 +28,13 @@ from medha.wire.messages import (
     TracePart,
 )
 from medha_links.drops import Drops, RankDrops
-from medha_links.keys import KeyPair
+from medha_links.key_files import KeyPair
 from medha_links.sockets import TOKENS_FRAME_BYTES, bind, crosses_network
+from medha_process.host_resources import free_port
 from medha_worker.controller.lock_step import LockStep
 from medha_worker.controller.membership import LinkName, Membership, implausible
 from medha_worker.epoch_file import following_epoch, read_epoch, write_epoch
 from medha_worker.link import Context, Link, Received, rank_identity
-from medha_worker.process import free_port
 
 AWAY_SECONDS = 2.0  # a longer gap between two iterations: this process stood still, not its ranks
 TELL_SECONDS = 10.0  # interval between log lines about missing ranks

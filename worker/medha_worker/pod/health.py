@@ -9,7 +9,7 @@ from typing import Any
 
 from medha.errors import ConfigInvalid
 from medha_links.bounded_http import BoundedHandler, BoundedServer
-from medha_worker.pod.watch import Answer, PodWatch
+from medha_worker.pod.pod_watch import Answer, PodWatch
 
 
 class HealthServer:

@@ -19,13 +19,18 @@ import click
 
 from medha.api.replica import MedhaReplica
 from medha.errors import MedhaError
-from medha_links.limits import raise_file_limit
+from medha_process.host_resources import raise_file_limit
+from medha_process.part_process import configure_logging
+from medha_process.part_state import PartState
+from medha_process.supervision.lifecycle import GiveUp, Lifecycle
+from medha_process.supervision.progress_lines import ProgressLines
+from medha_process.supervision.supervisor import StopRequests, supervise
+from medha_process.supervision.supervisor_output import end_if_unread, iso_time, local_time
 from medha_worker.controller.live_settings import LiveFile
 from medha_worker.epoch_file import read_epoch, write_epoch
-from medha_worker.part_state import PartState
 from medha_worker.pod.health import HealthServer
-from medha_worker.pod.leader import LeaderName
-from medha_worker.pod.parts import (
+from medha_worker.pod.leader_name import LeaderName
+from medha_worker.pod.pod_parts import (
     HEALTH_PORT,
     Place,
     read_replica,
@@ -33,12 +38,7 @@ from medha_worker.pod.parts import (
     write_controller,
     write_parts,
 )
-from medha_worker.pod.watch import PodWatch
-from medha_worker.process import configure_logging
-from medha_worker.supervision.lifecycle import GiveUp, Lifecycle
-from medha_worker.supervision.progress import ProgressLines
-from medha_worker.supervision.shown import end_if_unread, iso_time, local_time
-from medha_worker.supervision.supervisor import StopRequests, supervise
+from medha_worker.pod.pod_watch import PodWatch
 
 MESSAGE_BYTES = 4096  # the kubelet reads no more of a termination message
 

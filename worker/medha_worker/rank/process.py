@@ -35,19 +35,19 @@ from medha.wire.messages import (
     Trace,
 )
 from medha_links.drops import Drops
-from medha_links.keys import KeyPair, read_public_key
-from medha_links.limits import raise_file_limit
+from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
+from medha_process.host_resources import raise_file_limit
+from medha_process.part_process import configure_logging, end_with_parent
+from medha_process.part_state import PartState
+from medha_process.watchdog import Watchdog
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
-from medha_worker.part_state import PartState
-from medha_worker.process import configure_logging, end_with_parent
 from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, RankSettings, load
 from medha_worker.rank.executor import PlannedStep
 from medha_worker.rank.prefetch import Ahead
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
-from medha_worker.watchdog import Watchdog
 
 POLL_SECONDS = 0.25  # longest delay in noticing a signal while idle
 HELLO_SECONDS = 1.0  # interval between two hellos

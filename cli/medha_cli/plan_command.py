@@ -1,0 +1,282 @@
+"""`medha plan`: finds the grids of GPUs that serve a model at a context length, and their cost."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
+
+from medha.errors import ConfigInvalid
+from medha.hardware import HARDWARE, MODELS, Hardware, ModelShape
+from medha_cli.options import Number
+from medha_cli.result_files import require_writable, write_page
+from medha_cli.simulate_command import require_plotly
+from medha_sim.plan import MOST_GPUS, Bounds, Rating, Wish, bounds, plan, read_shape, shortfall
+
+_UNITS = {"": 1, "k": 1_000, "m": 1_000_000, "ki": 1 << 10, "mi": 1 << 20}
+
+
+_MOST_TOKENS = 10**9
+_MOST_REQUESTS = 10**6
+_WIDEST = 1000  # columns of a terminal
+
+
+class Tokens(click.ParamType[int]):
+    """A number of tokens: 131072, 128K (thousands), 1M, or with binary units 128Ki, 1Mi."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)(|[km]i?)", value.strip().lower().replace(",", ""))
+        if match is None:
+            self.fail(f"{value!r} is no number of tokens; write 131072, 128K, 1M, 128Ki or 1Mi", param, ctx)
+        tokens = float(match[1]) * _UNITS[match[2]]
+        if not 1 <= tokens <= _MOST_TOKENS:
+            self.fail(f"{value!r} is not in the range of 1 to {_MOST_TOKENS:,} tokens", param, ctx)
+        return int(tokens)
+
+
+@click.command("plan")
+@click.option(
+    "--model",
+    "model_name",
+    default="Llama-3-8B",
+    show_default=True,
+    help=f"A preset ({', '.join(MODELS)}), a config.json, or the folder of a checkpoint.",
+)
+@click.option(
+    "--hardware", "hardware_name", default="H100", show_default=True, help=f"One of {', '.join(HARDWARE)}."
+)
+@click.option(
+    "--context", type=Tokens(), default="1M", show_default=True, help="Prompt length: 128K, 1M, 2Mi."
+)
+@click.option("--output", type=Tokens(), default="512", show_default=True, help="Output tokens of a request.")
+@click.option(
+    "--ttft", type=Number(0, min_open=True), default=30.0, show_default=True,
+    help="Seconds to the first token of a lone prompt.",
+)  # fmt: skip
+@click.option(
+    "--tpot", type=Number(0, min_open=True), default=0.05, show_default=True,
+    help="Seconds per output token, prefill beside it.",
+)  # fmt: skip
+@click.option(
+    "--concurrent", type=click.IntRange(1, _MOST_REQUESTS), default=1, show_default=True,
+    help="Requests of this length held at a time.",
+)  # fmt: skip
+@click.option(
+    "--max-gpus", type=click.IntRange(1, MOST_GPUS), default=128, show_default=True,
+    help="Largest grid to look at.",
+)  # fmt: skip
+@click.option(
+    "--price", type=Number(0, min_open=True), default=2.5, show_default=True,
+    help="Of one GPU for one hour, in your currency.",
+)  # fmt: skip
+@click.option(
+    "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
+    help="Of a GPU's memory that may be filled.",
+)  # fmt: skip
+@click.option("--rows", type=click.IntRange(1), default=8, show_default=True, help="Grids to list.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots here.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
+def command(
+    model_name: str,
+    hardware_name: str,
+    context: int,
+    output: int,
+    ttft: float,
+    tpot: float,
+    concurrent: int,
+    max_gpus: int,
+    price: float,
+    memory_fraction: float,
+    rows: int,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    """Say which TP x SPP x KVP grid meets a TTFT and a TPOT target, and what it costs.
+
+    TTFT is that of a lone prompt whose chunks leave room for the TPOT of decodes beside it. Times come from the
+    predictor that also schedules: a roofline with fitted efficiencies, not a measurement of your machines. Where no
+    grid meets both, the closest are shown, and the exit status is 2.
+
+    \b
+    Examples:
+      medha plan --model Llama-3-8B --context 1M --ttft 30 --tpot 0.02
+      medha plan --model Llama-3-70B --hardware H200 --context 2M --ttft 60 --max-gpus 256 --plot plan.html
+      medha plan --model .medha/tiny --context 4K --json
+    """
+    model = _model(model_name)
+    hardware = _hardware(hardware_name)
+    wish = Wish(
+        context_tokens=context,
+        output_tokens=output,
+        ttft_seconds=ttft,
+        tpot_seconds=tpot,
+        concurrent=concurrent,
+        gpu_hour_price=price,
+        memory_fraction=memory_fraction,
+        max_gpus=max_gpus,
+    )
+    if plot is not None:
+        require_plotly()
+        require_writable("--plot", plot, inputs=[Path(model_name)])
+    ratings = plan(model, hardware, wish)
+    over_context = bounds(model, hardware, wish, _contexts(context))
+    console = Console(highlight=False)
+    if as_json:
+        click.echo(json.dumps(_as_json(model, hardware, wish, ratings, over_context), indent=1))
+    else:
+        for table in (_grids_table(model, hardware, wish, ratings[:rows]), _bounds_table(wish, over_context)):
+            _print_whole(console, table)
+    if plot is not None:
+        from medha_sim.plan_page import page  # imports the plotting library
+
+        title = f"{model.name} on {hardware.name}: TTFT {ttft:g} s, TPOT {1e3 * tpot:g} ms"
+        write_page("--plot", plot, page(title, wish, ratings, over_context), "what it would show is printed")
+        if not as_json:
+            console.print(f"plots: {plot}", markup=False)
+    if not ratings[0].fits:
+        raise ConfigInvalid(shortfall(model, hardware, wish, ratings[0]))
+
+
+def _model(name: str) -> ModelShape:
+    for preset in MODELS.values():
+        if preset.name.lower() == name.lower():
+            return preset
+    if not Path(name).exists():
+        raise ConfigInvalid(
+            f"--model {name}: neither a preset ({', '.join(MODELS)}) nor a file or folder that exists"
+        )
+    return read_shape(Path(name))
+
+
+def _hardware(name: str) -> Hardware:
+    for hardware in HARDWARE.values():
+        if name.lower() in (hardware.name.lower(), hardware.name.split("-")[0].lower()):
+            return hardware
+    raise ConfigInvalid(f"--hardware {name}: it is not described; choose one of {', '.join(HARDWARE)}")
+
+
+def _contexts(context: int) -> list[int]:
+    """Return context lengths around the requested one."""
+    return [max(1, int(context * factor)) for factor in (0.125, 0.25, 0.5, 1, 2, 4, 10)]
+
+
+def _grids_table(model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating]) -> Table:
+    title = (
+        f"{model.name} on {hardware.name}: {wish.context_tokens:,} + {wish.output_tokens:,} tokens, "
+        f"TTFT {wish.ttft_seconds:g} s, TPOT {1e3 * wish.tpot_seconds:g} ms"
+    )
+    caption = (
+        f"GB are of one GPU. Cost per million tokens at {wish.gpu_hour_price:g} an hour and GPU; prompts one behind "
+        "the other, decodes in the largest batch."
+    )
+    offloads = any(rating.offload_bytes for rating in ratings)
+    if not all(rating.fits for rating in ratings):
+        caption += " A figure with ! misses its target."
+    if offloads:
+        caption += " Offl.: what does not fit, of all GPUs together."
+    table = Table(
+        title=title,
+        caption=caption,
+        caption_justify="left",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    table.add_column("TP x SPP\nx KVP", no_wrap=True)
+    for heading in (
+        "GPUs",
+        "TTFT\ns",
+        "TPOT\nms",
+        "Batch",
+        "Wgts\nGB",
+        "KV GB\nof",
+        "Holds\ntokens",
+        "In\n/M",
+        "Out\n/M",
+        *(["Offl.\nGB"] if offloads else []),
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, rating in enumerate(ratings):
+        missed = {name: "!" if name in rating.misses else "" for name in ("TTFT", "TPOT", "memory")}
+        table.add_row(
+            " x ".join(str(size) for size in astuple(rating.topology)),
+            str(rating.gpus),
+            _figure(rating.ttft_seconds) + missed["TTFT"],
+            _figure(1e3 * rating.tpot_seconds) + missed["TPOT"],
+            str(rating.batch),
+            _figure(rating.weights_bytes / 1e9),
+            f"{_figure(rating.kv_bytes / 1e9)}/{rating.kv_room_bytes / 1e9:.0f}{missed['memory']}",
+            _short(rating.kv_tokens),
+            _figure(rating.cost_per_million_input, digits=2),
+            _figure(rating.cost_per_million_output) if rating.batch else "-",
+            *([f"{rating.offload_bytes / 1e9:,.0f}"] if offloads else []),
+            style="dim" if not rating.fits else "bold green" if index == 0 else "",
+        )
+    return table
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table with all of its columns, however narrow the terminal is: rich would shorten figures."""
+    unbounded = console.options.update(max_width=_WIDEST)
+    whole = Measurement.get(console, unbounded, table).maximum
+    Console(highlight=False, width=max(console.width, whole)).print(table)
+
+
+def _figure(value: float, *, digits: int = 1) -> str:
+    return f"{value:.{digits}f}" if value < 100 else f"{value:,.0f}"
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens / 1e6:.1f}M" if tokens >= 1e6 else f"{tokens / 1e3:.0f}K"
+
+
+def _bounds_table(wish: Wish, rows: Sequence[Bounds]) -> Table:
+    table = Table(
+        title="GPUs by context, same targets",
+        caption="Compute, memory, bandwidth: what each asks for at the data sheet's peak. Plan: the smallest grid found.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+    )
+    for name in ("Context", "Compute", "Memory", "Bandwidth", "Bound by", "Plan"):
+        table.add_column(name, justify="left" if name == "Bound by" else "right")
+    for row in rows:
+        table.add_row(
+            f"{row.context_tokens:,}",
+            str(row.compute),
+            str(row.memory),
+            str(row.bandwidth),
+            row.binding,
+            f"> {wish.max_gpus}" if row.planned is None else str(row.planned),
+            style="bold" if row.context_tokens == wish.context_tokens else "",
+        )
+    return table
+
+
+def _as_json(
+    model: ModelShape, hardware: Hardware, wish: Wish, ratings: Sequence[Rating], rows: Sequence[Bounds]
+) -> dict[str, Any]:
+    return {
+        "model": asdict(model),
+        "hardware": asdict(hardware),
+        "wish": asdict(wish),
+        "plan": str(ratings[0].topology) if ratings[0].fits else None,
+        "grids": [{**asdict(rating), "gpus": rating.gpus, "fits": rating.fits} for rating in ratings],
+        "by_context": [{**asdict(row), "bound_by": row.binding} for row in rows],
+    }

@@ -1,0 +1,181 @@
+"""`medha profile`: measures the times of steps on this machine, and writes them down for the predictor."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from medha.errors import ConfigInvalid
+from medha_process.launch import RANK_ENVIRONMENT
+
+if TYPE_CHECKING:
+    from medha_worker.profiling.fit import HeldOut
+
+_INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
+
+
+@click.command("profile")
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--output",
+    "-o",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("profile.json"),
+    show_default=True,
+    help="File to write; an earlier one is replaced when all is measured.",
+)
+@click.option("--quick", is_flag=True, help="A coarse grid and short contexts: a minute for a small model.")
+@click.option(
+    "--max-context",
+    type=click.IntRange(0, 2**31 - 1),
+    help="Longest context, tokens. Default: 16384, or 4096 if quick, within the model's limit.",
+)
+@click.option(
+    "--max-chunk",
+    type=click.IntRange(1, 2**20),
+    help="Largest chunk, tokens. Default: the manifest's maxChunkTokens, else 2048; 512 if quick.",
+)
+@click.option(
+    "--max-decodes",
+    type=click.IntRange(2, 65536),
+    help="Most decodes in a step. Default: 64, or 16 if quick.",
+)
+@click.option(
+    "--rounds",
+    type=click.IntRange(1, 100),
+    help="Times that each step is measured; medians count. Default: 5, or 3 if quick.",
+)
+@click.option(
+    "--max-step-seconds",
+    type=click.FloatRange(min=0.001),
+    default=2.0,
+    show_default=True,
+    help="Steps that take longer are left to the roofline.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="CPU threads. Default: the manifest's, else one for each core.",
+)
+@click.option(
+    "--cpu-time",
+    is_flag=True,
+    help="Count the process's CPU time on one thread instead of the time on the clock: for a busy machine.",
+)
+def command(
+    source: Path,
+    output: Path,
+    quick: bool,
+    max_context: int | None,
+    max_chunk: int | None,
+    max_decodes: int | None,
+    rounds: int | None,
+    max_step_seconds: float,
+    threads: int | None,
+    cpu_time: bool,
+) -> None:
+    """Measure steps of the checkpoint SOURCE, a directory or a manifest that names one, on this machine.
+
+    A step is a set of decodes, a prefill chunk, or both, behind a context. The profile that is written foretells
+    any such step. How well it does so on contexts that it has not seen is tested and printed. Let nothing else
+    run meanwhile, or use --cpu-time.
+
+    \b
+    Examples:
+      medha profile .medha/tiny --quick
+      medha profile examples/tiny.yaml -o tiny-profile.json
+      medha profile .medha/small --max-context 65536 --rounds 9 --threads 2
+      medha profile .medha/small --cpu-time
+    """
+    from medha_cli.manifest import model_directory, read_manifest
+
+    directory, dtype, max_model_len = source, "auto", None
+    if source.is_file():
+        spec = (replica := read_manifest(source)).spec
+        directory = model_directory(replica)
+        dtype, max_model_len = spec.model.dtype, spec.model.max_model_len
+        max_chunk = max_chunk or spec.scheduling.max_chunk_tokens
+        threads = threads or spec.threads
+        if spec.parallelism.tensor > 1:
+            raise ConfigInvalid(
+                f"{source}: parallelism.tensor is {spec.parallelism.tensor}, but one process measures one whole rank; "
+                "leave spec.scheduling.profile out, and each rank's warm-up measures its own part"
+            )
+    if cpu_time and (threads or 1) != 1:
+        raise ConfigInvalid(f"--cpu-time counts one thread, but threads is {threads}; leave one of them out")
+    if not output.parent.is_dir():
+        raise ConfigInvalid(
+            f"--output {output}: there is no folder {output.parent}; make it, or name another"
+        )
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        for name, value in RANK_ENVIRONMENT.items():  # read when torch is imported
+            os.environ.setdefault(name, value)
+        from medha_worker.profiling import measure as measuring
+        from medha_worker.profiling.fit import errors, fit_profile, held_out
+
+        model = measuring.load(
+            directory, max_model_len=max_model_len, dtype=dtype, threads=1 if cpu_time else threads
+        )
+        limit = model.config.max_model_len
+        grid = measuring.grid(
+            max_context=min(
+                max_context if max_context is not None else (4096 if quick else 16384), limit - 1
+            ),
+            max_chunk=min(max_chunk or (512 if quick else 2048), limit),
+            max_decodes=max_decodes or (16 if quick else 64),
+            quick=quick,
+        )
+        shapes = grid.shapes()
+        timer = measuring.StepTimer(
+            model, grid.pool_tokens, time.process_time if cpu_time else time.perf_counter
+        )
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(f"measuring {len(shapes)} steps", total=None)
+            steps = measuring.measure(
+                timer,
+                shapes,
+                rounds=rounds or (3 if quick else 5),
+                max_step_seconds=max_step_seconds,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
+        layers = model.config.num_layers
+        profile = fit_profile(
+            steps,
+            layers=layers,
+            name=f"{directory.resolve().name} on {_machine()}",
+            source=f"medha profile: {len(steps)} steps, contexts up to {max(grid.contexts)} tokens",
+        )
+        partial = output.with_name(f"{output.name}.partial")
+        partial.write_text(profile.to_json(), encoding="utf-8")
+        partial.rename(output)  # atomic
+    except KeyboardInterrupt:
+        console.print(f"interrupted: {output} is not written")
+        sys.exit(_INTERRUPTED)
+    seen = errors(profile, steps)
+    console.print(_table(held_out(steps, layers=layers)))
+    console.print(f"fitted to all {len(steps)} steps: {seen.mean():.1%} mean error, {seen.max():.1%} worst")
+    click.echo(output)
+
+
+def _table(tests: list[HeldOut]) -> Table:
+    table = Table("contexts not seen, tokens", "steps", "mean error", "worst error", title="Held-out test")
+    for test in tests:
+        table.add_row(
+            f"{test.low}-{test.high}", str(test.steps), f"{test.mean_error:.1%}", f"{test.worst_error:.1%}"
+        )
+    return table
+
+
+def _machine() -> str:
+    return f"{platform.node()} ({platform.machine()}, {os.cpu_count()} cores)"

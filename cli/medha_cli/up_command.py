@@ -1,0 +1,372 @@
+"""`medha up FILE`: runs router, controller and ranks of one replica as processes on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from ipaddress import ip_address
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import click
+from pydantic import BaseModel, TypeAdapter
+from rich.console import Console, RenderableType
+
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplica
+from medha.declared import DeclaredModel, to_text
+from medha.errors import ConfigInvalid, PartFailed
+from medha.wire.messages import Readiness
+from medha_cli.manifest import model_directory, read_manifest
+from medha_cli.result_files import require_writable
+from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
+from medha_cli.summary import checkpoint_dtype, summary
+from medha_cli.terminal_display import TerminalDisplay
+from medha_process.host_resources import free_port, raise_file_limit
+from medha_process.launch import RANK_ENVIRONMENT
+from medha_process.supervision.supervisor import Part, StopRequests, supervise
+from medha_process.supervision.supervisor_output import end_if_unread
+from medha_worker.checkpoints.preflight import require_possible
+from medha_worker.rank.kv_pool_size import host_free_bytes
+
+if TYPE_CHECKING:
+    from medha_links.key_files import KeyFiles
+
+READY_TIMEOUT_SECONDS = 1.0  # of one poll of /ready; the next follows soon
+SOCKET_PATH_BYTES = 100  # Linux allows 107 for a socket's path; ours are the run directory and the name below
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
+
+
+@click.command("up")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--port", type=click.IntRange(0, 65535), help="HTTP port instead of the manifest's; 0 takes a free one."
+)
+@click.option(
+    "--record", type=click.Path(path_type=Path), help="Write the controller's (time, event) log to this file."
+)
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write what every rank does to this file, for ui.perfetto.dev; up to 256 MiB.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep sockets and settings in this directory, and leave it there; by default it is temporary.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS),
+    default="info",
+    show_default=True,
+    help="What the parts log.",
+)
+def command(
+    file: Path,
+    port: int | None,
+    record: Path | None,
+    trace: Path | None,
+    run_dir: Path | None,
+    log_level: str,
+) -> None:
+    """Serve the MedhaReplica that FILE describes on this machine, until Ctrl-C.
+
+    Starts a router, a replica controller and the ranks, shows their logs, and prints the URL with examples once
+    requests are answered. Ctrl-C lets open requests finish and stops everything; a second Ctrl-C kills.
+    A part that dies is started again; a failed start, or the third death of a part within a minute (or the twentieth
+    within an hour), stops all of them, and the exit status is 1.
+
+    \b
+    Examples:
+      medha up examples/tiny.yaml
+      medha up examples/tiny.yaml --port 0
+      medha up examples/tiny.yaml --record events.jsonl --log-level debug
+      medha up examples/grid.yaml --trace trace.json
+    """
+    replica = _with_port(read_manifest(file), port)
+    directory = model_directory(replica)
+    _require_installed()
+    _require_free_port(replica)
+    require_possible(replica.spec, directory, host_free_bytes(1))
+    raise_file_limit()  # for the parts too, which inherit it
+    console = Console(highlight=False)
+    _warn_of_strangers(console, replica)
+    with (
+        StopRequests() as requests,  # as long as anything is to be removed
+        _run_directory(run_dir) as run,
+        announced(run, replica.metadata.name, is_temporary=run_dir is None),
+        removed_if_killed(run),
+    ):
+        for option, output in (("--record", record), ("--trace", trace)):
+            if output is not None:
+                require_writable(option, output, inputs=[file])
+        replica_files = RunFiles(run)
+        groups = write_parts(
+            replica, directory, replica_files, record=record, trace=trace, log_level=log_level
+        )
+
+        def ready_summary(process_ids: dict[str, int]) -> list[RenderableType]:
+            dtype = checkpoint_dtype(directory, replica.spec.model.dtype)
+            return summary(replica, replica_files.url(), dtype, replica_files.readiness(), process_ids)
+
+        state = supervise(
+            groups,
+            run_directory=run,
+            is_ready=replica_files.is_ready,
+            display=TerminalDisplay(console, replica.metadata.name, ready_summary),
+            ready_seconds=replica.spec.lifecycle.ready_seconds,
+            drain_seconds=replica.spec.lifecycle.drain_seconds,
+            requests=requests,
+        )
+    end_if_unread(state.exit_status)
+    if state.failure:
+        raise PartFailed(state.failure)
+    sys.exit(state.exit_status)
+
+
+class RunFiles:
+    """The files of one run: the parts' settings, and the files that router and controller write when they are ready."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.router_ready = directory / "router-ready.json"
+        self.ranks_ready = directory / "ranks-ready.json"
+
+    def endpoint(self, name: str) -> str:
+        """Return a ZeroMQ endpoint that only the directory's owner on this machine can reach."""
+        return f"ipc://{self.directory / name}"
+
+    def write(self, name: str, settings: BaseModel | dict[str, object]) -> str:
+        path = self.directory / f"{name}.json"
+        text = settings.model_dump_json() if isinstance(settings, BaseModel) else json.dumps(settings)
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def declare(self, replica: MedhaReplica) -> Path:
+        """Return the folder that tells the router the manifest's model, even while no replica has joined it."""
+        folder = self.directory / "models"
+        folder.mkdir(exist_ok=True)
+        classes = tuple(one.name for one in replica.spec.service_classes)
+        model = DeclaredModel(name=replica.spec.model.name, service_classes=classes, replicas=1)
+        (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
+        return folder
+
+    def fresh_keys(self) -> KeyFiles:
+        """Make the keys of the parts for this run: a restarted part finds its own, the next run makes new ones."""
+        from medha_links.key_files import (
+            KeyFiles,
+        )  # imported here: it needs pyzmq, and we report if that is missing
+
+        shutil.rmtree(self.directory / KEYS, ignore_errors=True)
+        return KeyFiles.create(self.directory / KEYS)
+
+    def url(self) -> str:
+        """Return the router's address; call it only once the router listens."""
+        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
+
+    def readiness(self) -> Readiness:
+        """Return the reports of controller and ranks; call it only once all are ready."""
+        return TypeAdapter(Readiness).validate_json(self.ranks_ready.read_bytes())
+
+    def is_ready(self) -> bool:
+        """Return whether the router reports a replica that it can send requests to."""
+        if not (self.router_ready.exists() and self.ranks_ready.exists()):
+            return False
+        try:
+            with urllib.request.urlopen(self.url() + "/ready", timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
+            return False
+
+
+def write_parts(
+    replica: MedhaReplica,
+    directory: Path,
+    files: RunFiles,
+    *,
+    record: Path | None,
+    log_level: str,
+    trace: Path | None = None,
+) -> tuple[tuple[Part, ...], ...]:
+    """Write each part's settings, and return the parts in the order in which they are asked to stop."""
+    spec = replica.spec
+    router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
+    keys = files.fresh_keys()
+    rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
+    router = files.write(
+        "router",
+        {
+            "host": spec.router.host,
+            "port": spec.router.port,
+            "control_endpoint": router_control,
+            "tokens_endpoint": router_tokens,
+            "key_file": str(keys.router),
+            "enrolment_file": str(keys.enrolment),
+            "ready_file": str(files.router_ready),
+            "scratch_directory": str(files.directory),
+            "models_directory": str(files.declare(replica)),
+            "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
+            "max_waiting": spec.router.max_waiting,
+            "allowed_hosts": spec.router.allowed_hosts,
+            "allowed_origins": spec.router.allowed_origins,
+            "drain_seconds": spec.lifecycle.drain_seconds,
+            "log_level": log_level,
+        },
+    )
+    controller = files.write(
+        "controller",
+        {
+            "replica": replica.metadata.name,
+            "spec": spec.model_dump(mode="json", by_alias=True),
+            "model_directory": str(directory),
+            "router_control": router_control,
+            "router_tokens": router_tokens,
+            "router_key_file": str(keys.router_public),
+            "enrolment_file": str(keys.enrolment),
+            "rank_control": rank_control,
+            "rank_tokens": rank_tokens,
+            "key_file": str(keys.controller),
+            "rank_keys_file": str(keys.ranks_public),
+            "ready_file": str(files.ranks_ready),
+            "epoch_file": str(files.directory / "epoch"),
+            "record_file": str(record.absolute()) if record else None,
+            "trace_file": str(trace.absolute()) if trace else None,
+            "log_level": log_level,
+        },
+    )
+    shape = spec.parallelism
+    ranks = shape.tensor * shape.stream * shape.kv
+    rank_parts = []
+    for rank in range(ranks):
+        settings = files.write(
+            f"rank-{rank}",
+            {
+                "rank": rank,
+                "spec": spec.model_dump(mode="json", by_alias=True),
+                "model_directory": str(directory),
+                "control": rank_control,
+                "tokens": rank_tokens,
+                "key_file": str(keys.ranks),
+                "controller_key_file": str(keys.controller_public),
+                "log_level": log_level,
+            },
+        )
+        rank_parts.append(
+            _part(f"rank {rank}", "medha_worker.rank", ("--settings", settings), RANK_ENVIRONMENT)
+        )
+    return (
+        (_part("router", "medha_router", (router,)),),
+        (_part("controller", "medha_worker.controller", ("--settings", controller)),),
+        tuple(rank_parts),
+    )
+
+
+def _part(
+    name: str, module: str, arguments: tuple[str, ...], environment: Mapping[str, str] = MappingProxyType({})
+) -> Part:
+    return Part(name, (sys.executable, "-m", module, *arguments), environment, signal.SIGUSR1)
+
+
+def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:
+    """Return the replica with the requested port. A free one is chosen here, so that a restarted router keeps it."""
+    port = replica.spec.router.port if port is None else port
+    if port == 0:
+        port = free_port(replica.spec.router.host)
+    router = replica.spec.router.model_copy(update={"port": port})
+    return replica.model_copy(update={"spec": replica.spec.model_copy(update={"router": router})})
+
+
+def _require_installed() -> None:
+    extras = {extra for module, extra in _NEEDED.items() if importlib.util.find_spec(module) is None}
+    if extras:
+        wanted = ",".join(sorted(extras))
+        raise ConfigInvalid(f"parts of Medha are not installed; add them: pip install 'medha[{wanted}]'")
+
+
+def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
+    """Warn, once and before anything starts, that a router on this address is open to other machines."""
+    host, port = replica.spec.router.host, replica.spec.router.port
+    addresses = {found[4][0] for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+    if all(ip_address(address).is_loopback for address in addresses):
+        return
+    text = (
+        f"warning: router.host is {host}: whoever reaches port {port} of this machine can use the model and read /metrics, for "
+        "the router asks for no key; set it to 127.0.0.1, or let only a proxy that asks for keys reach the port"
+    )
+    console.print(text, style="yellow", markup=False, soft_wrap=True)
+
+
+def _require_free_port(replica: MedhaReplica) -> None:
+    """Report a taken port now, in words, rather than in the router's log later."""
+    host, port = replica.spec.router.host, replica.spec.router.port
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigInvalid(
+            f"spec.router: cannot listen on {host} port {port}: {error.strerror or error}; stop what uses it, "
+            "set spec.router.port, or pass --port 0 for a free one"
+        ) from error
+
+
+def _require_private(directory: Path) -> None:
+    """Check that only the user can write to a directory; others could replace keys, settings and sockets there.
+
+    Raises:
+        ConfigInvalid: others may write there, or it belongs to somebody else.
+    """
+    found = directory.stat()
+    if found.st_uid != os.geteuid():
+        raise ConfigInvalid(
+            f"--run-dir {directory} belongs to user {found.st_uid} and you are {os.geteuid()}; name a directory of your own"
+        )
+    if found.st_mode & 0o022:
+        raise ConfigInvalid(
+            f"--run-dir {directory} has mode {found.st_mode & 0o777:04o}, so others can write there; chmod 700 it, or name a "
+            "directory that is not there yet"
+        )
+
+
+@contextmanager
+def _run_directory(wanted: Path | None) -> Iterator[Path]:
+    """Provide a directory of mode 0700. At the end, remove it if it is temporary, else only its keys."""
+    remove_ended()
+    if wanted is None:
+        run = Path(tempfile.mkdtemp(prefix=PREFIX))
+    else:
+        run = wanted.absolute()
+        try:
+            run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _require_private(run)
+            require_unused(run)  # before anything of another run is removed
+            for stale in ("router-ready.json", "ranks-ready.json"):
+                (run / stale).unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigInvalid(
+                f"--run-dir {run}: {error.strerror}; name a directory that can be written"
+            ) from error
+    if len(os.fsencode(run / "router-control")) > SOCKET_PATH_BYTES:
+        raise ConfigInvalid(f"{run} is too long for the path of a socket; name a shorter one with --run-dir")
+    try:
+        yield run
+    finally:
+        if wanted is None:
+            shutil.rmtree(run, ignore_errors=True)
+        else:
+            shutil.rmtree(run / KEYS, ignore_errors=True)

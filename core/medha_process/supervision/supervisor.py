@@ -1,0 +1,374 @@
+"""Supervisor of the parts of a replica, as processes: thin I/O around `lifecycle`.
+
+Each part leads its own session, so that a terminal's Ctrl-C reaches only the supervisor, and the processes
+that a part has started can be ended with it. Two threads per part only wait: one for its output, one for its
+end. Output, ends, signals and reported states become events in one queue, which the main thread handles one
+by one; it writes through `Shown`, which has a thread of its own. Silent parts are found by polling
+(`heartbeat`). The states that parts report go to a `Watch`, which may give up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from types import FrameType
+from typing import IO, Any, Protocol, Self
+
+from medha_process.part_process import PARENT
+from medha_process.part_state import PartState
+from medha_process.supervision.heartbeat import LOOK_SECONDS, Beats, Listener, is_stopped
+from medha_process.supervision.lifecycle import (
+    Event,
+    Exited,
+    GiveUp,
+    Interrupt,
+    Kill,
+    Lifecycle,
+    Phase,
+    Present,
+    Ready,
+    Say,
+    Silent,
+    Start,
+    Terminate,
+    TimePassed,
+    begin,
+    handle,
+)
+from medha_process.supervision.supervisor_output import Display, Shown, local_time
+
+READY_POLL_SECONDS = 0.1
+LAST_LINES_SECONDS = 1.0  # longest wait for output that is still in the pipe when a part has ended
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A process of the replica: how to start and how to stop it."""
+
+    name: str
+    argv: tuple[str, ...]
+    # Defaults: variables that are set in the supervisor's own environment take precedence.
+    environment: Mapping[str, str] = field(default_factory=dict)
+    end_signal: signal.Signals = signal.SIGTERM  # signal that stops it at once; SIGTERM may drain it first
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """A part has written one line."""
+
+    part: str
+    line: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A process has reported its state."""
+
+    process_id: int
+    state: PartState
+
+
+class Watch(Protocol):
+    """Follows the states that parts report.
+
+    All methods are called in the main thread, with a monotonic `now`.
+    """
+
+    def told(self, part: str, state: PartState, now: float) -> None: ...
+
+    def ended(self, part: str, now: float) -> None: ...
+
+    def look(self, now: float) -> GiveUp | None:
+        """Return GiveUp if the parts cannot go on, else None; called at least every second."""
+
+    def interrupted(self) -> Interrupt:
+        """Return whether requests may be open and how long they get.
+
+        Called before parts are asked to stop.
+        """
+
+    def gives_up(self, reason: str) -> None:
+        """Note that the parts will be stopped for `reason`, because of a GiveUp."""
+
+
+class Unwatched:
+    """The watch of `medha up`, which never gives up: the supervisor has all parts, and polls the router."""
+
+    def told(self, part: str, state: PartState, now: float) -> None: ...
+
+    def ended(self, part: str, now: float) -> None: ...
+
+    def look(self, now: float) -> GiveUp | None: ...
+
+    def interrupted(self) -> Interrupt:
+        return Interrupt()
+
+    def gives_up(self, reason: str) -> None: ...
+
+
+_Happening = Event | Printed | Told
+
+
+class StopRequests:
+    """Context manager that turns stop signals into events; while it lasts, none of them ends the process."""
+
+    def __init__(self) -> None:
+        self.events: SimpleQueue[_Happening] = SimpleQueue()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        def interrupt(_signal: int, _frame: FrameType | None) -> None:
+            self.events.put(Interrupt())
+
+        # SIGHUP stays ignored under `nohup`: closing the terminal must end nothing.
+        heard = (
+            one for one in STOP_SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN
+        )
+        self._before = {number: signal.signal(number, interrupt) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def supervise(
+    groups: tuple[tuple[Part, ...], ...],
+    *,
+    run_directory: Path,
+    is_ready: Callable[[], bool],
+    display: Display,
+    ready_seconds: float,
+    drain_seconds: float,
+    awaits_word: bool = False,
+    watch: Watch | None = None,
+    requests: StopRequests,
+) -> Lifecycle:
+    """Start every part, and return the final state once the last one has ended; call it in the main thread.
+
+    `groups` is the order in which the parts are asked to stop. `run_directory` gets the socket for
+    heartbeats. `is_ready` is polled until it is true, and must not block for long. With `awaits_word`,
+    another pod's controller notifies these parts when the replica is drained. `requests` must have been
+    entered; signals that came before the parts were started count.
+
+    Raises:
+        ConfigInvalid: no socket can be created in `run_directory`.
+    """
+    watch = watch or Unwatched()
+    parts = [part for group in groups for part in group]
+    by_name = {part.name: part for part in parts}
+    names = tuple(tuple(part.name for part in group) for group in groups)
+    events = requests.events
+    beats = Beats()
+    listener = Listener(run_directory, beats, lambda process_id, state: events.put(Told(process_id, state)))
+    shown = Shown(display)
+    running: dict[str, _Process] = {}
+
+    def start(part: Part) -> None:
+        running[part.name] = process = _Process(part, events, listener.address)
+        beats.started(process.pid, time.monotonic())
+
+    def silent() -> list[Silent]:
+        if listener.trouble():
+            return []  # the listener is at fault, not the parts
+        found = beats.silent(time.monotonic(), is_stopped)
+        return [
+            Silent(name, round(found[process.pid], 1))
+            for name, process in running.items()
+            if process.pid in found
+        ]
+
+    def look(now: float) -> GiveUp | None:
+        given_up, trouble = watch.look(now), listener.trouble()
+        return GiveUp(f"no part can be watched any more: {trouble}") if trouble else given_up
+
+    inbox = _Inbox(events, is_ready, silent, look)
+    try:
+        shown.starting([part.name for part in parts])
+        for part in parts:
+            start(part)
+        state = begin(
+            names,
+            time.monotonic(),
+            ready_seconds=ready_seconds,
+            drain_seconds=drain_seconds,
+            awaits_word=awaits_word,
+        )
+        while state.phase is not Phase.ENDED:
+            event = inbox.next(state)
+            if isinstance(event, Printed):
+                shown.line(event.part, event.line, event.at)
+                continue
+            if isinstance(event, Told):
+                for name, process in running.items():
+                    if process.pid == event.process_id:
+                        watch.told(name, event.state, time.monotonic())
+                        if state.phase is Phase.STARTING:
+                            shown.progress(name, event.state)
+                continue
+            match event:
+                case Exited(name):
+                    beats.forget(running[name].pid)
+                    running[name].reap()
+                    watch.ended(name, time.monotonic())
+                case Interrupt():
+                    event = watch.interrupted()
+                case GiveUp(reason):
+                    watch.gives_up(reason)
+            state, commands = handle(state, event, time.monotonic())
+            for command in commands:
+                match command:
+                    case Terminate(name, drain):
+                        running[name].terminate(drain=drain)
+                    case Kill(name):
+                        beats.forget(running[name].pid)
+                        running[name].kill()
+                    case Start(name):
+                        start(by_name[name])
+                    case Present():
+                        shown.ready({name: process.pid for name, process in running.items()})
+                    case Say(text):
+                        shown.say(text)
+        return state
+    finally:
+        for process in running.values():
+            process.kill()  # parts still run here only after an error of ours
+            process.reap()
+        listener.close()
+        shown.close()
+
+
+class _Inbox:
+    """Source of the main thread's events.
+
+    Lines, ends and signals come from the queue; readiness, silence and deadlines are polled.
+    """
+
+    def __init__(
+        self,
+        events: SimpleQueue[_Happening],
+        is_ready: Callable[[], bool],
+        silent: Callable[[], list[Silent]],
+        look: Callable[[float], GiveUp | None],
+    ) -> None:
+        self._events = events
+        self._is_ready = is_ready
+        self._silent = silent
+        self._look = look
+        self._poll_at = self._silence_at = time.monotonic()
+        self._gave_up = False
+
+    def next(self, state: Lifecycle) -> _Happening:
+        """Return the next event; polling comes first, so that a part's endless output cannot delay it."""
+        now = time.monotonic()
+        if now >= state.deadline:
+            return TimePassed()
+        given_up = self._look(now)
+        if given_up is not None and not self._gave_up:
+            self._gave_up = True
+            return given_up
+        look_at = min(state.deadline, now + LOOK_SECONDS)
+        if state.phase is Phase.STARTING:
+            if now >= self._poll_at:
+                self._poll_at = now + READY_POLL_SECONDS
+                if self._is_ready():
+                    return Ready()
+            look_at = min(look_at, self._poll_at)
+        if state.phase in (Phase.STARTING, Phase.SERVING, Phase.DRAINING):
+            if now >= self._silence_at:
+                self._silence_at = now + LOOK_SECONDS
+                for part in self._silent():
+                    self._events.put(part)
+            look_at = min(look_at, self._silence_at)
+        try:
+            return self._events.get(timeout=max(0.0, look_at - now))
+        except Empty:
+            return TimePassed()
+
+
+def last_words(line: str) -> str:
+    """Return the reason for a part's end if this line has it, else an empty text.
+
+    A part logs the reason as CRITICAL, and nothing after it. It is reported with the end, not as a line.
+    """
+    level, _, rest = line.partition(" ")
+    return rest.partition(": ")[2] if level == "CRITICAL" else ""
+
+
+class _Process:
+    """A running part.
+
+    Only the main thread signals and reaps it, so its id is never that of another process.
+    """
+
+    def __init__(self, part: Part, events: SimpleQueue[_Happening], notify_socket: str) -> None:
+        self._name = part.name
+        self._end_signal = part.end_signal
+        self._events = events
+        self._last_line = self._last_words = ""
+        self._process = subprocess.Popen(
+            part.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={
+                **part.environment,
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                PARENT: str(os.getpid()),
+                "NOTIFY_SOCKET": notify_socket,
+            },
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout is not None
+        self._reader = Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        self._waiter = Thread(target=self._await_end, daemon=True)
+        self._waiter.start()
+
+    def terminate(self, *, drain: bool) -> None:
+        if self._process.returncode is None:
+            os.kill(self.pid, signal.SIGTERM if drain else self._end_signal)
+
+    def kill(self) -> None:
+        """Kill the part and the processes that it has started."""
+        if self._process.returncode is None:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Collect the status of a part that has ended or was killed."""
+        self._waiter.join()
+        self._process.wait()
+
+    def _read(self, output: IO[bytes]) -> None:
+        with output:
+            for raw in output:
+                line = raw.decode("utf-8", errors="replace").rstrip()
+                at = local_time()
+                if self._last_words:  # another line follows, so they were not the last ones
+                    self._events.put(Printed(self._name, self._last_line, at))
+                self._last_words = last_words(line)
+                if line:
+                    self._last_line = line
+                if not self._last_words:
+                    self._events.put(Printed(self._name, line, at))
+
+    def _await_end(self) -> None:
+        # WNOWAIT leaves the process to be reaped by the main thread, which may be about to signal it.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        os.killpg(self.pid, signal.SIGKILL)  # processes that it left behind, such as a tokenizer pool
+        self._reader.join(LAST_LINES_SECONDS)
+        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        self._events.put(Exited(self._name, status, self._last_line, self._last_words))

@@ -1,0 +1,49 @@
+"""Which connection is a replica's: the newest one, unless it is of a former epoch and its successor lives."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from medha.errors import WireInvalid
+from medha.wire.messages import Announce
+from medha_router.peer_checks import Peers
+
+CARD = Announce(
+    replica="tests/grid", model="m", digest="d", epoch=8, ready=True, draining=False, max_model_len=8, vocab_size=8,
+    kv_tokens_total=8, kv_tokens_free=8, running=0, waiting=0, pending_prefill_seconds=0.0, longest_request_tokens=8,
+    waiting_limit=8, service_classes=(), prefill_points=(),
+)  # fmt: skip
+NEW, OLD = b"tests/grid/new", b"tests/grid/old"
+
+
+@pytest.fixture
+def peers() -> Peers:
+    found = Peers()
+    found.heard_on_tokens(CARD.replica, NEW)
+    found.heard_on_control(CARD, NEW)
+    return found
+
+
+def test_a_controller_of_a_former_epoch_does_not_take_the_place_of_its_successor(peers: Peers) -> None:
+    peers.heard_on_tokens(CARD.replica, OLD)
+    with pytest.raises(WireInvalid, match="later one"):
+        peers.heard_on_control(replace(CARD, epoch=7), OLD, is_alive=True)
+    assert peers.identity(CARD.replica) == NEW
+    assert peers.is_whole(CARD.replica), "what the other one said on the token link changes nothing"
+    assert peers.heard_on_control(CARD, NEW, is_alive=True) is None
+
+
+def test_it_does_once_nothing_is_heard_of_the_successor(peers: Peers) -> None:
+    peers.heard_on_tokens(CARD.replica, OLD)
+    assert peers.heard_on_control(replace(CARD, epoch=7), OLD, is_alive=False) == NEW
+    assert peers.is_whole(CARD.replica)
+
+
+@pytest.mark.parametrize("epoch", [8, 9])
+def test_a_controller_that_connects_anew_takes_its_own_place(peers: Peers, epoch: int) -> None:
+    assert peers.heard_on_control(replace(CARD, epoch=epoch), b"tests/grid/again", is_alive=True) == NEW
+    assert not peers.is_whole(CARD.replica), "its token link was not heard yet"
+    peers.heard_on_tokens(CARD.replica, b"tests/grid/again")
+    assert peers.is_whole(CARD.replica)

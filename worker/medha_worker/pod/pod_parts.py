@@ -1,0 +1,235 @@
+"""The parts of one pod of a replica: its ranks, the controller in the first pod, and the settings of each.
+
+A pod is one place (lane, stage) of the grid. Nothing is started here: settings are written to the run directory, and
+the parts are listed in the order in which they are asked to stop.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from medha.api.replica import MedhaReplica, MedhaReplicaSpec
+from medha.errors import ConfigInvalid
+from medha.topology import Coordinates, Topology
+from medha_links.cluster_keys import (
+    CONTROLLER_KEY,
+    CONTROLLER_PUBLIC,
+    RANKS_KEY,
+    RANKS_PUBLIC,
+    ROUTER_PUBLIC,
+    TOKEN,
+)
+from medha_links.key_files import KeyFiles
+from medha_process.host_resources import usable_cpus
+from medha_process.launch import RANK_ENVIRONMENT
+from medha_process.supervision.supervisor import Part
+
+CONTROL_PORT = 5600
+TOKENS_PORT = 5601
+METRICS_PORT = 9400
+HEALTH_PORT = 9401
+ROUTER_CONTROL_PORT = 5700
+ROUTER_TOKENS_PORT = 5701
+MODEL_DIRECTORY = Path("/model")
+CONTROLLER = "controller"
+
+_log = logging.getLogger("medha.pod")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place of a pod in the grid and in the network, and its folders."""
+
+    lane: int
+    stage: int
+    leader: str
+    """Name or address of the pod that runs the controller."""
+    address: str
+    """This pod's own address; the data plane listens only there."""
+    run_directory: Path
+    """Folder that lasts as long as the pod: a restarted container finds it as it was."""
+    keys: Path
+    router: str = ""
+    """Name or address of the router; empty if the replica has none."""
+    enrolment: Path | None = None
+    """Folder with the router's public key, and a token that it admits."""
+    revision: str = ""
+    """Revision of the pods that the operator has created for one spec; empty if it set none."""
+    model_directory: Path | None = None
+    """Folder of the checkpoint, if it differs from the replica's source."""
+
+    @property
+    def is_leader(self) -> bool:
+        return self.lane == 0 and self.stage == 0
+
+    @property
+    def listens_at(self) -> str:
+        """Address on which metrics and health are served.
+
+        It is 0.0.0.0, which includes the loopback that `kubectl port-forward` connects to, unless the pod's
+        address is a loopback address itself.
+        """
+        return self.address if ipaddress.ip_address(self.address).is_loopback else "0.0.0.0"
+
+    def require_in(self, spec: MedhaReplicaSpec) -> None:
+        """
+        Raises:
+            ConfigInvalid: the grid has no such place.
+        """
+        shape = spec.parallelism
+        if not (0 <= self.lane < shape.kv and 0 <= self.stage < shape.stream):
+            raise ConfigInvalid(
+                f"MEDHA_LANE={self.lane}, MEDHA_STAGE={self.stage} is no place in a grid of {shape.kv} lanes and "
+                f"{shape.stream} stages (spec.parallelism)"
+            )
+
+
+def read_replica(path: Path) -> MedhaReplica:
+    """Read the replica that the operator has written for its pods.
+
+    A pod may be older than its operator, which writes every field that it knows. Fields that this release
+    does not know are left out, with a warning. Manifests of users are read elsewhere, and strictly.
+
+    Raises:
+        ConfigInvalid: there is no such file, or it is not a replica.
+    """
+    try:
+        document = json.loads(path.read_bytes())
+        try:
+            return MedhaReplica.model_validate(document)
+        except ValidationError as error:
+            unknown = [entry["loc"] for entry in error.errors() if entry["type"] == "extra_forbidden"]
+        for field in unknown:
+            _remove(document, field)
+        replica = MedhaReplica.model_validate(document)
+    except OSError as error:
+        raise ConfigInvalid(
+            f"--replica {path} cannot be read: {error.strerror}; mount the ConfigMap there"
+        ) from error
+    except ValueError as error:  # of pydantic or of json
+        raise ConfigInvalid(f"--replica {path} is not a MedhaReplica: {error}") from error
+    names = ", ".join(sorted(".".join(str(part) for part in field) for field in unknown))
+    _log.warning("%s is of a newer operator; this release does not know, and leaves out: %s", path, names)
+    return replica
+
+
+def _remove(document: Any, field: tuple[int | str, ...]) -> None:
+    *above, name = field
+    for part in above:
+        document = document[part]
+    del document[name]
+
+
+def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple[tuple[Part, ...], ...]:
+    """Write each part's settings, and return the parts in the order in which they are asked to stop.
+
+    `oldest_epoch` is the first epoch that the leader's controller may begin.
+    """
+    spec = _for_this_pod(replica.spec)
+    shape = spec.parallelism
+    topology = Topology(shape.tensor, shape.stream, shape.kv)
+    model = str(_model_directory(place, spec))
+    host = _bracketed(place.address if place.is_leader else place.leader)
+    ranks = []
+    for tensor in range(shape.tensor):
+        rank = topology.rank(Coordinates(place.lane, place.stage, tensor))
+        settings = {
+            "rank": rank,
+            "spec": _document(spec),
+            "model_directory": model,
+            "control": f"tcp://{host}:{CONTROL_PORT}",
+            "tokens": f"tcp://{host}:{TOKENS_PORT}",
+            "address": place.address,
+            "ranks_on_host": shape.tensor,
+            "revision": place.revision,
+            "epoch_file": str(place.run_directory / f"rank-{rank}.epoch"),
+            "key_file": str(place.keys / RANKS_KEY),
+            "controller_key_file": str(place.keys / CONTROLLER_PUBLIC),
+        }
+        path = _write(place, f"rank-{rank}", settings)
+        argv = (sys.executable, "-m", "medha_worker.rank", "--settings", path)
+        ranks.append(Part(f"rank {rank}", argv, RANK_ENVIRONMENT, signal.SIGUSR1))
+    if not place.is_leader:
+        return (tuple(ranks),)
+    path = write_controller(place, replica, oldest_epoch)
+    argv = (sys.executable, "-m", "medha_worker.controller", "--settings", path)
+    return (Part(CONTROLLER, argv, end_signal=signal.SIGUSR1),), tuple(ranks)
+
+
+def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> str:
+    """Write the controller's settings; a running controller polls this file for changes. Return its path."""
+    spec = _for_this_pod(replica.spec)
+    host = _bracketed(place.address)
+    metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
+    if place.router and place.enrolment is not None:
+        router = _bracketed(place.router)
+        endpoints = f"tcp://{router}:{ROUTER_CONTROL_PORT}", f"tcp://{router}:{ROUTER_TOKENS_PORT}"
+        router_key, enrolment = place.enrolment / ROUTER_PUBLIC, place.enrolment / TOKEN
+    else:  # the replica has no router: the controller connects to an endpoint where none listens
+        endpoints = f"ipc://{place.run_directory}/no-router", f"ipc://{place.run_directory}/no-router-tokens"
+        keys = KeyFiles(place.run_directory / "no-router-keys")
+        if not keys.directory.exists():
+            keys = KeyFiles.create(keys.directory)
+        router_key, enrolment = keys.router_public, keys.enrolment
+    settings = {
+        "replica": replica_name(replica),
+        "spec": _document(spec.model_copy(update={"metrics": metrics})),
+        "model_directory": str(_model_directory(place, spec)),
+        "router_control": endpoints[0],
+        "router_tokens": endpoints[1],
+        "router_key_file": str(router_key),
+        "enrolment_file": str(enrolment),
+        "rank_control": f"tcp://{host}:{CONTROL_PORT}",
+        "rank_tokens": f"tcp://{host}:{TOKENS_PORT}",
+        "rendezvous_host": place.address,
+        "key_file": str(place.keys / CONTROLLER_KEY),
+        "rank_keys_file": str(place.keys / RANKS_PUBLIC),
+        "epoch_file": str(place.run_directory / "epoch"),
+        "oldest_epoch": oldest_epoch,
+        "revision": place.revision,
+    }
+    return _write(place, CONTROLLER, settings)
+
+
+def replica_name(replica: MedhaReplica) -> str:
+    """Return the replica's name at routers, with its namespace, as replicas of two may share a router."""
+    namespace = replica.metadata.namespace
+    return f"{namespace}/{replica.metadata.name}" if namespace else replica.metadata.name
+
+
+def _for_this_pod(spec: MedhaReplicaSpec) -> MedhaReplicaSpec:
+    """Return the spec with the threads per rank that this container can run, unless the spec sets them."""
+    if spec.threads is not None:
+        return spec
+    return spec.model_copy(update={"threads": max(1, usable_cpus() // spec.parallelism.tensor)})
+
+
+def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
+    if place.model_directory is not None:
+        return place.model_directory
+    return Path(spec.model.source.path) if spec.model.source.path is not None else MODEL_DIRECTORY
+
+
+def _document(spec: MedhaReplicaSpec) -> dict[str, object]:
+    return spec.model_dump(mode="json", by_alias=True)
+
+
+def _write(place: Place, name: str, settings: dict[str, object]) -> str:
+    path = place.run_directory / f"{name}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(settings), encoding="utf-8")
+    partial.rename(path)
+    return str(path)
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,160 @@
+"""State of a pod, from the states of its parts: started, ready, live, and able to go on. No I/O, no clock.
+
+A pod gives up and asks the operator to restart all pods of the replica (EX_TEMPFAIL) when that can help: a
+rendezvous of the ranks has failed three times within ten minutes, the ranks did not meet within
+`lifecycle.readySeconds`, or the controller refuses them as ranks of an earlier set of pods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from medha_process.part_state import PartState
+from medha_process.supervision.lifecycle import GiveUp, Interrupt
+
+ASKS_RESTART = 75  # EX_TEMPFAIL of sysexits.h
+MOST_UNMET = 3
+UNMET_SECONDS = 600.0
+LIVE_SECONDS = 15.0
+"""Longest time between two iterations of a supervisor's loop that does not hang; it iterates every second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a probe."""
+
+    ok: bool
+    reasons: tuple[str, ...] = ()
+
+    def document(self, parts: dict[str, PartState]) -> dict[str, Any]:
+        told = {name: state.model_dump(exclude_defaults=True) for name, state in parts.items()}
+        return {"ok": self.ok, "reasons": list(self.reasons), "parts": told}
+
+
+@dataclass
+class PodWatch:
+    """Follows the states of one pod's parts; times are seconds of any one clock."""
+
+    parts: Sequence[str]
+    started_at: float
+    ready_seconds: float
+    drain_seconds: float
+    leader: str
+    """Name, in reasons, of the pod that runs the controller."""
+    states: dict[str, PartState] = field(default_factory=dict)
+    """Last states of the parts that run and have reported one."""
+    has_started: bool = False
+    _apart_since: float | None = field(init=False)
+    _unmet: dict[int, tuple[float, str]] = field(default_factory=dict)  # by epoch: when it was heard, and why
+    _stopping: str = ""
+    _turned_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._apart_since = self._turned_at = self.started_at
+
+    # --- what happens (`supervision.supervisor.Watch`) ------------------------------------------------------
+
+    def told(self, part: str, state: PartState, now: float) -> None:
+        self.states[part] = state
+        if state.unmet_epoch is not None:
+            self._unmet.setdefault(state.unmet_epoch, (now, state.unmet_reason))
+        self._notice(now)
+
+    def ended(self, part: str, now: float) -> None:
+        self.states.pop(part, None)
+        self._notice(now)
+
+    def interrupted(self) -> Interrupt:
+        self._stopping = self._stopping or "asked to stop"
+        busy = any(state.phase == "serving" for state in self.states.values())
+        return Interrupt(busy, self.drain_seconds)
+
+    def gives_up(self, reason: str) -> None:
+        self._stopping = self._stopping or reason
+
+    def look(self, now: float) -> GiveUp | None:
+        self._turned_at = now
+        for part, state in self.states.items():
+            if state.refused:
+                return GiveUp(f"RendezvousFailed: {part} is not let in: {state.refused}", ASKS_RESTART)
+        lately = [(at, why) for at, why in self._unmet.values() if now - at < UNMET_SECONDS]
+        if len(lately) >= MOST_UNMET:
+            why = max(lately)[1]
+            return GiveUp(
+                f"RendezvousFailed: ranks were called together {len(lately)} times in {UNMET_SECONDS:g} s and did not "
+                f"find each other; the last time: {why}",
+                ASKS_RESTART,
+            )
+        if self._apart_since is not None and now - self._apart_since > self.ready_seconds:
+            return self._too_late()
+        return None
+
+    def _too_late(self) -> GiveUp:
+        awaited = "; ".join(self._awaited())
+        limit = f"{self.ready_seconds:g} s (spec.lifecycle.readySeconds)"
+        if all(self._phase(part) not in (None, "loading") for part in self.parts):
+            return GiveUp(f"RendezvousFailed: the ranks did not meet within {limit}: {awaited}", ASKS_RESTART)
+        return GiveUp(f"StartTooSlow: not ready within {limit}: {awaited}", 1)
+
+    def _notice(self, now: float) -> None:
+        if not all(self._phase(part) == "serving" for part in self.parts):
+            if self._apart_since is None:
+                self._apart_since = now
+            return
+        self._apart_since, self.has_started = None, True
+
+    # --- what probes ask ------------------------------------------------------------------------------------
+
+    def started(self) -> Answer:
+        """Answer whether weights are loaded, groups formed and the warm-up has run.
+
+        Once true, it stays so.
+        """
+        return Answer(True) if self.has_started else Answer(False, self._awaited())
+
+    def ready(self) -> Answer:
+        """Answer whether every part serves in an epoch, and the pod was not asked to stop."""
+        awaited = self._awaited()
+        if self._stopping:
+            return Answer(False, (f"stopping: {self._stopping}", *awaited))
+        return Answer(not awaited, awaited)
+
+    def live(self, now: float) -> Answer:
+        """Answer whether the supervisor's loop runs; the supervisor itself handles parts that do not."""
+        silent = now - self._turned_at
+        if silent <= LIVE_SECONDS:
+            return Answer(True)
+        return Answer(False, (f"the supervisor's loop has not turned for {silent:.0f} s",))
+
+    def is_calling(self) -> bool:
+        """Return whether a part has not reached the controller yet."""
+        return any(state.phase == "calling" for state in self.states.values())
+
+    def _awaited(self) -> tuple[str, ...]:
+        found = []
+        for part in self.parts:
+            state = self.states.get(part)
+            if state is None:
+                found.append(f"{part} starts")
+            elif state.phase != "serving":
+                found.append(f"{part} {_DOING[state.phase].format(leader=self.leader)}{_more(state)}")
+        return tuple(found)
+
+    def _phase(self, part: str) -> str | None:
+        state = self.states.get(part)
+        return None if state is None else state.phase
+
+
+_DOING = {
+    "loading": "loads its weights",
+    "calling": "calls the leader, {leader}",
+    "gathering": "waits for the others",
+    "meeting": "meets the others",
+}
+
+
+def _more(state: PartState) -> str:
+    epoch = "" if state.epoch is None else f" in epoch {state.epoch}"
+    return epoch + (f" ({state.detail})" if state.detail else "")
