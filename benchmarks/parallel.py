@@ -44,12 +44,12 @@ from medha.shards import Segment, ShardMap, deal, place
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.kernels.protocol import Kernels
-from medha_worker.kernels.torch_attention import merge_partials
-from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.device import host_device
+from medha_worker.host_memory import keep_freed_memory
+from medha_worker.kernels.name_table import choose_kernels
+from medha_worker.kernels.partial_results import merge_partials
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
@@ -148,9 +148,11 @@ class RankProcess:
         here = topology.coordinates(member.rank)
         layers = stage_layers(config.num_layers, topology.stream)[here.stream]
         shard = Shard(here.tensor, topology.tensor, layers.start, layers.stop, config.num_layers)
-        chosen = choose_kernels(config, torch.float32, torch.device("cpu"), shard)
+        device = host_device(torch.float32)
+        chosen = choose_kernels(shard.kernel_sizes(config), device)
         self.clocked = Clocked(chosen.attention)
-        model = Transformer.load(member.checkpoint, config, shard, kernels=Kernels(self.clocked, chosen.rows))
+        kernels = replace(chosen, attention=self.clocked)
+        model = Transformer.load(member.checkpoint, config, shard, device=device, kernels=kernels)
         self.grid: Grid | None = None
         self.lane = here.kv
         if topology.ranks > 1:
@@ -276,7 +278,7 @@ class RankProcess:
             replicated
         ):  # K and V are everywhere; nobody is asked, and every attention is merged with the other lane's
             plan = replace(plan, landing=Landing(plan.landing.here, {}, {}), own=())
-            self.model.kernels = Kernels(Merging(kernels.attention, self.grid), kernels.rows)
+            self.model.kernels = replace(kernels, attention=Merging(kernels.attention, self.grid))
         ids = torch.from_numpy(np.random.default_rng(0).integers(10, 100, rows if computes else 0))
         at = torch.arange(tokens, stop)[: len(ids)]
         last = 0.0

@@ -13,6 +13,7 @@ import os
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.kernels.protocol import Kernels
+from medha_worker.device import host_device
+from medha_worker.host_memory import keep_freed_memory
+from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import Shard
 
 BLOCK_TOKENS = 16
 SGEMM_SIZE = 2048
@@ -99,8 +101,9 @@ class Bench:
     def breakdown(self, length: int, chunk: int) -> dict[str, float]:
         """Share of the operators' own time by part of the model."""
         kernels = self.model.kernels
-        recorded_kernels = Kernels(_Recorded(kernels.attention, "attention"), _Recorded(kernels.rows, "rows"))
-        model = self.model.with_kernels(recorded_kernels)
+        attention: Any = _Recorded(kernels.attention, "attention")
+        rows: Any = _Recorded(kernels.rows, "rows")
+        model = self.model.with_kernels(replace(kernels, attention=attention, rows=rows))
         with profile(activities=[ProfilerActivity.CPU]) as recorded:
             for first in range(0, length, chunk):
                 self.chunk(first, chunk, model)
@@ -148,8 +151,9 @@ def main() -> None:
         directory = Path(scratch) / "small"
         init_checkpoint(directory, preset="small", seed=0)
         config = ModelConfig.from_directory(directory)
-        kernels = choose_kernels(config, torch.float32, torch.device("cpu"))
-        model = Transformer.load(directory, config, kernels=kernels)
+        shard, device = Shard.whole(config), host_device(torch.float32)
+        kernels = choose_kernels(shard.kernel_sizes(config), device)
+        model = Transformer.load(directory, config, shard, device=device, kernels=kernels)
     bench = Bench(model, lengths[-1])
     bench.prefill(2048, 512)
 

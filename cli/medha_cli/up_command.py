@@ -39,7 +39,7 @@ from medha_process.launch import RANK_ENVIRONMENT
 from medha_process.supervision.supervisor import Part, StopRequests, supervise
 from medha_process.supervision.supervisor_output import end_if_unread
 from medha_worker.checkpoints.preflight import require_possible
-from medha_worker.rank.kv_pool_size import host_free_bytes
+from medha_worker.host_memory import host_free_bytes
 
 if TYPE_CHECKING:
     from medha_links.key_files import KeyFiles

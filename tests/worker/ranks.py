@@ -18,13 +18,14 @@ import torch
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Sample, Step, Tokens
 from medha_worker.kernels.protocol import Kernels
-from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor, PlannedStep
 from medha_worker.rank.kv_parallel_plan import positions
 from medha_worker.rank.mesh import Grid
+
+from .models import kernels_of_a_rank, load_model
 
 Result = TypeVar("Result")
 
@@ -70,12 +71,10 @@ class Ranks:
 
         def load(rank: int) -> Transformer:
             shard = shard_of(rank)
-            kernels = choose_kernels(config, torch.float32, torch.device("cpu"), shard)
-            return Transformer.load(directory, config, shard, kernels=kernels)
+            kernels = kernels_of_a_rank(config, shard)
+            return load_model(directory, config, shard, kernels=kernels)
 
-        choose_kernels(
-            config, torch.float32, torch.device("cpu"), shard_of(0)
-        )  # compiled once, not on each thread
+        kernels_of_a_rank(config, shard_of(0))  # compiled once, not on each thread
 
         self._models = self.on_all(load)
         self._grids: list[Grid] = []

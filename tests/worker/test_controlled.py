@@ -39,7 +39,9 @@ from medha.wire.messages import (
     StepProfile,
     Submit,
 )
+from medha_worker.device import host_device
 from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 
 from .ranks import Ranks
@@ -205,7 +207,7 @@ def test_ranks_run_to_the_end_what_the_controller_decides(
         max_running=st.sampled_from([4, 16]),
         seed=st.integers(0, 10_000),
         steps_ahead=st.integers(0, 2),
-        kernels=st.sampled_from([Kernels(), None]),
+        kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
     )
     @settings(max_examples=examples, deadline=None)
     def run(

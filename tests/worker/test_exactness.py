@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha.topology import Topology
+from medha_worker.device import host_device
 from medha_worker.kernels import torch_attention as attention
+from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.kernels.protocol import Kernels
 
 from .random_steps import STRATEGIES, Asked, Cut, Planner, Running, asked
@@ -140,7 +142,7 @@ def test_logits_are_those_of_transformers(replica: tuple[Ranks, torch.nn.Module,
         seed=st.integers(0, 1000),
         steps_ahead=st.integers(0, 3),
         crumbs=st.sampled_from([(1, 2, 3, 4, 5, 9), (1,), (1, 2, 3)]),
-        kernels=st.sampled_from([Kernels(), None]),
+        kernels=st.sampled_from([torch_kernels(host_device(torch.float32)), None]),
     )
     @settings(max_examples=examples)
     def run(

@@ -21,6 +21,8 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor, PlannedStep
 
+from .models import load_model
+
 VOCAB = 512
 BLOCK_TOKENS = 16
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
@@ -35,7 +37,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> Transformer:
-    return Transformer.load(checkpoint, ModelConfig.from_directory(checkpoint, max_model_len=1024))
+    return load_model(checkpoint, ModelConfig.from_directory(checkpoint, max_model_len=1024))
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from medha.shards import Segment, ShardMap
 from medha.wire.messages import Done, RankReady, Sampling, Step, StepProfile, Submit, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
+
+from .models import load_model
 
 BLOCK_TOKENS, KV_BLOCKS, VOCAB = 16, 64, 512
 READY = RankReady(
@@ -66,9 +67,7 @@ def test_a_fork_is_found_within_the_steps_between_two_hashes(
     tmp_path: Path, part: Callable[[Executor], None]
 ) -> None:
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1)
-    model = Transformer.load(
-        tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny", max_model_len=512)
-    )
+    model = load_model(tmp_path / "tiny", ModelConfig.from_directory(tmp_path / "tiny", max_model_len=512))
     spec = MedhaReplicaSpec(
         model=ModelSpec(name="tiny", source=ModelSource(path="unused"), max_model_len=512),
         kv_cache=KvCacheSpec(prefix_caching=False),

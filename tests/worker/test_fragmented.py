@@ -31,12 +31,12 @@ from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.controller.outputs import OutputHasher
 from medha_worker.kernels.sequence_span import SequenceSpan
 from medha_worker.kernels.torch_attention import TorchAttention
-from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
 
+from .models import kernels_of_a_rank, load_model
 from .ranks import Recording
 from .test_model_transformer import save_reference
 
@@ -200,9 +200,9 @@ def test_float32_logits_are_those_of_transformers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 512, "hidden_size": 40, "max_position_embeddings": 4096}
     reference = save_reference(tmp_path, "qwen2", **sizes)
     config = ModelConfig.from_directory(tmp_path, max_model_len=2048)
-    kernels = choose_kernels(config, torch.float32, torch.device("cpu"))
+    kernels = kernels_of_a_rank(config)
     assert isinstance(kernels.attention, TorchAttention)
-    served, later = conversations(Replica(Transformer.load(tmp_path, config, kernels=kernels)), 512)
+    served, later = conversations(Replica(load_model(tmp_path, config, kernels=kernels)), 512)
 
     @torch.inference_mode()
     def wanted(ids: Ids) -> torch.Tensor:
@@ -216,7 +216,7 @@ def test_bfloat16_logits_are_those_of_the_same_model_with_a_pool_in_order(tmp_pa
     """Two layouts round differently: logits of a standard deviation of 3 lie up to 0.13 apart, wrong ones more than 3."""
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=1, dtype="bfloat16")
     config = ModelConfig.from_directory(tmp_path / "tiny", max_model_len=2048)
-    model = Transformer.load(tmp_path / "tiny", config)
+    model = load_model(tmp_path / "tiny", config)
     served, later = conversations(Replica(model), 512)
 
     def alone(ids: Ids) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Attention and its merge: exact against a plain float64 softmax, and never NaN where there is nothing to see."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -13,17 +14,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import HOST, Device, host_device
+from medha_worker.host_memory import HostMemory
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels import torch_flash as flash
 from medha_worker.kernels.cpu import compiled_attention as cpu_attention
+from medha_worker.kernels.cpu import compiled_kernels
 from medha_worker.kernels.cpu.compiled_attention import CpuAttention
+from medha_worker.kernels.cpu.compiled_rows import CompiledRows
 from medha_worker.kernels.cpu.host_compiler import Target
 from medha_worker.kernels.cpu.openmp import torchs_openmp
+from medha_worker.kernels.name_table import KERNELS, choose_kernels
+from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.protocol import AttentionBackend, KernelSizes, KernelsUnavailable
 from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
-from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention, merge_partials
+from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.kernels.torch_flash import flash_attention
-from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.kernels.torch_rows import TorchRows
 from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.weights import Shard
 
 BLOCK_TOKENS = 16
 SLOTS = 8192
@@ -252,13 +261,13 @@ def test_every_case_of_the_torch_backend_equals_a_plain_softmax(
     kv_heads: int, group: int, shuffled: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     spans = spans_of(SHAPES, shuffled=shuffled)
-    found, wanted = run_backend(TorchAttention(), spans, kv_heads, group, dtype)
+    found, wanted = run_backend(TorchAttention(HOST), spans, kv_heads, group, dtype)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
 def test_gathering_in_several_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_GATHERED_TOKENS", 64)
-    found, wanted = run_backend(TorchAttention(), spans_of(SHAPES, shuffled=True), 2, 2)
+    found, wanted = run_backend(TorchAttention(HOST), spans_of(SHAPES, shuffled=True), 2, 2)
     torch.testing.assert_close(found, wanted, rtol=3e-6, atol=3e-6)
 
 
@@ -318,16 +327,33 @@ def test_the_kernel_is_exact_wherever_the_scores_lie(levels: tuple[float, float]
     torch.testing.assert_close(found, wanted, rtol=3e-4, atol=3e-4, msg=case)
 
 
-def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(tmp_path: Path) -> None:
+def test_the_kernel_is_chosen_for_float32_on_a_cpu_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     init_checkpoint(tmp_path / "tiny", preset="tiny", seed=0)
     config = ModelConfig.from_directory(tmp_path / "tiny")
-    cpu = torch.device("cpu")
-    assert isinstance(choose_kernels(config, torch.float32, cpu).attention, CpuAttention)
-    assert isinstance(choose_kernels(config, torch.bfloat16, cpu).attention, TorchAttention)
-    assert isinstance(choose_kernels(config, torch.float32, torch.device("meta")).attention, TorchAttention)
-    assert isinstance(
-        choose_kernels(replace(config, head_dim=20), torch.float32, cpu).attention, TorchAttention
-    )
+    sizes = Shard.whole(config).kernel_sizes(config)
+    cpu = host_device(torch.float32)
+    chosen = choose_kernels(sizes, cpu)
+    assert (chosen.name, type(chosen.attention), type(chosen.rows)) == ("cpu", CpuAttention, CompiledRows)
+    uneven = choose_kernels(replace(sizes, intermediate_size=sizes.intermediate_size + 1), cpu)
+    assert (uneven.name, type(uneven.attention), type(uneven.rows)) == ("cpu", CpuAttention, TorchRows)
+
+    def refused(reason: str, sizes: KernelSizes, device: Device) -> None:
+        plain = choose_kernels(sizes, device)
+        assert (plain.name, type(plain.attention), type(plain.rows)) == ("torch", TorchAttention, TorchRows)
+        with pytest.raises(KernelsUnavailable, match=reason):
+            KERNELS["cpu"](sizes, device)
+
+    refused("the model runs in torch.bfloat16", sizes, host_device(torch.bfloat16))
+    refused("the device is meta", sizes, Device(torch.device("meta"), torch.float32, HostMemory()))
+    refused("heads of 20 values", replace(sizes, head_dim=20), cpu)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_kernels, "torchs_openmp", lambda: None)
+        refused("this torch uses another", sizes, cpu)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "medha_worker.kernels.cpu.compiled_kernels", None)
+        refused("llvmlite, cannot be imported", sizes, cpu)
 
 
 # Where tokens lie

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medha_worker.device import HOST
 from medha_worker.kernels import torch_attention as attention
 from medha_worker.kernels.cpu import compiled_attention as cpu_attention
+from medha_worker.kernels.protocol import AttentionBackend
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
+from medha_worker.kernels.torch_attention import TorchAttention
 
 from .test_kernels_attention import compiled, normal, plain_attention
 
@@ -41,10 +44,12 @@ KINDS = (
     Kind(
         "float32, compiled, without a decode of its own", lambda: compiled(32, 6), 32, 6, torch.float32, 5e-6
     ),
-    Kind("float32, heads that do not fill registers", TorchAttention, 10, 2, torch.float32, 5e-6),
-    Kind("float32, torch", TorchAttention, 64, 1, torch.float32, 5e-6),
-    Kind("bfloat16", TorchAttention, 64, 2, torch.bfloat16, 3e-2),
-    Kind("float16", TorchAttention, 80, 2, torch.float16, 4e-3),
+    Kind(
+        "float32, heads that do not fill registers", partial(TorchAttention, HOST), 10, 2, torch.float32, 5e-6
+    ),
+    Kind("float32, torch", partial(TorchAttention, HOST), 64, 1, torch.float32, 5e-6),
+    Kind("bfloat16", partial(TorchAttention, HOST), 64, 2, torch.bfloat16, 3e-2),
+    Kind("float16", partial(TorchAttention, HOST), 80, 2, torch.float16, 4e-3),
 )
 
 

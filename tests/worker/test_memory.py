@@ -15,11 +15,14 @@ from medha.cost.predictor import Predictor, Work
 from medha.cost.profile import Attention, Operation, Profile
 from medha.errors import OutOfMemory
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.host_memory import host_free_bytes
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.fit import MeasuredStep
 from medha_worker.rank import warmup
-from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
+from medha_worker.rank.kv_pool_size import MIB, PoolRequest, exchange_bytes, pool_blocks
+
+from .models import load_model
 
 REQUEST = PoolRequest(
     block_bytes=MIB,
@@ -195,19 +198,24 @@ def test_warm_up_steps_stay_within_the_limits(max_chunk: int, max_running: int, 
 def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
     directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
     init_checkpoint(directory, preset="tiny", seed=1)
-    return Transformer.load(directory, ModelConfig.from_directory(directory))
+    return load_model(directory, ModelConfig.from_directory(directory))
 
 
 WARM_UPS = """
 import sys, time, torch
 from pathlib import Path
+from medha_worker.device import host_device
+from medha_worker.kernels.name_table import torch_kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.rank.warmup import warm_up
 
 torch.set_num_threads(1)
 directory = Path(sys.argv[1])
-model = Transformer.load(directory, ModelConfig.from_directory(directory))
+config = ModelConfig.from_directory(directory)
+device = host_device(DTYPES[config.dtype])
+model = Transformer.load(directory, config, Shard.whole(config), device=device, kernels=torch_kernels(device))
 for chunk in (64, 4096):
     warm = warm_up(model, max_chunk_tokens=chunk, max_running=4, max_model_len=4096, clock=time.perf_counter)
     print(warm.activation_bytes)

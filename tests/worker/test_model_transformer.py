@@ -15,10 +15,11 @@ import torch
 import transformers
 
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import DTYPES, Shard
+from medha_worker.model.weights import Shard
+
+from .models import kernels_of_a_rank, load_model
 
 TOLERANCE = 1e-4
 LENGTH = 150
@@ -121,8 +122,8 @@ def make_pair(
 ) -> Pair:
     reference = save_reference(directory, architecture, rope, **options)
     config = ModelConfig.from_directory(directory)
-    kernels = choose_kernels(config, DTYPES[config.dtype], torch.device("cpu"))  # what a rank takes
-    return Pair(directory, reference, config, Transformer.load(directory, config, kernels=kernels))
+    kernels = kernels_of_a_rank(config)  # what a rank takes
+    return Pair(directory, reference, config, load_model(directory, config, kernels=kernels))
 
 
 def respell_rope(directory: Path, *, type_key: str = "type") -> None:
@@ -316,9 +317,7 @@ def test_sharded_safetensors_give_the_same_model(tmp_path: Path) -> None:
 def test_two_stages_one_after_the_other_give_the_whole_models_logits(pair_of: PairMaker) -> None:
     pair = pair_of("llama")
     tokens = random_tokens(40)
-    stages = [
-        Transformer.load(pair.directory, pair.config, Shard(0, 1, first, first + 1, 2)) for first in (0, 1)
-    ]
+    stages = [load_model(pair.directory, pair.config, Shard(0, 1, first, first + 1, 2)) for first in (0, 1)]
     caches = [stage.new_kv_cache(3, BLOCK_TOKENS) for stage in stages]
     state, logits = tokens, []
     for first, last in ((0, 25), (25, 40)):
@@ -343,11 +342,11 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference_in_bfloat16(
     config = ModelConfig.from_directory(tmp_path)
     assert config.dtype == "bfloat16"
     tokens = random_tokens(LENGTH)
-    model = Transformer.load(tmp_path, config)
+    model = load_model(tmp_path, config)
     ours = [run_chunks(model, tokens, chunks) for chunks in ([LENGTH], [1, 70, 1, 40, 38])]
     with torch.inference_mode():
         theirs = reference(tokens[None]).logits[0].float()
-    exact = run_chunks(Transformer.load(tmp_path, config, dtype=torch.float32), tokens, [LENGTH])
+    exact = run_chunks(load_model(tmp_path, config, dtype=torch.float32), tokens, [LENGTH])
 
     def distance(logits: torch.Tensor) -> float:
         return float((logits - exact).abs().amax(-1).median())
@@ -360,7 +359,7 @@ def test_a_wider_format_than_the_checkpoints_is_exact(tmp_path: Path) -> None:
     """A bfloat16 checkpoint run in float32 equals the reference run in float32."""
     save_reference(tmp_path, "llama", dtype=torch.bfloat16)
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    model = Transformer.load(tmp_path, ModelConfig.from_directory(tmp_path), dtype=torch.float32)
+    model = load_model(tmp_path, ModelConfig.from_directory(tmp_path), dtype=torch.float32)
     tokens = random_tokens(30)
     with torch.inference_mode():
         wanted = reference(tokens[None]).logits[0]

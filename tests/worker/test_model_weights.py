@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from medha.errors import CheckpointInvalid, ConfigInvalid, ModelUnsupported
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import host_device
 from medha_worker.model import weights as weights_module
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import LayerWeights, Shard, Weights, load_weights
@@ -45,7 +46,7 @@ def load(
     directory: Path, shard: Shard | None = None, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Weights:
     config = ModelConfig.from_directory(directory)
-    return load_weights(directory, config, shard or Shard.whole(config), dtype=dtype, **options)
+    return load_weights(directory, config, shard or Shard.whole(config), device=host_device(dtype), **options)
 
 
 def tensor_shards(size: int) -> list[Shard]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def run(ranks: Ranks, *, large: bool, tight_rank: int | None, goes_ahead: bool =
         model = ranks._models[rank].in_grid(grid.tensor_group, grid)
         if rank == tight_rank:
             tight: Any = Tight(model.kernels.attention, LARGE)
-            model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
+            model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(
             model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
             clock=lambda: 0.0, pipeline=grid,
@@ -182,7 +183,7 @@ def start(ranks: Ranks, directory: Path, *, tight_rank: int | None) -> list[Engi
         model = ranks._models[rank].with_kernels(ranks._models[rank].kernels)
         if rank == tight_rank:
             tight: Any = Tight(model.kernels.attention, LARGE)
-            model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
+            model.kernels = replace(model.kernels, attention=tight)
         settings = RankSettings(
             rank=rank, spec=spec, model_directory=directory, control="", tokens="", key_file=directory,
             controller_key_file=directory,
@@ -304,7 +305,7 @@ def run_shared(
         running = 0
         model = ranks._models[rank].in_grid(grid.tensor_group, grid, lambda: told.append(running))
         tight: Any = Tight(model.kernels.attention, 10 if rank == tight_rank else math.inf)
-        model.kernels = type(model.kernels)(attention=tight, rows=model.kernels.rows)
+        model.kernels = replace(model.kernels, attention=tight)
         runner = Executor(
             model, model.new_kv_cache(KV_BLOCKS, BLOCK_TOKENS), vocab_size=100, eos_token_ids=(),
             clock=lambda: 0.0, lane=grid.lane, pipeline=grid,

@@ -14,9 +14,10 @@ from medha.errors import PartFailed
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
 from medha_worker.rank.executor import Executor, Pipeline, PlannedStep
+
+from .models import load_model
 
 
 class FirstStage:
@@ -87,7 +88,7 @@ def stage_of(
     init_checkpoint(folder / "tiny", preset="tiny", seed=1)
     config = ModelConfig.from_directory(folder / "tiny", max_model_len=256)
     layers = config.num_layers
-    model = Transformer.load(folder / "tiny", config, Shard(0, 1, first_layer, last_layer or layers, layers))
+    model = load_model(folder / "tiny", config, Shard(0, 1, first_layer, last_layer or layers, layers))
     return Executor(
         model,
         model.new_kv_cache(16, 16),

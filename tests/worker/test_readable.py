@@ -16,6 +16,7 @@ import torch
 from medha.errors import CheckpointInvalid
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.checkpoints.read_bundle import read_bundle
+from medha_worker.device import host_device
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import Shard, load_weights
 
@@ -46,7 +47,7 @@ def read_everything(model: Path) -> None:
     """What controller and rank read when they start."""
     read_bundle(model)
     config = ModelConfig.from_directory(model)
-    load_weights(model, config, Shard.whole(config), dtype=torch.float32)
+    load_weights(model, config, Shard.whole(config), device=host_device(torch.float32))
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])

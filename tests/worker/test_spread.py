@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -18,8 +19,11 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.context_parallel import OWNER
 from medha.shards import Segment, ShardMap
 from medha.wire.messages import Extent
+from medha_worker.device import HOST, host_device
 from medha_worker.kernels import torch_attention as attention
-from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
+from medha_worker.kernels.name_table import torch_kernels
+from medha_worker.kernels.protocol import AttentionBackend
+from medha_worker.kernels.torch_attention import TorchAttention
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.spread import Landing, Rows, SpreadPlan, SpreadStep
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread, positions
@@ -43,10 +47,10 @@ class Kind:
 
 
 KINDS = (
-    Kind("torch", TorchAttention, torch.float32, 3e-6),
+    Kind("torch", partial(TorchAttention, HOST), torch.float32, 3e-6),
     Kind("compiled", lambda: compiled(HEAD_DIM, GROUP), torch.float32, 3e-6),
-    Kind("bfloat16", TorchAttention, torch.bfloat16, 3e-2),
-    Kind("float16", TorchAttention, torch.float16, 4e-3),
+    Kind("bfloat16", partial(TorchAttention, HOST), torch.bfloat16, 3e-2),
+    Kind("float16", partial(TorchAttention, HOST), torch.float16, 4e-3),
 )
 
 
@@ -174,7 +178,8 @@ def run_step(
         )  # fmt: skip
         if plan is None:
             plan = local_plan(lane, [entry for _, entry in own])
-        result = SpreadStep(plan, boxes.of(lane), caches[lane], backends[lane]).attend(0, q, k, v)
+        kernels = replace(torch_kernels(caches[lane].device), attention=backends[lane])
+        result = SpreadStep(plan, boxes.of(lane), caches[lane], kernels).attend(0, q, k, v)
         row = 0
         for (index, entry), rows in zip(own, at, strict=True):
             outputs[index][rows - chunks[index].start] = result[row : row + entry.count]
@@ -198,7 +203,7 @@ def local_plan(lane: int, entries: list[SpreadEntry]) -> SpreadPlan:
         slots.append(entry.slots(places, BLOCK_TOKENS))
         row += entry.count
     none = torch.empty(0, dtype=torch.int64)
-    here = torch.cat([none, *rows]), torch.cat([none, *slots])
+    here = torch.cat([none, *rows]), np.concatenate([np.arange(0), *slots])
     return SpreadPlan(Rows(row, spans), Landing(here, {}, {}), [], [])
 
 
@@ -245,7 +250,7 @@ def test_any_requests_in_any_chunks_on_any_shard_maps_and_in_any_layout_are_exac
         caches = [
             KVCache(
                 num_layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, num_blocks=ledger.blocks,
-                block_tokens=BLOCK_TOKENS, dtype=kind.dtype,
+                block_tokens=BLOCK_TOKENS, device=host_device(kind.dtype),
             )
             for ledger in ledgers
         ]  # fmt: skip

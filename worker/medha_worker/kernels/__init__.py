@@ -1,1 +1,1 @@
-"""Attention and row operators of a model, in plain torch or compiled for this machine."""
+"""The operators of a model behind one protocol, and their implementations by name: `cpu` and `torch`."""

@@ -1,14 +1,118 @@
-"""The kernels that a device runs a model with, besides the matrix products, which are torch's everywhere."""
+"""The operators that a model needs besides matrix products, which are torch's everywhere, as protocols.
 
-from dataclasses import dataclass, field
+A step is run in two phases. Once per step, `plan` takes what all layers share, as integers in host memory:
+spans, block tables, slots. Then each layer runs what was planned on its tensors, which are on the device.
+Whatever has to be sorted, split, or copied to the device therefore happens once, and before the first layer.
+"""
 
-from medha_worker.kernels.torch_attention import AttentionBackend, TorchAttention
-from medha_worker.kernels.torch_rows import RowOperators, TorchRows
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha_worker.kernels.sequence_span import SequenceSpan
 
 
-@dataclass(frozen=True)
+class KernelsUnavailable(Exception):
+    """Kernels cannot run this model on this device; the text says why, and completes "..., because"."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSizes:
+    """The sizes of one rank's part of a model, for which kernels are made."""
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+
+
+class StepAttention(Protocol):
+    """The attention of one step, the same for each of its layers."""
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the attention of every row to its own sequence, with scores scaled by 1 / sqrt(head_dim).
+
+        Args:
+            q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
+            pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
+            pool_values: Likewise, with the same strides.
+
+        Returns:
+            [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, float32 [rows,
+            query_heads], by which partial results over disjoint keys are merged.
+        """
+        ...
+
+
+class AttentionBackend(Protocol):
+    """An implementation of attention over a paged pool."""
+
+    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
+        """Return the attention of a step's spans, of which there is at least one."""
+        ...
+
+
+class StepWrite(Protocol):
+    """The write of one step's new K and V, the same for each of its layers."""
+
+    def write(
+        self,
+        pool_keys: torch.Tensor,
+        pool_values: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """Store K and V, [rows, kv_heads, head_dim], in one layer's pool, [kv_heads, slots, head_dim]."""
+        ...
+
+
+class KVWriter(Protocol):
+    """An implementation of the writes to a paged pool."""
+
+    def plan(self, slots: npt.NDArray[np.int64]) -> StepWrite:
+        """Return the write of rows to `slots`, [rows], none of which occurs twice."""
+        ...
+
+
+class RowOperators(Protocol):
+    """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return the RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
+        ...
+
+    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Apply RoPE to [rows, heads, head_dim] in place, by cos and sin, each [rows, head_dim / 2].
+
+        The first half of a head is paired with the second (Hugging Face's order).
+        """
+        ...
+
+    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up, [rows, size].
+
+        `gate_up` is their concatenation, [rows, 2 * size], and may be overwritten.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
-    """Implementations of a model's operators; plain torch by default."""
+    """One implementation of each operator, and the name under which the table has them."""
 
-    attention: AttentionBackend = field(default_factory=TorchAttention)
-    rows: RowOperators = field(default_factory=TorchRows)
+    name: str
+    attention: AttentionBackend
+    writer: KVWriter
+    rows: RowOperators

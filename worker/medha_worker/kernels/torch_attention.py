@@ -1,6 +1,6 @@
-"""Attention of a step's rows to their sequences' K and V: the protocol, and the exact backend of plain torch.
+"""Exact attention of a step's rows to their sequences' K and V in plain torch, on any device.
 
-The plain backend runs anywhere. Per sequence, K and V come as *segments*: contiguous runs of the pool, read
+Per sequence, K and V come as *segments*: contiguous runs of the pool, read
 in place, or gathered pieces if runs are short. The query heads that share a KV head are folded into rows of
 one product: the same arithmetic with larger matrices. A decode (one row) attends to each segment through
 torch's flash kernel; a chunk attends to each segment of its context without a mask, and causally to its own
@@ -8,16 +8,15 @@ tokens, which are one segment. Partial results over disjoint keys are merged exa
 
 The causal mask counts keys, so that segment holds them in the order of their positions. Keys that every row
 sees may come in any order.
-
-Float32 on a CPU has a faster backend, in `medha_worker.kernels.cpu`.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 
+from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
 from medha_worker.kernels.torch_flash import flash_attention
 
@@ -30,75 +29,28 @@ _GATHERED_TOKENS = 16_384
 Segment = SlotRun | torch.Tensor
 
 
-class StepAttention(Protocol):
-    """The attention of one step, the same for each of its layers."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        pool_keys: torch.Tensor,
-        pool_values: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the attention of every row to its own sequence, with scores scaled by 1 / sqrt(head_dim).
-
-        Args:
-            q: [rows, query_heads, head_dim]; rows of no span are left undefined in the result.
-            pool_keys: One layer's [kv_heads, slots, head_dim]; the new tokens are already written there.
-            pool_values: Likewise.
-
-        Returns:
-            [rows, query_heads, head_dim], and the log-sum-exp (natural) of each row's scores, [rows,
-            query_heads].
-        """
-        ...
-
-
-class AttentionBackend(Protocol):
-    """An implementation of attention; it plans once per step what all layers share."""
-
-    def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention: ...
-
-
-def merge_partials(
-    outputs: Sequence[torch.Tensor], log_sum_exps: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint sets of keys into attention over their union (FlashDecoding's merge).
-
-    Args:
-        outputs: At least one, each [..., head_dim]; zeros for an empty set.
-        log_sum_exps: Natural logarithms, float32 [...]; -inf for an empty set.
-
-    Returns:
-        Output in the first one's dtype, and log-sum-exp of the union; zeros and -inf if all sets are empty.
-        For a single set, its log-sum-exp is the given tensor, and so is its output if that is float32.
-    """
-    # Pairwise, in few operations: a decode over lanes waits for each of them in every layer.
-    merged, union = outputs[0].float(), log_sum_exps[0]
-    for output, part in zip(outputs[1:], log_sum_exps[1:], strict=True):
-        weight = torch.sigmoid(part - union).masked_fill_(part == -math.inf, 0.0)  # -inf - -inf is NaN
-        merged = torch.lerp(merged, output.float(), weight[..., None])
-        union = torch.logaddexp(union, part)
-    return merged.to(outputs[0].dtype), union
-
-
 class TorchAttention:
     """Exact attention with torch alone."""
 
+    def __init__(self, device: torch.device) -> None:
+        """`device` is the pool's."""
+        self._device = device
+
     def plan(self, spans: Sequence[SequenceSpan], block_tokens: int) -> StepAttention:
-        return _TorchStep(spans, block_tokens)
+        return _TorchStep(spans, block_tokens, self._device)
 
 
 class _TorchStep:
-    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int) -> None:
+    def __init__(self, spans: Sequence[SequenceSpan], block_tokens: int, device: torch.device) -> None:
         self._parts: list[tuple[SequenceSpan, list[Segment], Segment | None]] = []
         for span in spans:
             # A decode sees everything stored; a chunk sees its context, and of its own tokens the earlier
             # ones.
             is_chunk = span.is_causal and span.row_count > 1
             context = span.context_length if is_chunk else span.total_length
-            seen_by_all = list(_in_any_order(slot_runs(span, 0, context, block_tokens)))
+            seen_by_all = list(_in_any_order(slot_runs(span, 0, context, block_tokens), device))
             own = slot_runs(span, context, span.total_length, block_tokens)
-            self._parts.append((span, seen_by_all, _in_token_order(own) if own else None))
+            self._parts.append((span, seen_by_all, _in_token_order(own, device) if own else None))
 
     def attend(
         self, q: torch.Tensor, pool_keys: torch.Tensor, pool_values: torch.Tensor
@@ -121,7 +73,7 @@ class _TorchStep:
         return output.view(rows, query_heads, head_dim), log_sum_exp.view(rows, query_heads)
 
 
-def _in_any_order(runs: Sequence[SlotRun]) -> Iterator[Segment]:
+def _in_any_order(runs: Sequence[SlotRun], device: torch.device) -> Iterator[Segment]:
     """Yield segments for attention without a mask: long runs in place, short ones gathered together."""
     short: list[SlotRun] = []
     gathered_tokens = 0
@@ -132,20 +84,20 @@ def _in_any_order(runs: Sequence[SlotRun]) -> Iterator[Segment]:
         short.append(run)
         gathered_tokens += run.tokens
         if gathered_tokens >= _GATHERED_TOKENS:
-            yield _in_token_order(short)
+            yield _in_token_order(short, device)
             short, gathered_tokens = [], 0
     if short:
-        yield _in_token_order(short)
+        yield _in_token_order(short, device)
 
 
-def _in_token_order(runs: Sequence[SlotRun]) -> Segment:
+def _in_token_order(runs: Sequence[SlotRun], device: torch.device) -> Segment:
     """Return the runs as one segment in token order: a single run in place, several gathered at once.
 
     For a chunk's own tokens, this copies K and V of one layer, so the largest chunk bounds the copy.
     """
     if len(runs) == 1:
         return runs[0]
-    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs]).to(device)
 
 
 Pool = tuple[torch.Tensor, torch.Tensor]

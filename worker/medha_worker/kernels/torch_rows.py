@@ -1,31 +1,7 @@
-"""Operators of a model on each row by itself, between its products: the protocol, and plain torch."""
-
-from typing import Protocol
+"""Operators of a model on each row by itself, between its products, in plain torch."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
-
-
-class RowOperators(Protocol):
-    """Operators on rows of activations. Last dimensions are contiguous; others may have any stride."""
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the RMSNorm of [..., size] over the last dimension, times `weight`, [size]."""
-        ...
-
-    def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Apply RoPE to [rows, heads, head_dim] in place, by cos and sin, each [rows, head_dim / 2].
-
-        The first half of a head is paired with the second (Hugging Face's order).
-        """
-        ...
-
-    def silu_multiply(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up, [rows, size].
-
-        `gate_up` is their concatenation, [rows, 2 * size], and may be overwritten.
-        """
-        ...
 
 
 class TorchRows:

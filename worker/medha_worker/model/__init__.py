@@ -1,4 +1,4 @@
-"""The model of one rank: configuration, weights, paged KV, attention and layers.
+"""The model of one rank: configuration, weights, paged KV, layers, and attention over lanes.
 
 Its only third-party dependencies are torch, numpy and safetensors.
 """

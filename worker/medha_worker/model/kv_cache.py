@@ -6,13 +6,12 @@ run of blocks is therefore a strided view that attention reads in place, without
 """
 
 import math
-from collections.abc import Sequence
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
-from medha_worker.kernels.sequence_span import SlotRun
+from medha_worker.device import Device
 
 
 class KVCache:
@@ -26,15 +25,15 @@ class KVCache:
         head_dim: int,
         num_blocks: int,
         block_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device | str = "cpu",
+        device: Device,
     ) -> None:
+        self.device = device
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         shape = (kv_heads, num_blocks * block_tokens, head_dim)
         # Zeros, not `empty`: stale bits could be NaN, and a padded row would carry them (0 * NaN is NaN).
-        self.keys = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
-        self.values = [_zeros(shape, dtype, torch.device(device)) for _ in range(num_layers)]
+        self.keys = [_zeros(shape, device) for _ in range(num_layers)]
+        self.values = [_zeros(shape, device) for _ in range(num_layers)]
 
     @staticmethod
     def bytes_per_block(
@@ -43,29 +42,6 @@ class KVCache:
         """Return the memory that one block takes over all layers, K and V together."""
         return 2 * num_layers * kv_heads * head_dim * block_tokens * dtype.itemsize
 
-    def write(
-        self,
-        layer: int,
-        slots: torch.Tensor,
-        runs: Sequence[SlotRun],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """Store new tokens' K and V, [kv_heads, rows, head_dim], at `slots` (int64 [rows]).
-
-        `runs` are the same slots as contiguous runs: few long ones are copied as slices, many short ones
-        scattered.
-        """
-        if len(runs) * _ROWS_PER_SLICE_COPY > slots.numel():
-            self.keys[layer].index_copy_(1, slots, keys)
-            self.values[layer].index_copy_(1, slots, values)
-            return
-        row = 0
-        for run in runs:
-            self.keys[layer][:, run.start : run.stop] = keys[:, row : row + run.tokens]
-            self.values[layer][:, run.start : run.stop] = values[:, row : row + run.tokens]
-            row += run.tokens
-
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block's K and V in every layer: copy-on-write, before a shared block is written."""
         size = self.block_tokens
@@ -73,20 +49,16 @@ class KVCache:
             pool[:, target * size : (target + 1) * size] = pool[:, source * size : (source + 1) * size]
 
 
-# A slice copy costs about as much as scattering this many rows.
-_ROWS_PER_SLICE_COPY = 8
-
-
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, int, int], device: Device) -> torch.Tensor:
     """Return zeros whose pages a CPU takes on first touch: `torch.zeros` writes them, a second per gigabyte.
 
     They use large pages if Linux has them. With pages of 4 KiB, whose addresses take time to look up, a
     decode over scattered blocks reads K and V at three quarters of the rate.
     """
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu" or size == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * device.dtype.itemsize
+    if not device.is_host or size == 0:
+        return torch.zeros(shape, dtype=device.dtype, device=device.torch_device)
     pages = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     with suppress(OSError):  # the kernel has no large pages
         pages.madvise(MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(pages, dtype=device.dtype).view(shape)

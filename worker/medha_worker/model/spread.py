@@ -22,10 +22,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from medha_worker.device import Device
+from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.protocol import AttentionBackend, Kernels, KVWriter, StepAttention, StepWrite
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.kernels.torch_attention import AttentionBackend, StepAttention, merge_partials
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.out_of_memory import ran_out
 
@@ -40,7 +44,7 @@ class LaneLinks(Protocol):
     def start(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> Any:
         """Begin to send each lane of `outgoing` its tensor, and to fill those of `incoming` from their lanes.
 
-        Tensors between two lanes keep their order.
+        Tensors between two lanes keep their order. Links of gloo take tensors in host memory only.
         """
         ...
 
@@ -51,11 +55,14 @@ class LaneLinks(Protocol):
 
 @dataclass(frozen=True)
 class Landing:
-    """Destinations of the new tokens' K and V; rows and slots are int64, in the order of the step."""
+    """Destinations of the new tokens' K and V; rows and slots are int64, in the order of the step.
 
-    here: tuple[torch.Tensor, torch.Tensor]  # own rows that stay, and their slots
+    Tensors of a `SpreadPlan` are in host memory, and are placed on the device once per step.
+    """
+
+    here: tuple[torch.Tensor, npt.NDArray[np.int64]]  # own rows that stay, and their slots
     to: Mapping[int, torch.Tensor]  # lane -> own rows
-    of: Mapping[int, torch.Tensor]  # lane -> slots for what arrives from it
+    of: Mapping[int, npt.NDArray[np.int64]]  # lane -> slots for what arrives from it
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,7 @@ class Attending:
 
     backend: AttentionBackend
     block_tokens: int
+    device: Device
     ran_out: Callable[[], None] = lambda: None
 
 
@@ -140,12 +148,13 @@ class SpreadStep:
         plan: SpreadPlan,
         links: LaneLinks,
         cache: KVCache,
-        backend: AttentionBackend,
+        kernels: Kernels,
         ran_out: Callable[[], None] = lambda: None,
     ) -> None:
         self._plan, self._links, self._cache = plan, links, cache
         self.sequences = plan.sequences
-        attending = Attending(backend, cache.block_tokens, ran_out)
+        attending = Attending(kernels.attention, cache.block_tokens, cache.device, ran_out)
+        self._placed = _Placed(plan.landing, cache.device, kernels.writer)
         spans, rows = list(plan.local.spans), plan.local.count
         self._foreign: list[tuple[int, slice]] = []
         for owner, asked in plan.foreign:
@@ -178,23 +187,23 @@ class SpreadStep:
 
         Returns own queries, followed by those that other lanes ask about.
         """
-        landing, (_, query_heads, head_dim), kv_heads = self._plan.landing, q.shape, k.shape[1]
-        staying, slots = landing.here
-        if len(slots):
-            self._put(layer, slots, k[staying], v[staying])
+        placed, (_, query_heads, head_dim), kv_heads = self._placed, q.shape, k.shape[1]
+        pools = self._cache.keys[layer], self._cache.values[layer]
+        if placed.write is not None:
+            placed.write.write(*pools, k[placed.staying], v[placed.staying])
         outgoing: dict[int, list[torch.Tensor]] = {}
-        for lane, rows in landing.to.items():
+        for lane, rows in placed.leaving.items():
             outgoing[lane] = [k[rows].reshape(-1), v[rows].reshape(-1)]
         for part in self._plan.own:
             for lane in part.helpers:
                 outgoing.setdefault(lane, []).append(q[part.rows].reshape(-1))
-        sizes = {lane: 2 * len(slots) * kv_heads for lane, slots in landing.of.items()}
+        sizes = {lane: 2 * count * kv_heads for lane, (count, _) in placed.arriving.items()}
         for lane, asked in self._plan.foreign:
             sizes[lane] = sizes.get(lane, 0) + asked.count * query_heads
         readers = self._exchange(outgoing, {lane: size * head_dim for lane, size in sizes.items()}, q)
-        for lane, slots in landing.of.items():
-            new_k, new_v = (readers[lane].take(len(slots), kv_heads, head_dim) for _ in range(2))
-            self._put(layer, slots, new_k, new_v)
+        for lane, (count, write) in placed.arriving.items():
+            new_k, new_v = (readers[lane].take(count, kv_heads, head_dim) for _ in range(2))
+            write.write(*pools, new_k, new_v)
         asked_q = [
             readers[lane].take(asked.count, query_heads, head_dim) for lane, asked in self._plan.foreign
         ]
@@ -226,10 +235,11 @@ class SpreadStep:
             parts = [readers[lane].take_partial(count, heads, head_dim) for lane in own.helpers]
             outputs, part_sums = zip((output[own.rows], sums[own.rows]), *parts, strict=True)
             merged[own.rows] = merge_partials(outputs, part_sums)[0]
-        if ring is not None and len(ring.rows) and ring.answers:
-            parts = [readers[lane].take_partial(len(ring.rows), heads, head_dim) for lane in ring.answers]
-            outputs, part_sums = zip((output[ring.rows], sums[ring.rows]), *parts, strict=True)
-            merged[ring.rows] = merge_partials(outputs, part_sums)[0]
+        if self._queries is not None and ring is not None and len(ring.rows) and ring.answers:
+            mine = self._queries.rows
+            parts = [readers[lane].take_partial(len(mine), heads, head_dim) for lane in ring.answers]
+            outputs, part_sums = zip((output[mine], sums[mine]), *parts, strict=True)
+            merged[mine] = merge_partials(outputs, part_sums)[0]
         for passed in self._passing:
             if isinstance(passed, _KeysRing) and passed.partials:
                 mine = passed.rows
@@ -247,9 +257,16 @@ class SpreadStep:
             self._links.finish(self._links.start(joined, incoming))
         return {lane: _Reader(tensor) for lane, tensor in incoming.items()}
 
-    def _put(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        self._cache.keys[layer].index_copy_(1, slots, k.transpose(0, 1))
-        self._cache.values[layer].index_copy_(1, slots, v.transpose(0, 1))
+
+class _Placed:
+    """A step's landing: the rows that stay, leave and arrive, on the device, and the writes to this pool."""
+
+    def __init__(self, landing: Landing, device: Device, writer: KVWriter) -> None:
+        rows, slots = landing.here
+        self.staying = device.place(rows)
+        self.write: StepWrite | None = writer.plan(slots) if len(slots) else None
+        self.leaving = {lane: device.place(rows) for lane, rows in landing.to.items()}
+        self.arriving = {lane: (len(slots), writer.plan(slots)) for lane, slots in landing.of.items()}
 
 
 class _Ring(Protocol):
@@ -269,7 +286,7 @@ class _KeysRing:
     """Pass-KV, Algorithm 2 of paper C. Messages are as long as what a lane holds, without padding."""
 
     def __init__(self, ring: RingKeys, links: LaneLinks, cache: KVCache, attending: Attending) -> None:
-        self.rows = ring.rows
+        self.rows, self._table = cache.device.place(ring.rows), cache.device.place(ring.table)
         self._ring, self._links, self._cache = ring, links, cache
         self._order = _from(ring.lanes, links.lane)
         self._attention = {other: _Partial(part, attending) for other, part in ring.of.items()}
@@ -299,9 +316,9 @@ class _KeysRing:
         pools = self._cache.keys[layer], self._cache.values[layer]
         kv_heads, _, head_dim = pools[0].shape
         tokens = self._cache.block_tokens
-        message = pools[0].new_empty(2, kv_heads, len(self._ring.table), tokens * head_dim)
+        message = pools[0].new_empty(2, kv_heads, len(self._table), tokens * head_dim)
         for pool, part in zip(pools, message, strict=True):
-            torch.index_select(pool.view(kv_heads, -1, tokens * head_dim), 1, self._ring.table, out=part)
+            torch.index_select(pool.view(kv_heads, -1, tokens * head_dim), 1, self._table, out=part)
         return message.view(2, kv_heads, -1, head_dim)
 
     def _pass(self, turn: int) -> None:
@@ -319,6 +336,7 @@ class _QueriesRing:
 
     def __init__(self, ring: RingQueries, links: LaneLinks, cache: KVCache, attending: Attending) -> None:
         self._ring, self._links, self._cache = ring, links, cache
+        self.rows = cache.device.place(ring.rows)
         self._order = _from(ring.lanes, links.lane)
         self._attention = {other: _Partial(rows, attending) for other, rows in ring.of.items() if rows.spans}
         self.partials: list[tuple[int, torch.Tensor, torch.Tensor]] = []  # lane, output, log-sum-exp
@@ -329,7 +347,7 @@ class _QueriesRing:
     def start(self, layer: int, q: torch.Tensor) -> None:
         self.partials = []
         self._layer = layer
-        self._message = q[self._ring.rows]
+        self._message = q[self.rows]
         self._pass(1)
 
     def turn(self, turn: int) -> None:
@@ -376,10 +394,10 @@ class _Partial:
         self._attention: StepAttention | None = None
         if rows.spans:
             self._attention = attending.backend.plan(rows.spans, attending.block_tokens)
-        blind = torch.ones(rows.count, dtype=torch.bool)
+        blind = np.ones(rows.count, dtype=np.bool_)
         for span in rows.spans:
             blind[span.rows] = False
-        self._blind = blind.nonzero().flatten()
+        self._blind = attending.device.place(torch.from_numpy(np.flatnonzero(blind)))
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

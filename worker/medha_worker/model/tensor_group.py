@@ -6,7 +6,10 @@ import torch
 
 
 class TensorGroup(Protocol):
-    """Ranks in lock-step: all of them make every call, in the same order and with the same shapes."""
+    """Ranks in lock-step: all of them make every call, in the same order and with the same shapes.
+
+    Groups of gloo take tensors in host memory only.
+    """
 
     def all_reduce(self, x: torch.Tensor) -> None:
         """Replace x on every rank by the sum of all ranks' x."""

@@ -7,19 +7,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name everybody knows it by
 
+from medha_worker.device import Device
 from medha_worker.kernels.protocol import Kernels
-from medha_worker.kernels.sequence_span import SequenceSpan, SlotRun, slot_runs
-from medha_worker.kernels.torch_attention import AttentionBackend
+from medha_worker.kernels.sequence_span import SequenceSpan, slot_runs
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.rope import inverse_frequencies, rotation_table
 from medha_worker.model.spread import LaneLinks, SpreadPlan, SpreadStep
 from medha_worker.model.tensor_group import Alone, TensorGroup
-from medha_worker.model.weights import DTYPES, LayerWeights, Progress, Shard, Weights, load_weights
+from medha_worker.model.weights import LayerWeights, Progress, Shard, Weights, load_weights
 
 # Rows of the MLP that are computed together on a CPU.
 _MLP_ROWS = 512
@@ -48,7 +49,7 @@ class Transformer:
         shard: Shard,
         weights: Weights,
         *,
-        kernels: Kernels | None = None,
+        kernels: Kernels,
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
         ran_out: Callable[[], None] = lambda: None,
@@ -60,31 +61,26 @@ class Transformer:
         self.config = config
         self.shard = shard
         self._weights = weights
-        self.kernels = kernels or Kernels()
-        self.device = weights.layers[0].qkv.device
-        self.dtype = weights.layers[0].qkv.dtype
+        self.kernels = kernels
+        self.device, self.dtype = weights.device, weights.device.dtype
         frequencies, self._rope_factor = inverse_frequencies(config.rope, config.head_dim)
-        self._frequencies = frequencies.to(self.device)
+        self._frequencies = self.device.place(frequencies)
 
     @classmethod
     def load(
         cls,
         directory: Path | str,
         config: ModelConfig,
-        shard: Shard | None = None,
+        shard: Shard,
         *,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-        kernels: Kernels | None = None,
+        device: Device,
+        kernels: Kernels,
         group: TensorGroup | None = None,
         lanes: LaneLinks | None = None,
         progress: Progress | None = None,
     ) -> Transformer:
-        """Read a rank's weights (by default all, in the checkpoint's dtype) and build the model from them."""
-        shard = shard or Shard.whole(config)
-        weights = load_weights(
-            directory, config, shard, dtype=dtype or DTYPES[config.dtype], device=device, progress=progress
-        )
+        """Read a rank's weights and build the model from them."""
+        weights = load_weights(directory, config, shard, device=device, progress=progress)
         return cls(config, shard, weights, kernels=kernels, group=group, lanes=lanes)
 
     def with_kernels(self, kernels: Kernels) -> Transformer:
@@ -121,14 +117,13 @@ class Transformer:
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     def new_kv_cache(self, num_blocks: int, block_tokens: int) -> KVCache:
-        """Allocate a KV pool for this rank's layers, in the model's dtype."""
+        """Allocate a KV pool for this rank's layers."""
         return KVCache(
             num_layers=self.shard.last_layer - self.shard.first_layer,
             kv_heads=self.shard.kv_heads(self.config),
             head_dim=self.config.head_dim,
             num_blocks=num_blocks,
             block_tokens=block_tokens,
-            dtype=self.dtype,
             device=self.device,
         )
 
@@ -145,7 +140,7 @@ class Transformer:
 
         Args:
             tokens_or_hidden: Token ids, int64 [rows], on the first stage; the previous stage's result on
-                others.
+                others. In host memory or on the device, as the positions.
             positions: Positions of the rows, int64 [rows].
             spans: The sequences that the rows belong to, in row order, together covering every row.
             kv_cache: The pool that the spans' block tables point into.
@@ -156,18 +151,18 @@ class Transformer:
             Hidden states, [rows, hidden_size], before the final norm.
         """
         self._has_told = False
+        entering = self.device.place(tokens_or_hidden)
         if self._weights.embedding is not None:
-            hidden = self._embed(tokens_or_hidden, self._weights.embedding)
+            hidden = self._embed(entering, self._weights.embedding)
         else:
-            hidden = tokens_or_hidden.clone()
-        attention = self.kernels.attention
+            hidden = entering.clone()
         step: _Step | SpreadStep
         if spread is None:
-            step = _Step(spans, kv_cache, attention)
+            step = _Step(spans, kv_cache, self.kernels)
         else:
             assert self._lanes is not None, "requests are spread over lanes, and there are links to none"
-            step = SpreadStep(spread, self._lanes, kv_cache, attention, self._tell_once)
-        cos, sin = rotation_table(self._frequencies, self._rope_factor, positions)
+            step = SpreadStep(spread, self._lanes, kv_cache, self.kernels, self._tell_once)
+        cos, sin = rotation_table(self._frequencies, self._rope_factor, self.device.place(positions))
         rotation = cos.to(self.dtype), sin.to(self.dtype)  # [rows, head_dim / 2]
         for index, layer in enumerate(self._weights.layers):
             hidden = self._layer(index, layer, hidden, rotation, step)
@@ -224,7 +219,7 @@ class Transformer:
 
         # On a CPU, a few rows at a time, so that the widest activations stay in cache and in the same memory.
         rows = hidden.shape[0]
-        together = _MLP_ROWS if self.device.type == "cpu" else rows
+        together = _MLP_ROWS if self.device.is_host else rows
         wide: torch.Tensor | None = None
 
         def mlp(rows: slice, _: _Step | None) -> torch.Tensor:
@@ -365,29 +360,29 @@ class Transformer:
 
 
 class _Step:
-    """The state shared by the layers of one step: the slots of new K and V, and the plan of attention."""
+    """The state shared by the layers of one step: the plans of attention and of the write of new K and V."""
 
-    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, backend: AttentionBackend) -> None:
+    def __init__(self, spans: Sequence[SequenceSpan], kv_cache: KVCache, kernels: Kernels) -> None:
         self.sequences = [span.rows for span in spans]
         self._spans = spans
         self._cache = kv_cache
-        self._backend = backend
-        self._attention = backend.plan(spans, kv_cache.block_tokens)
-        self._runs: list[SlotRun] = [
+        self._kernels = kernels
+        self._attention = kernels.attention.plan(spans, kv_cache.block_tokens)
+        runs = [
             run
             for span in spans
             for run in slot_runs(span, span.context_length, span.total_length, kv_cache.block_tokens)
         ]
-        slots = [torch.arange(run.start, run.stop) for run in self._runs]
-        self._slots = torch.cat(slots).to(kv_cache.keys[0].device)
+        self._write = kernels.writer.plan(np.concatenate([np.arange(run.start, run.stop) for run in runs]))
 
     def alone(self, index: int) -> _Step:
         """Return the same step for one of its sequences, whose rows are then the only ones."""
-        return _Step([replace(self._spans[index], row_start=0)], self._cache, self._backend)
+        return _Step([replace(self._spans[index], row_start=0)], self._cache, self._kernels)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        self._cache.write(layer, self._slots, self._runs, k.transpose(0, 1), v.transpose(0, 1))
-        return self._attention.attend(q, self._cache.keys[layer], self._cache.values[layer])[0]
+        pools = self._cache.keys[layer], self._cache.values[layer]
+        self._write.write(*pools, k, v)
+        return self._attention.attend(q, *pools)[0]
 
 
 def _linear(

@@ -18,6 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from medha.errors import CheckpointInvalid, ModelUnsupported
+from medha_worker.device import Device
+from medha_worker.kernels.protocol import KernelSizes
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.readable import require_readable
 
@@ -57,6 +59,16 @@ class Shard:
         """Return the number of this rank's KV heads; if ranks outnumber heads, several hold the same one."""
         return max(1, config.num_kv_heads // self.tensor_size)
 
+    def kernel_sizes(self, config: ModelConfig) -> KernelSizes:
+        """Return the sizes for which this rank's kernels are made."""
+        return KernelSizes(
+            query_heads=self.query_heads(config),
+            kv_heads=self.kv_heads(config),
+            head_dim=config.head_dim,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size // self.tensor_size,
+        )
+
     def vocabulary(self, config: ModelConfig) -> list[slice]:
         """Return the vocabulary rows of each tensor rank: equal parts, the last ones shorter or empty."""
         rows = -(-config.vocab_size // self.tensor_size)
@@ -94,6 +106,7 @@ class Weights:
     `vocab_start` on. Tied embeddings on one rank are one tensor.
     """
 
+    device: Device
     layers: Sequence[LayerWeights]
     vocab_start: int
     embedding: torch.Tensor | None
@@ -106,11 +119,10 @@ def load_weights(
     config: ModelConfig,
     shard: Shard,
     *,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
+    device: Device,
     progress: Progress | None = None,
 ) -> Weights:
-    """Read what `shard` needs from the safetensors files in `directory`, converted to `dtype`.
+    """Read what `shard` needs from the safetensors files in `directory`, in the device's memory and dtype.
 
     Raises:
         CheckpointInvalid: a file or tensor is missing, misshaped or unexpected; the text names it.
@@ -119,14 +131,14 @@ def load_weights(
     """
     config.require_tensor_size(shard.tensor_size)
     with ExitStack() as stack:
-        reader = _Reader(Path(directory), config, shard, dtype, torch.device(device), progress, stack)
+        reader = _Reader(Path(directory), config, shard, device, progress, stack)
         layers = [reader.layer(index) for index in range(shard.first_layer, shard.last_layer)]
         embedding = reader.vocabulary("model.embed_tokens.weight") if shard.is_first_stage else None
         final_norm = head = None
         if shard.is_last_stage:
             final_norm = reader.whole("model.norm.weight")
             head = reader.head(embedding)
-        return Weights(layers, reader.vocab_rows.start, embedding, final_norm, head)
+        return Weights(device, layers, reader.vocab_rows.start, embedding, final_norm, head)
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -171,12 +183,11 @@ class _Reader:
         directory: Path,
         config: ModelConfig,
         shard: Shard,
-        dtype: torch.dtype,
-        device: torch.device,
+        device: Device,
         progress: Progress | None,
         stack: ExitStack,
     ) -> None:
-        self.config, self.shard, self.dtype, self.device = config, shard, dtype, device
+        self.config, self.shard, self.device = config, shard, device
         self._stack = stack
         self._files: dict[Path, Any] = {}
         self._file_of = self._locate(directory)
@@ -248,7 +259,9 @@ class _Reader:
     def _column_parallel(self, parts: Mapping[str, slice]) -> torch.Tensor:
         """Return slices of several weights side by side, [in, out of all]."""
         widths = [rows.stop - rows.start for rows in parts.values()]
-        fused = torch.empty(self.config.hidden_size, sum(widths), dtype=self.dtype, device=self.device)
+        fused = torch.empty(
+            self.config.hidden_size, sum(widths), dtype=self.device.dtype, device=self.device.torch_device
+        )
         first = 0
         for (name, rows), width in zip(parts.items(), widths, strict=True):
             fused[:, first : first + width] = self._slice(f"{name}.weight", rows).t()
@@ -262,7 +275,7 @@ class _Reader:
         return self._convert(self._slice(name, slice(None), columns).t())
 
     def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+        return tensor.to(device=self.device.torch_device, dtype=self.device.dtype).contiguous()
 
     def _slice(self, name: str, *index: slice) -> torch.Tensor:
         """Read a slice of the named tensor from its file, and nothing else of it."""
@@ -286,7 +299,7 @@ class _Reader:
             )
         whole = all(part == slice(None) for part in index)
         tensor: torch.Tensor = self._open(path).get_tensor(name) if whole else stored[index]
-        self._read_bytes += tensor.numel() * self.dtype.itemsize
+        self._read_bytes += tensor.numel() * self.device.dtype.itemsize
         if self._progress is not None:
             self._progress(self._read_bytes, max(self._read_bytes, self._total_bytes))
         return tensor
@@ -359,7 +372,7 @@ class _Reader:
             or self.shard.first_layer <= int(name.split(".")[2]) < self.shard.last_layer
         ]
         elements = sum(torch.Size(self._shapes[name]).numel() for name in in_stage)
-        return elements * self.dtype.itemsize // self.shard.tensor_size
+        return elements * self.device.dtype.itemsize // self.shard.tensor_size
 
 
 def _and_more(names: Sequence[str]) -> str:

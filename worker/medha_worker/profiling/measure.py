@@ -20,13 +20,14 @@ import torch
 from medha.cost.predictor import Work
 from medha.errors import ConfigInvalid, OutOfMemory
 from medha.wire.messages import Sampling
+from medha_worker.device import host_device
+from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.model.kernel_choice import choose_kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.out_of_memory import ran_out
 from medha_worker.model.sampler import SequenceSampler, draw
 from medha_worker.model.transformer import Transformer
-from medha_worker.model.weights import DTYPES
+from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.profiling.fit import MeasuredStep
 
 BLOCK_TOKENS = 16
@@ -118,7 +119,7 @@ class StepTimer:
 
     def measure(self, works: Shape, sampling: Sampling = GREEDY) -> MeasuredStep:
         """Run one step of `works` once; sequences overlap if the pool is too small for all of them."""
-        model, device = self._model, self._model.device
+        model = self._model
         spans, row, block = [], 0, 0
         for work in works:
             end = block + blocks_of((work,))
@@ -128,26 +129,22 @@ class StepTimer:
             row, block = row + work.count, end
         positions = torch.cat([torch.arange(work.context, work.context + work.count) for work in works])
         entering = (
-            torch.zeros(row, dtype=torch.int64, device=device)
+            torch.zeros(row, dtype=torch.int64)
             if model.shard.is_first_stage
-            else torch.zeros(row, model.config.hidden_size, dtype=model.dtype, device=device)
+            else torch.zeros(row, model.config.hidden_size, dtype=model.dtype)
         )
-        last_rows = torch.tensor([span.row_start + span.row_count - 1 for span in spans])
+        last_rows = [span.row_start + span.row_count - 1 for span in spans]
         samplers = [_sampler(sampling, model.config.vocab_size) for _ in works]
         started = self._clock()
-        hidden = model.forward(entering, positions.to(device), spans, self._pool)
-        self._wait()
+        hidden = model.forward(entering, positions, spans, self._pool)
+        model.device.synchronise()
         forwarded = self._clock()
         if model.shard.is_last_stage:
             logits = model.logits(hidden[last_rows])
             if logits is not None:  # only on the rank that samples
                 draw(logits, samplers)
-        self._wait()
+        model.device.synchronise()
         return MeasuredStep(works, forwarded - started, self._clock() - forwarded)
-
-    def _wait(self) -> None:
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize(self._model.device)
 
 
 def measure(
@@ -202,9 +199,10 @@ def load(directory: Path, *, max_model_len: int | None, dtype: str, threads: int
     """
     torch.set_num_threads(threads or os.cpu_count() or 1)
     config = ModelConfig.from_directory(directory, max_model_len)
-    torch_dtype = DTYPES[config.dtype if dtype == "auto" else dtype]
-    kernels = choose_kernels(config, torch_dtype, torch.device("cpu"))
-    return Transformer.load(directory, config, dtype=torch_dtype, kernels=kernels)
+    device = host_device(DTYPES[config.dtype if dtype == "auto" else dtype])
+    shard = Shard.whole(config)
+    kernels = choose_kernels(shard.kernel_sizes(config), device)
+    return Transformer.load(directory, config, shard, device=device, kernels=kernels)
 
 
 def _covers(works: Shape, other: Shape) -> bool:

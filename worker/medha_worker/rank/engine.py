@@ -22,15 +22,16 @@ from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Meet, RankReady
-from medha_worker.model.kernel_choice import choose_kernels
+from medha_worker.device import HOST, host_device
+from medha_worker.host_memory import keep_freed_memory
+from medha_worker.kernels.name_table import choose_kernels
 from medha_worker.model.kv_cache import KVCache
 from medha_worker.model.model_config import ModelConfig
-from medha_worker.model.out_of_memory import keep_freed_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import DTYPES, Shard
 from medha_worker.model.weights import Progress as ReadProgress
 from medha_worker.rank.executor import Executor
-from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, host_free_bytes, pool_blocks
+from medha_worker.rank.kv_pool_size import PoolRequest, exchange_bytes, pool_blocks
 from medha_worker.rank.mesh import Grid
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.rank.warmup import Progress, WarmUp, times, typical, warm_up
@@ -187,7 +188,6 @@ class Loaded:
             eos_token_ids=eos_token_ids(settings.model_directory),
             clock=time.perf_counter,
             epoch=epoch,
-            device=model.device,
             lane=settings.topology.coordinates(settings.rank).kv,
             pipeline=None if grid is None else self._recorder.watch(grid, spans=STAGE_SPANS),
         )
@@ -270,7 +270,7 @@ class Loaded:
                 weights_bytes=model.weights_bytes,
                 activation_bytes=warm.activation_bytes,
             )
-            blocks = pool_blocks(request, host_free_bytes(settings.neighbours))
+            blocks = pool_blocks(request, model.device.memory.free_bytes(settings.neighbours))
             if grid is not None:
                 blocks = grid.smallest(blocks)
         if self._kv_cache is None or self._kv_cache.num_blocks != blocks:
@@ -291,15 +291,15 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
     config = ModelConfig.from_directory(
         settings.model_directory, spec.model.max_model_len, spec.model.rope_scaling
     )
-    dtype = DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype]
-    _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, dtype)
+    device = host_device(DTYPES[config.dtype if spec.model.dtype == "auto" else spec.model.dtype])
+    _log.info("loading %s from %s as %s", config.architecture, settings.model_directory, device.dtype)
     shard = _shard(config, topology, settings.rank, settings.spec.scheduling.max_chunk_tokens)
     model = Transformer.load(
         settings.model_directory,
         config,
         shard,
-        dtype=dtype,
-        kernels=choose_kernels(config, dtype, torch.device("cpu"), shard),
+        device=device,
+        kernels=choose_kernels(shard.kernel_sizes(config), device),
         progress=_every_few_seconds(progress, time.monotonic),
     )
     return Loaded(settings, config, model, recorder, time.monotonic() - started)
@@ -307,7 +307,7 @@ def load(settings: RankSettings, recorder: StepRecorder, progress: Progress) -> 
 
 def _total(grid: Grid, count: int) -> int:
     """Return the sum of a count over the tensor ranks of this pod."""
-    total = torch.tensor([count])
+    total = torch.tensor([count], device=HOST)
     grid.tensor_group.all_reduce(total)
     return int(total)
 

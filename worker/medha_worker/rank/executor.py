@@ -76,8 +76,8 @@ class Model(Protocol):
     ) -> Tensor:
         """Run the layers and return hidden states, [rows, hidden].
 
-        The input is int64 [rows] tokens, or the previous stage's hidden states. K and V of the rows are
-        written to the pool. `spread` replaces `spans` where lanes share requests.
+        The input is int64 [rows] tokens, or the previous stage's hidden states, in host memory; so are the
+        positions. K and V of the rows are written to the pool. `spread` replaces `spans` where lanes share requests.
         """
 
     def logits(self, hidden: Tensor) -> Tensor | None:
@@ -181,7 +181,7 @@ class _Part:
 class _Batch:
     """Parts as one flat batch."""
 
-    positions: Tensor  # int64 [rows]
+    positions: Tensor  # int64 [rows], in host memory
     spans: list[SequenceSpan]
     spread: SpreadPlan | None
 
@@ -251,7 +251,6 @@ class Executor:
         eos_token_ids: Sequence[int],
         clock: Callable[[], float],
         epoch: int = 0,
-        device: torch.device | str = "cpu",
         lane: int = 0,
         pipeline: Pipeline | None = None,
         mask_for: Callable[[Admit], LogitsMask | None] = lambda _: None,
@@ -265,7 +264,6 @@ class Executor:
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._clock = clock
-        self._device = torch.device(device)
         self._pipeline = pipeline
         self._waited_seconds = 0.0  # seconds that the running step has waited for data of other ranks
         self._expected: deque[list[_Part]] = deque()  # parts of each step whose tokens have not arrived yet
@@ -536,12 +534,12 @@ class Executor:
                 spans.append(SequenceSpan(row, count, part.entry.extents[0].start, part.sequence.table))
                 row += count
         at = positions([extent for part in parts for extent in part.entry.extents])
-        return _Batch(torch.from_numpy(at).to(self._device), spans, spread)
+        return _Batch(torch.from_numpy(at), spans, spread)
 
     def _forward(self, parts: Sequence[_Part], batch: _Batch) -> list[_Part]:
         """Run all parts as one flat batch; return them with the hidden state of their last position."""
         asked = self._clock()
-        inputs = self._input(parts).to(self._device)
+        inputs = self._input(parts)
         self._waited_seconds = self._clock() - asked
         hidden = self._model.forward(inputs, batch.positions, batch.spans, self._kv_cache, batch.spread)
         if self._pipeline is not None and not self._pipeline.is_last_stage and len(hidden):

@@ -93,9 +93,9 @@ class SpreadEntry:
                 row += count
         return {lane: (np.concatenate(rows), np.concatenate(places)) for lane, (rows, places) in kept.items()}
 
-    def slots(self, places: Ids, block_tokens: int) -> torch.Tensor:
-        """Return the slots of local positions in the pool of the planning lane, int64."""
-        return torch.from_numpy(self.table[places // block_tokens] * block_tokens + places % block_tokens)
+    def slots(self, places: Ids, block_tokens: int) -> Ids:
+        """Return the slots of local positions in the pool of the planning lane."""
+        return self.table[places // block_tokens] * block_tokens + places % block_tokens
 
     def _pieces(self, extent: Extent) -> Iterator[tuple[int, int, int, int]]:
         """Split an extent at lane boundaries; yield first position, count, lane and first local position."""
@@ -153,7 +153,7 @@ def _landing(
     block_tokens: int,
 ) -> Landing:
     to: dict[int, list[Ids]] = {}
-    here: tuple[list[Ids], list[torch.Tensor]] = ([], [])
+    here: tuple[list[Ids], list[Ids]] = ([], [])
     for entry, row in zip(own, rows, strict=False):
         for keeper, (kept, places) in entry.kept_by().items():
             if keeper == lane:
@@ -161,15 +161,15 @@ def _landing(
                 here[1].append(entry.slots(places, block_tokens))
             else:
                 to.setdefault(keeper, []).append(kept + row)
-    of: dict[int, list[torch.Tensor]] = {}
+    of: dict[int, list[Ids]] = {}
     for entry in foreign:
         kept_here = entry.kept_by().get(lane)
         if kept_here is not None:
             of.setdefault(entry.lane, []).append(entry.slots(kept_here[1], block_tokens))
     return Landing(
-        (_joined(here[0]), torch.cat([torch.empty(0, dtype=torch.int64), *here[1]])),
+        (_joined(here[0]), np.concatenate([np.arange(0), *here[1]])),
         {keeper: _joined(found) for keeper, found in to.items()},
-        {computing: torch.cat(found) for computing, found in of.items()},
+        {computing: np.concatenate(found) for computing, found in of.items()},
     )
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from medha.errors import OutOfMemory
 
@@ -89,81 +85,6 @@ def exchange_bytes(
     of_query = query_heads * (2 * head_dim * element_bytes + 2 * (head_dim + 1) * 4)
     passing = 2 * 2 * kv_heads * shard_tokens * head_dim * element_bytes if passes_keys else 0
     return (lanes - 1) * chunk_tokens * of_query + passing
-
-
-def host_free_bytes(ranks_on_host: int, root: Path = Path("/")) -> int:
-    """Return the memory that one rank of this host may still take.
-
-    That is the machine's free memory within all cgroup limits that apply, divided by the ranks. A cgroup's
-    usage counts file pages that the kernel drops when memory is wanted, among them the checkpoint that was
-    just read, so those count as free.
-    """
-    free = psutil.virtual_memory().available
-    for directory, names in _cgroup_directories(root):
-        limit = _read_bytes(directory / names.limit)
-        usage = _read_bytes(directory / names.usage)
-        if limit is not None and usage is not None:
-            droppable = _read_statistic(directory / "memory.stat", names.inactive_file)
-            free = min(free, max(limit - usage + min(droppable, usage), 0))
-    return free // ranks_on_host
-
-
-@dataclass(frozen=True, slots=True)
-class _CgroupNames:
-    mount: str
-    limit: str
-    usage: str
-    inactive_file: str  # name in memory.stat; includes the child cgroups
-
-
-_VERSION_2 = _CgroupNames("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-_VERSION_1 = _CgroupNames(
-    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-)
-
-
-def _cgroup_directories(root: Path) -> Iterator[tuple[Path, _CgroupNames]]:
-    """Yield this process's memory cgroup and all its ancestors: the tightest of their limits counts.
-
-    In a container, the path may be the host's and not visible; the mount itself is then the container's
-    cgroup.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            names = _VERSION_2
-        elif "memory" in controllers.split(","):
-            names = _VERSION_1
-        else:
-            continue
-        mount = root / names.mount
-        inner = mount / path.lstrip("/")
-        while inner != mount:
-            yield inner, names
-            inner = inner.parent
-        yield mount, names
-
-
-def _read_bytes(path: Path) -> int | None:
-    """Return the number in a cgroup file; None if there is no such file, or no limit (`max`)."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _read_statistic(path: Path, name: str) -> int:
-    """Return one line of a cgroup's `memory.stat`, in bytes; 0 if it is missing."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{name} ")), 0)
 
 
 def _mib(count: int) -> str:

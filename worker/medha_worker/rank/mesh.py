@@ -7,8 +7,8 @@ every wait is bounded.
 
 The groups are created here rather than by `init_process_group`, whose state belongs to the process: it
 numbers its group names, so a replaced rank would use other names than ranks that have formed groups before,
-and they would never find each other. All groups use gloo, whatever device computes: NCCL is not supported
-yet.
+and they would never find each other. All groups use gloo, which sends and receives tensors in host memory
+(`HOST`); there are no NCCL groups.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # the stores are e
 
 from medha.errors import PartFailed
 from medha.topology import Coordinates, Topology
+from medha_worker.device import HOST
 
 WAIT_SECONDS = 10.0
 """Bound of each receive and collective after the rendezvous; a rank that is silent for longer is lost."""
@@ -158,7 +159,7 @@ class Grid:
         """Exchange readiness and values with all ranks; return the smallest value if all are ready."""
         # Each round is short, however long a warm-up takes, so that a lost rank is noticed within the usual
         # bound.
-        found = torch.tensor([int(is_here), value], dtype=torch.int64)
+        found = torch.tensor([int(is_here), value], dtype=torch.int64, device=HOST)
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(ReduceOp.MIN)
         try:
@@ -185,7 +186,7 @@ class Grid:
 
     def send_hidden(self, hidden: torch.Tensor) -> None:
         """Send a step's hidden states to the next stage, without waiting for it to receive them."""
-        work, kept = self._send(hidden.contiguous(), self._at_stage(self.here.stream + 1))
+        work, kept = self._send(hidden.to(HOST).contiguous(), self._at_stage(self.here.stream + 1))
         self._sent_hidden.keep(work, kept, self._wait)
 
     def expect_hidden(self, rows: int) -> None:
@@ -197,14 +198,14 @@ class Grid:
         Raises:
             PartFailed: that stage is gone.
         """
-        hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype)
+        hidden = torch.empty(rows, self._hidden_size, dtype=self._dtype, device=HOST)
         before = self._at_stage(self.here.stream - 1)
         with self._waiting_for(before, "hidden states"):
             coming = self._everyone.recv([hidden], before, _TAG) if rows else None
         self._coming.append((coming, hidden))
 
     def receive_hidden(self) -> torch.Tensor:
-        """Return the oldest expected hidden states, once they have arrived.
+        """Return the oldest expected hidden states, in host memory, once they have arrived.
 
         Raises:
             PartFailed: they do not arrive in time.
@@ -222,11 +223,13 @@ class Grid:
         """
         for rank in self._pod(self.here.kv, 0):
             if rank != self.rank:
-                self._sent_tokens.keep(*self._send(torch.tensor(ids, dtype=torch.int64), rank), self._wait)
+                self._sent_tokens.keep(
+                    *self._send(torch.tensor(ids, dtype=torch.int64, device=HOST), rank), self._wait
+                )
 
     def receive_tokens(self, count: int) -> list[int]:
         """Receive the next step's tokens and digest from the sampling rank; called on the first stage."""
-        ids = torch.empty(count, dtype=torch.int64)
+        ids = torch.empty(count, dtype=torch.int64, device=HOST)
         with self._waiting_for(self.drawing_rank, "drawn tokens"):
             self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
@@ -264,7 +267,7 @@ class Grid:
         if lanes == 1:
             return 0.0
         following, before = (self.lane + 1) % lanes, (self.lane - 1) % lanes
-        sent, received = torch.zeros(2, _PROBE_BYTES, dtype=torch.uint8)
+        sent, received = torch.zeros(2, _PROBE_BYTES, dtype=torch.uint8, device=HOST)
         seconds = []
         for _ in range(_PROBES):
             started = clock()

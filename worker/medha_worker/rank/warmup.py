@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from medha.cost.predictor import Work
 from medha.errors import OutOfMemory
 from medha.wire.messages import Sampling, StepProfile
-from medha_worker.model import out_of_memory as memory
+from medha_worker.model import out_of_memory
 from medha_worker.model.transformer import Transformer
 from medha_worker.profiling.fit import MeasuredStep, fit_profile
 from medha_worker.profiling.measure import BLOCK_TOKENS, GREEDY, Shape, StepTimer, blocks_of, median
@@ -22,8 +20,6 @@ Progress = Callable[[str, int, int], None]
 """Callback that is given a text of what is done now, the number of steps done, and their total."""
 
 _COSTLY = Sampling(temperature=1.0, top_p=0.9)  # the sampling that takes the most memory
-
-_log = logging.getLogger("medha.warmup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +42,8 @@ def warm_up(
 ) -> WarmUp:
     """Run steps of several shapes, up to the largest chunk and batch that the scheduler will form.
 
-    The activations' size is the growth of the process's resident memory at its peak, the kernels' own buffers
-    included; the warm-up's scratch KV was resident before. `ran_out` returns whether rows have become NaN so
+    The activations' size is the growth of the process's memory on the device at its peak, the kernels' own buffers
+    included; the warm-up's scratch KV was taken before. `ran_out` returns whether rows have become NaN so
     far, here or on another tensor rank: in a grid, nothing else reports that memory does not suffice.
     `progress` is called with the next step, and with the number of steps done and their total.
 
@@ -66,8 +62,9 @@ def warm_up(
         return step
 
     timer = StepTimer(model, max(map(blocks_of, shapes)) * BLOCK_TOKENS, clock)
-    _forget_peak()
-    before = _resident_bytes()
+    memory = model.device.memory
+    memory.forget_peak()
+    before = memory.used_bytes()
     chunk = min(max_chunk_tokens, max_model_len)
     too_large = f"a step of {chunk} tokens, or of {max_running} sequences, does not fit beside the weights"
     mend = "lower scheduling.maxChunkTokens or scheduling.maxRunning"
@@ -75,12 +72,12 @@ def warm_up(
         measured((Work(0, chunk),))
         measured((Work(0, 1),) * max_running, _COSTLY)
     except (RuntimeError, MemoryError) as error:
-        if not memory.ran_out(error):
+        if not out_of_memory.ran_out(error):
             raise
         raise OutOfMemory(f"{too_large} ({error}); {mend}") from error
     if ran_out():
         raise OutOfMemory(f"{too_large} of a rank of this pod, whose log says more; {mend}")
-    activation_bytes = max(_peak_bytes() - before, 0)
+    activation_bytes = max(memory.peak_bytes() - before, 0)
     for works in shapes:
         measured(works)
     steps = [median([measured(works) for _ in range(REPEATS)]) for works in shapes]
@@ -141,24 +138,3 @@ def step_profile(steps: Sequence[MeasuredStep]) -> StepProfile:
         token_points=fitted.linear_points,
         query_points=fitted.attention.points,
     )
-
-
-def _resident_bytes() -> int:
-    return _status_bytes("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status_bytes("VmHWM")
-
-
-def _forget_peak() -> None:
-    """Reset the peak to what is resident now (proc(5)), or loading the weights would hide the activations."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError as error:
-        _log.warning("activations may be overestimated, the peak before them cannot be reset: %s", error)
-
-
-def _status_bytes(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))

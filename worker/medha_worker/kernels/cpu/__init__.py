@@ -1,1 +1,1 @@
-"""Attention on CPUs with a kernel compiled at start; optional, plain torch is the fallback."""
+"""Attention and row operators in float32, compiled for this machine's CPU when a rank starts."""

@@ -16,8 +16,9 @@ import torch
 from medha_worker.kernels.cpu.attention_code import CALL_FIELDS, TASK_FIELDS, CompiledAttention
 from medha_worker.kernels.cpu.host_compiler import Target
 from medha_worker.kernels.cpu.openmp import OpenMP
+from medha_worker.kernels.partial_results import merge_partials
+from medha_worker.kernels.protocol import StepAttention
 from medha_worker.kernels.sequence_span import SequenceSpan
-from medha_worker.kernels.torch_attention import StepAttention, merge_partials
 
 # Rows of a task: its queries and sums, 0.4 MiB at head dimension 64, stay in second-level cache.
 _TASK_ROWS = 768

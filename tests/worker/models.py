@@ -1,0 +1,39 @@
+"""Models that tests load without a rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from medha_worker.device import host_device
+from medha_worker.kernels.name_table import choose_kernels, torch_kernels
+from medha_worker.kernels.protocol import Kernels
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import DTYPES, Shard
+
+
+def kernels_of_a_rank(config: ModelConfig, shard: Shard | None = None) -> Kernels:
+    """What a rank takes for the checkpoint's dtype on this machine."""
+    sizes = (shard or Shard.whole(config)).kernel_sizes(config)
+    return choose_kernels(sizes, host_device(DTYPES[config.dtype]))
+
+
+def load_model(
+    directory: Path,
+    config: ModelConfig,
+    shard: Shard | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    kernels: Kernels | None = None,
+) -> Transformer:
+    """A checkpoint on the CPU: by default whole, in its own dtype and in plain torch."""
+    device = host_device(dtype or DTYPES[config.dtype])
+    return Transformer.load(
+        directory,
+        config,
+        shard or Shard.whole(config),
+        device=device,
+        kernels=kernels or torch_kernels(device),
+    )

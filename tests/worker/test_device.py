@@ -1,0 +1,167 @@
+"""A model on a device with memory of its own, by fake tensors: no operator of a step mixes it with host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.device import HOST, Device, host_device
+from medha_worker.host_memory import HostMemory
+from medha_worker.kernels.name_table import choose_kernels
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.kernels.torch_attention import TorchAttention
+from medha_worker.model.model_config import ModelConfig
+from medha_worker.model.spread import Landing, OwnPart, RingKeys, RingQueries, Rows, SpreadPlan
+from medha_worker.model.tensor_group import Alone
+from medha_worker.model.transformer import Transformer
+from medha_worker.model.weights import LayerWeights, Shard, load_weights
+
+BLOCK_TOKENS = 16
+ROWS = 42
+
+
+class Crossings(TorchDispatchMode):
+    """Notes operators that read from both memories, which fake tensors let pass in `x[i]`, and copies to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        read = {tensor.device.type for tensor in tensors if tensor.dim()}  # numbers may be anywhere
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor)]
+        made = {tensor.device.type for tensor in results}
+        for tensor in results:
+            tensor.constant = None  # else small tables would be copied to the device really
+        if len(read) > 1 or ("cuda" in read and "cpu" in made):
+            self.found.append(str(func))
+        return result
+
+
+@contextmanager
+def on_a_fake_device(
+    checkpoint: Path, shard: Shard, dtype: torch.dtype
+) -> Iterator[tuple[Transformer, Crossings]]:
+    """Only shapes, types and devices are computed from here on, and what is not on one device raises or is noted."""
+    config = ModelConfig.from_directory(checkpoint)
+    device = Device(torch.device("cuda", 0), dtype, HostMemory())
+    stored = load_weights(checkpoint, config, shard, device=host_device(dtype))
+    with FakeTensorMode(), Crossings() as crossings:
+
+        def faked(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return (
+                None if tensor is None else torch.empty(tensor.shape, dtype=dtype, device=device.torch_device)
+            )
+
+        layers = [
+            LayerWeights(**{field.name: faked(getattr(layer, field.name)) for field in fields(layer)})
+            for layer in stored.layers
+        ]
+        outside = {name: faked(getattr(stored, name)) for name in ("embedding", "final_norm", "head")}
+        weights = replace(stored, device=device, layers=layers, **outside)
+        kernels = choose_kernels(shard.kernel_sizes(config), device)
+        yield Transformer(config, shard, weights, kernels=kernels), crossings
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    init_checkpoint(directory, preset="tiny", seed=0)
+    return directory
+
+
+def spans() -> list[SequenceSpan]:
+    """A chunk behind a context, both in scattered blocks, and two decodes: one in a single run, one scattered."""
+    scattered, run = np.array([9, 2, 7, 4, 5, 0]), np.array([11, 12, 13])
+    return [
+        SequenceSpan(0, 40, 50, scattered),
+        SequenceSpan(40, 1, 33, run),
+        SequenceSpan(41, 1, 80, scattered[::-1]),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("stage", ["whole", "first", "last"])
+def test_a_step_stays_on_its_device(checkpoint: Path, dtype: torch.dtype, stage: str) -> None:
+    layers = ModelConfig.from_directory(checkpoint).num_layers
+    first, last = {"whole": (0, layers), "first": (0, 1), "last": (1, layers)}[stage]
+    shard = Shard(0, 1, first, last, layers)
+    with on_a_fake_device(checkpoint, shard, dtype) as (model, crossings):
+        cache = model.new_kv_cache(16, BLOCK_TOKENS)
+        entering = (
+            torch.zeros(ROWS, dtype=torch.int64)
+            if shard.is_first_stage
+            else torch.zeros(ROWS, model.config.hidden_size, dtype=dtype)
+        )
+        hidden = model.forward(entering, torch.arange(ROWS), spans(), cache)
+        assert (hidden.device.type, hidden.dtype) == ("cuda", dtype)
+        if shard.is_last_stage:
+            logits = model.logits(hidden[[0, 41]])
+            assert logits is not None
+            assert (logits.device.type, logits.dtype) == ("cuda", torch.float32)
+        cache.copy_block(3, 4)
+        assert crossings.found == []
+
+
+class Links:
+    """Links to two other lanes, from which something always arrives at once."""
+
+    lane = 0
+
+    def start(self, outgoing: Any, incoming: Any) -> None: ...
+
+    def finish(self, started: None) -> None: ...
+
+
+def test_a_step_of_several_lanes_stays_on_its_device(checkpoint: Path) -> None:
+    """Every part of a plan at once: rows that stay, leave and arrive, direct queries, and both rings."""
+    whole = Shard.whole(ModelConfig.from_directory(checkpoint))
+    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
+        links: Any = Links()
+        cache = model.new_kv_cache(16, BLOCK_TOKENS)
+        model = model.in_grid(Alone(), links)
+        own = Rows(ROWS, spans())
+        there = Rows(4, [SequenceSpan(0, 4, 60, np.arange(4), is_causal=False)])
+        rows = torch.arange(0, 40, 2)
+        ring = Rows(len(rows), [SequenceSpan(3, 5, 30, np.arange(2), is_causal=False)])
+        plan = SpreadPlan(
+            local=own,
+            landing=Landing(
+                (torch.arange(30), np.arange(40, 70)),
+                {1: torch.arange(30, 42)},
+                {2: np.array([7, 90, 3])},
+            ),
+            own=[OwnPart(slice(40, 41), (1,))],
+            foreign=[(2, there)],
+            queries=RingQueries((0, 1), rows, {0: ring, 1: there}, (1,)),
+            keys=RingKeys((0, 1, 2), rows, torch.tensor([4, 1]), {0: 2, 1: 2, 2: 3}, {1: ring, 2: ring}),
+            sequences=[span.rows for span in own.spans],
+        )
+        hidden = model.forward(torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), (), cache, plan)
+        assert hidden.device.type == "cuda"
+        assert crossings.found == []
+
+
+def test_kernels_made_for_another_device_are_noticed(checkpoint: Path) -> None:
+    whole = Shard.whole(ModelConfig.from_directory(checkpoint))
+    with on_a_fake_device(checkpoint, whole, torch.bfloat16) as (model, crossings):
+        cache = model.new_kv_cache(16, BLOCK_TOKENS)
+        misplaced = model.with_kernels(replace(model.kernels, attention=TorchAttention(HOST)))
+        with pytest.raises(RuntimeError, match="two devices"):
+            misplaced.forward(torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS), spans(), cache)
+        at = torch.arange(3)
+        assert cache.keys[0][:, at].device.type == "cuda"  # an operator that fake tensors let pass
+        assert crossings.found == ["aten.index.Tensor"]

@@ -1,0 +1,45 @@
+"""The table of kernels by name, and the choice of those that a rank runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from medha_worker.device import Device
+from medha_worker.kernels.protocol import Kernels, KernelSizes, KernelsUnavailable
+from medha_worker.kernels.torch_attention import TorchAttention
+from medha_worker.kernels.torch_kv_writer import TorchKVWriter
+from medha_worker.kernels.torch_rows import TorchRows
+
+_log = logging.getLogger("medha.kernels")
+
+
+def torch_kernels(device: Device) -> Kernels:
+    """Return the operators in plain torch, which run every model on every device."""
+    place = device.torch_device
+    return Kernels("torch", TorchAttention(place), TorchKVWriter(place), TorchRows())
+
+
+def _compiled_kernels(sizes: KernelSizes, device: Device) -> Kernels:
+    try:
+        from medha_worker.kernels.cpu.compiled_kernels import compiled_kernels
+    except ImportError as error:
+        raise KernelsUnavailable(f"their compiler, llvmlite, cannot be imported ({error})") from error
+    return compiled_kernels(sizes, device, torch_kernels(device))
+
+
+KERNELS: Mapping[str, Callable[[KernelSizes, Device], Kernels]] = MappingProxyType(
+    {"cpu": _compiled_kernels, "torch": lambda _sizes, device: torch_kernels(device)}
+)
+"""What makes the kernels of each name, the fastest first. It raises `KernelsUnavailable` where they cannot run."""
+
+
+def choose_kernels(sizes: KernelSizes, device: Device) -> Kernels:
+    """Return the first kernels of the table that can run this model here; the log says why not the others."""
+    for name, make in KERNELS.items():
+        try:
+            return make(sizes, device)
+        except KernelsUnavailable as error:
+            _log.info("the %s kernels are not used, because %s", name, error)
+    raise AssertionError("plain torch runs everywhere")

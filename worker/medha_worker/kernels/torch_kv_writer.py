@@ -1,0 +1,53 @@
+"""Writes of new K and V to a paged pool in plain torch, in any dtype on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from medha_worker.kernels.protocol import StepWrite
+
+# A slice copy costs about as much as scattering this many rows.
+_ROWS_PER_SLICE_COPY = 8
+
+
+class TorchKVWriter:
+    """Copies few long runs of slots as slices, and scatters many short ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is the pool's."""
+        self._device = device
+
+    def plan(self, slots: npt.NDArray[np.int64]) -> StepWrite:
+        ends = np.flatnonzero(np.diff(slots) != 1) + 1  # of runs, by rows, but for the last one's
+        if (len(ends) + 1) * _ROWS_PER_SLICE_COPY > len(slots):
+            return _Scatter(torch.from_numpy(slots).to(self._device))
+        return _Slices(np.split(slots, ends))
+
+
+class _Scatter:
+    def __init__(self, slots: torch.Tensor) -> None:
+        self._slots = slots
+
+    def write(
+        self, pool_keys: torch.Tensor, pool_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        pool_keys.index_copy_(1, self._slots, keys.transpose(0, 1))
+        pool_values.index_copy_(1, self._slots, values.transpose(0, 1))
+
+
+class _Slices:
+    def __init__(self, runs: list[npt.NDArray[np.int64]]) -> None:
+        stops = np.cumsum([len(run) for run in runs]).tolist()
+        self._runs = [
+            (slice(stop - len(run), stop), slice(int(run[0]), int(run[-1]) + 1))
+            for stop, run in zip(stops, runs, strict=True)
+        ]
+
+    def write(
+        self, pool_keys: torch.Tensor, pool_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        for rows, slots in self._runs:
+            pool_keys[:, slots] = keys[rows].transpose(0, 1)
+            pool_values[:, slots] = values[rows].transpose(0, 1)
