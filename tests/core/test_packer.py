@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medha.cost.predictor import Predictor, Work
-from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
+from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate
+from medha.scheduler.step_builder import pack
 from medha.topology import Topology
 from medha.wire.messages import StepProfile
 
@@ -58,7 +59,7 @@ def packed_step(
             min(decode.tpot_seconds for decode in decodes),
             min(decode.fair_tpot_seconds for decode in decodes),
         )
-    return pack(batch, targets, prefills, limits)
+    return pack(batch, targets, iter(prefills), limits, lambda _: True)
 
 
 def tokens(
@@ -305,26 +306,25 @@ def test_while_nothing_decodes_a_long_chunk_ends_early_for_next_to_none_of_its_r
 def test_kv_is_asked_for_only_by_those_that_find_space_and_most_urgent_first() -> None:
     asked: list[str] = []
 
-    def admit(candidate: PrefillCandidate) -> bool:
+    def place(candidate: PrefillCandidate) -> bool:
         asked.append(candidate.id)
         return candidate.id != "none left"
 
     names = ["a", "none left", "large", "tail", "over"]
     sizes = [60, 10, 90, 35, 90]
     waiting = [replace(prefill(name, size), waits=True) for name, size in zip(names, sizes, strict=True)]
-    packed = pack(Batch(TOKEN_IS_A_MILLISECOND), None, waiting, LIMITS, admit)
+    packed = pack(Batch(TOKEN_IS_A_MILLISECOND), None, iter(waiting), LIMITS, place)
     assert asked == ["a", "none left", "large"]
     assert packed.chunks == {"a": 60, "large": 40}
 
 
 def test_a_part_that_turns_out_to_be_cached_is_not_computed() -> None:
-    def admit(candidate: PrefillCandidate) -> bool:
-        candidate.context, candidate.remaining = 400, 20
+    def place(candidate: PrefillCandidate) -> bool:
+        candidate.context, candidate.remaining, candidate.moved = 400, 20, True
         return True
 
-    packed = pack(
-        Batch(TOKEN_IS_A_MILLISECOND), None, [replace(prefill("a", 420), waits=True)], LIMITS, admit
-    )
+    waiting = iter([replace(prefill("a", 420), waits=True)])
+    packed = pack(Batch(TOKEN_IS_A_MILLISECOND), None, waiting, LIMITS, place)
     assert packed.chunks == {"a": 20}
 
 
@@ -338,7 +338,7 @@ def test_coupled_lanes_each_have_a_long_prefill_and_a_chunk_limit_of_their_own()
         replace(prefill("b", 500, is_long=True, rho=0.0), lane=1),
         prefill("c", 500, is_long=True, rho=0.0),
     ]
-    packed = pack(Batch(TOKEN_IS_A_MILLISECOND, (0, 1)), None, longs, limits)
+    packed = pack(Batch(TOKEN_IS_A_MILLISECOND, (0, 1)), None, iter(longs), limits, lambda _: True)
     assert packed.chunks == {"a": 50, "b": 50}
     assert packed.predicted_seconds == pytest.approx(0.05), "the lanes work at the same time"
 
@@ -375,11 +375,12 @@ def test_a_long_prompt_asks_for_kv_only_at_its_turn(ahead: PrefillCandidate, ask
     """Else what steps have left would start every long prompt at once, and fill KV with halves of them."""
     behind, found = long_prompt("behind", 5000, waits=True), []
 
-    def admit(candidate: PrefillCandidate) -> bool:
+    def place(candidate: PrefillCandidate) -> bool:
         found.append(candidate.id)
         return True
 
-    pack(Batch(TOKEN_IS_A_MILLISECOND), None, [ahead, behind], replace(LIMITS, max_step_seconds=0.3), admit)
+    limits = replace(LIMITS, max_step_seconds=0.3)
+    pack(Batch(TOKEN_IS_A_MILLISECOND), None, iter([ahead, behind]), limits, place)
     assert found == asked
 
 
@@ -392,7 +393,7 @@ def test_a_short_prompt_passes_the_long_ones_that_await_their_turn() -> None:
     limits = replace(LIMITS, max_step_seconds=10.0, max_chunk_tokens=400)
     batch = Batch(TOKEN_IS_A_MILLISECOND)
     prefills[0].remaining, prefills[0].rest = 300, 4700
-    assert pack(batch, None, prefills, limits).chunks == {"running": 300, "short": 10}
+    assert pack(batch, None, iter(prefills), limits, lambda _: True).chunks == {"running": 300, "short": 10}
 
 
 @pytest.mark.parametrize(
@@ -409,6 +410,7 @@ def test_every_step_that_is_longer_than_its_tightest_target_is_a_miss(
     predictor = Predictor(StepProfile(0.002, 0.001, 0.0, 0.0))
     batch = Batch(predictor)
     batch.add_decodes(0, 100, 1)
-    packed = pack(batch, targets, [prefill("p", 5000)], replace(LIMITS, max_chunk_tokens=1000))
+    limits = replace(LIMITS, max_chunk_tokens=1000)
+    packed = pack(batch, targets, iter([prefill("p", 5000)]), limits, lambda _: True)
     assert packed.misses_tpot == misses
     assert packed.misses_tpot == (packed.predicted_seconds > targets.tpot_seconds + 1e-12)

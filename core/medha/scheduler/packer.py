@@ -1,4 +1,4 @@
-"""Packs the next step: all runnable decodes, then prefill chunks under a time budget.
+"""Sizes the next step: all runnable decodes, then prefill chunks under a time budget.
 
 This is paper B, algorithms 1 and 2, with corrections (docs/design.md#filling-a-step):
 
@@ -10,22 +10,19 @@ This is paper B, algorithms 1 and 2, with corrections (docs/design.md#filling-a-
   than in a step in which the long prompts before it end. Otherwise KV would fill with half-finished prompts.
 * The most urgent prefill always gets its smallest efficient chunk, so that no flood of decodes starves it.
 
-Prefills are read lazily, most urgent first, and only as many as a step can use.
+Which prefills take part, and which of them get KV, is decided in `step_builder`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 
 from medha.cost.predictor import Predictor, Work
 from medha.kv.context_parallel import share_tokens, shared_tokens
 
 MOST_PREFILLS = 32
 """Most prefill chunks in a step: more would each be too small to matter, and each costs controller time."""
-MOST_MISSES = 10
-"""Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too)."""
 FAIR_SHARE = 0.975
 """Share of the prefill rate under classes' own TPOT targets that is kept if streams ask for tighter ones."""
 IDLE_EFFICIENCY = 0.98
@@ -52,7 +49,8 @@ class PrefillCandidate:
     relative_slack: float  # rho, for space sharing
     lane: int = 0  # the lane that computes it
     lane_tokens: Mapping[int, int] = field(default_factory=dict)  # KV by lane, if several take part
-    waits: bool = False  # it holds no KV yet
+    waits: bool = False  # it holds no KV yet: all of this is what it may expect
+    moved: bool = False  # it was placed otherwise than expected
     rest: int = 0  # positions after those, for later steps
     of_long_prompt: bool = False  # its whole prompt is long, however little of it is computed
     in_ring: bool = False  # the lanes of `lane_tokens` share its chunk
@@ -194,148 +192,58 @@ class Batch:
         return min(self.seconds_with(prefill, max(size, limits.min_chunk_tokens)), budget_seconds)
 
 
-def pack(
-    batch: Batch,
-    targets: DecodeTargets | None,
-    prefills: Iterable[PrefillCandidate],
-    limits: Limits,
-    admit: Callable[[PrefillCandidate], bool] = lambda _: True,
-) -> Packed:
-    """Add prefill chunks to a step that already holds its decodes.
-
-    Args:
-        batch: the step, with its decodes.
-        targets: targets of the running decodes; None if there are none.
-        prefills: candidates in the order of the policy, most urgent first.
-        admit: gives KV to a waiting candidate that finds space, and updates it; returns False if there is no
-            KV.
-    """
-    packed = Packed(predicted_seconds=batch.seconds())
-    upcoming = iter(prefills)
-    head = list(islice(upcoming, 2))
-    _set_budget(packed, batch, targets, head, limits)
-    if head:
-        _add_chunks(packed, batch, chain(head, upcoming), len(head) > 1, limits, admit)
-    if targets is not None:
-        # The tolerance keeps rounding errors of the sum from counting as a miss.
-        packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / limits.stages * (1 + 1e-9)
-    return packed
-
-
-def _add_chunks(
-    packed: Packed,
-    batch: Batch,
-    prefills: Iterable[PrefillCandidate],
-    several: bool,
-    limits: Limits,
-    admit: Callable[[PrefillCandidate], bool],
-) -> None:
-    """Add chunks within the budget; `several`: more than one prefill is runnable."""
-    chunks = _Chunks(batch, packed, limits, admit)
-    yielding: list[PrefillCandidate] = []
-    misses = 0
-    for prefill in prefills:
-        budget_seconds = packed.budget_seconds
-        if prefill.is_long:
-            if chunks.has_long(prefill):
-                continue
-            if several:
-                budget_seconds *= 1 - min(max(prefill.relative_slack, 0.0), limits.space_sharing_cap)
-                yielding.append(prefill)
-        misses = 0 if chunks.add(prefill, budget_seconds) else misses + 1
-        if chunks.full or misses == MOST_MISSES or len(packed.chunks) == MOST_PREFILLS:
-            break
-    for prefill in yielding:  # second pass: the space that the others left
-        if prefill.id in packed.chunks or not chunks.has_long(prefill):
-            chunks.add(prefill, packed.budget_seconds)
-    packed.predicted_seconds = batch.seconds()
-
-
-def _set_budget(
-    packed: Packed,
-    batch: Batch,
-    targets: DecodeTargets | None,
-    head: Sequence[PrefillCandidate],
-    limits: Limits,
-) -> None:
-    decode_seconds = packed.predicted_seconds
-    longest = limits.max_step_seconds / limits.stages  # an arrival may wait that long to be considered
-    if targets is None:
-        budget = longest
-        if head and head[0].is_long and limits.idle_efficiency < 1:
-            budget = batch.efficient_seconds(head[0], limits, budget, limits.idle_efficiency)
-        packed.budget_seconds = budget
-        return
-    target = targets.tpot_seconds / limits.stages
-    packed.decode_overrun = decode_seconds > target
-    least = decode_seconds / (1 - limits.min_prefill_share)
-    packed.budget_seconds = max(min(target, longest), least)
-    fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
-    if head and fair > packed.budget_seconds:
-        floor = batch.efficient_seconds(head[0], limits, fair, FAIR_SHARE, targets.between_seconds)
-        packed.budget_seconds = max(packed.budget_seconds, floor)
-
-
-class _Chunks:
-    """Adds prefill chunks to a batch, each as large as its budget allows."""
+class Space:
+    """The space that a step has for prefills: seconds of its budget, and tokens on each of its lanes."""
 
     def __init__(
         self,
         batch: Batch,
-        packed: Packed,
+        targets: DecodeTargets | None,
+        head: Sequence[PrefillCandidate],
         limits: Limits,
-        admit: Callable[[PrefillCandidate], bool],
     ) -> None:
-        self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
+        """Set the budget of a step that already holds its decodes.
+
+        Args:
+            batch: the step, with its decodes.
+            targets: targets of the running decodes; None if there are none.
+            head: the most urgent prefills, at least two if there are as many.
+        """
+        self.packed = Packed(predicted_seconds=batch.seconds())
+        self.yielding: list[PrefillCandidate] = []
+        """Long prefills that leave space to others, most urgent first."""
         self._batch = batch
-        self._packed = packed
+        self._targets = targets
         self._limits = limits
-        self._admit = admit
+        self._is_shared = len(head) > 1
+        self._long_lanes: set[int] = set()  # lanes with a long prefill in this step
         self._going_on: set[int] = set()  # lanes on which a long prompt has more to compute after this step
         self._tokens_left = dict.fromkeys(batch.lanes, limits.max_chunk_tokens)
+        self._set_budget(head[0] if head else None)
+
+    def _set_budget(self, first: PrefillCandidate | None) -> None:
+        packed, batch, targets, limits = self.packed, self._batch, self._targets, self._limits
+        longest = limits.max_step_seconds / limits.stages  # an arrival may wait that long to be considered
+        if targets is None:
+            packed.budget_seconds = longest
+            if first is not None and first.is_long and limits.idle_efficiency < 1:
+                packed.budget_seconds = batch.efficient_seconds(
+                    first, limits, longest, limits.idle_efficiency
+                )
+            return
+        target = targets.tpot_seconds / limits.stages
+        packed.decode_overrun = packed.predicted_seconds > target
+        least = packed.predicted_seconds / (1 - limits.min_prefill_share)
+        packed.budget_seconds = max(min(target, longest), least)
+        fair = max(min(targets.fair_tpot_seconds / limits.stages, longest), least)
+        if first is not None and fair > packed.budget_seconds:
+            floor = batch.efficient_seconds(first, limits, fair, FAIR_SHARE, targets.between_seconds)
+            packed.budget_seconds = max(packed.budget_seconds, floor)
 
     @property
-    def full(self) -> bool:
-        """True if no lane may take another token."""
-        return not any(self._tokens_left.values())
-
-    def add(self, prefill: PrefillCandidate, budget_seconds: float) -> bool:
-        """Give `prefill` the largest chunk that fits, or enlarge its chunk; return False if it gets none.
-
-        The first prefill that gets a chunk gets at least its smallest one, even beyond the budget.
-        """
-        chunks = self._packed.chunks
-        held = chunks.get(prefill.id, 0)
-        if held:
-            self._batch.remove(prefill, held)
-        size = self._size(prefill, held, budget_seconds)
-        if prefill.waits:
-            if prefill.of_long_prompt and prefill.lane in self._going_on:
-                return False
-            if size:
-                before = (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring)
-                if not self._admit(prefill):
-                    return False
-                prefill.waits = False
-                if (prefill.context, prefill.remaining, prefill.lane, prefill.in_ring) != before:
-                    size = self._size(prefill, 0, budget_seconds)  # partly cached, or split over lanes
-                if prefill.is_long and self.has_long(prefill):
-                    return False
-        if prefill.of_long_prompt and size < prefill.remaining + prefill.rest:
-            self._going_on.add(prefill.lane)
-        if size == 0:
-            return False
-        self._batch.add(prefill, size)
-        chunks[prefill.id] = size
-        if prefill.in_ring:
-            for lane in prefill.lane_tokens:
-                self._tokens_left[lane] -= share_tokens(size, len(prefill.lane_tokens))
-                self._tokens_left[lane] += share_tokens(held, len(prefill.lane_tokens))
-        else:
-            self._tokens_left[prefill.lane] -= size - held
-        if prefill.is_long:
-            self._long_lanes.update(prefill.lane_tokens if prefill.in_ring else (prefill.lane,))
-        return True
+    def is_full(self) -> bool:
+        """True if no further prefill may take part."""
+        return len(self.packed.chunks) == MOST_PREFILLS or not any(self._tokens_left.values())
 
     def has_long(self, prefill: PrefillCandidate) -> bool:
         """Return whether a lane that computes `prefill` already has a long one."""
@@ -343,8 +251,24 @@ class _Chunks:
             return not self._long_lanes.isdisjoint(prefill.lane_tokens)
         return prefill.lane in self._long_lanes
 
-    def _size(self, prefill: PrefillCandidate, held: int, budget_seconds: float) -> int:
-        """Return the largest chunk that fits, at least `held` tokens; 0 if not even the smallest one fits."""
+    def is_its_turn(self, prefill: PrefillCandidate) -> bool:
+        """Return whether a waiting prefill may get KV: no long prompt ahead of a long one goes on."""
+        return not (prefill.of_long_prompt and prefill.lane in self._going_on)
+
+    def share_seconds(self, prefill: PrefillCandidate) -> float:
+        """Return the part of the budget that a prefill may fill at first; a long one yields by its slack."""
+        if not (prefill.is_long and self._is_shared):
+            return self.packed.budget_seconds
+        self.yielding.append(prefill)
+        yielded = min(max(prefill.relative_slack, 0.0), self._limits.space_sharing_cap)
+        return self.packed.budget_seconds * (1 - yielded)
+
+    def largest_chunk(self, prefill: PrefillCandidate, budget_seconds: float, held: int = 0) -> int:
+        """Return the tokens of the largest chunk that fits; 0 if not even the smallest one fits.
+
+        The first prefill that gets a chunk gets at least its smallest one, even beyond the budget. A prefill
+        that already has `held` tokens keeps them.
+        """
         left = self._tokens_left.get(prefill.lane, 0)
         if prefill.in_ring:
             lanes = prefill.lane_tokens
@@ -353,8 +277,46 @@ class _Chunks:
         least = min(self._limits.min_chunk_tokens, prefill.remaining)
         size = self._batch.largest(prefill, most, budget_seconds, least)
         if size < least:
-            size = 0 if self._packed.chunks else min(least, most)
+            size = 0 if self.packed.chunks else min(least, most)
         return max(size, held)
+
+    def add(self, prefill: PrefillCandidate, tokens: int, held: int = 0) -> bool:
+        """Add a chunk of a prefill that holds KV; return False if it has no tokens: it is set aside.
+
+        It replaces a chunk of `held` tokens.
+        """
+        if prefill.of_long_prompt and tokens < prefill.remaining + prefill.rest:
+            self._going_on.add(prefill.lane)
+        if tokens == 0:
+            return False
+        self._batch.add(prefill, tokens)
+        self.packed.chunks[prefill.id] = tokens
+        if prefill.in_ring:
+            for lane in prefill.lane_tokens:
+                self._tokens_left[lane] -= share_tokens(tokens, len(prefill.lane_tokens))
+                self._tokens_left[lane] += share_tokens(held, len(prefill.lane_tokens))
+        else:
+            self._tokens_left[prefill.lane] -= tokens - held
+        if prefill.is_long:
+            self._long_lanes.update(prefill.lane_tokens if prefill.in_ring else (prefill.lane,))
+        return True
+
+    def enlarge(self, prefill: PrefillCandidate) -> None:
+        """Make a chunk as large as the whole budget allows."""
+        held = self.packed.chunks[prefill.id]
+        self._batch.remove(prefill, held)
+        self.add(prefill, self.largest_chunk(prefill, self.packed.budget_seconds, held), held)
+
+    def close(self) -> Packed:
+        """Return how the step is filled."""
+        packed, targets = self.packed, self._targets
+        packed.predicted_seconds = self._batch.seconds()
+        if targets is not None:
+            # The tolerance keeps rounding errors of the sum from counting as a miss.
+            packed.misses_tpot = packed.predicted_seconds > targets.tpot_seconds / self._limits.stages * (
+                1 + 1e-9
+            )
+        return packed
 
 
 def _shares(prefill: PrefillCandidate, count: int) -> Iterator[tuple[int, Work]]:

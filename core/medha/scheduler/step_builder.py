@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from math import inf
 
 import numpy as np
@@ -16,11 +17,16 @@ from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.order import Urgency
 from medha.scheduler.pace import Pace
-from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, pack
+from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, Space
 from medha.scheduler.request import NOWHERE, Request
 from medha.scheduler.requests import Roster
 from medha.wire.messages import Admit, Extent, StepEntry
 
+Place = Callable[[PrefillCandidate], bool]
+"""Gives KV to a waiting prefill and updates it; returns False if it gets none or cannot take part in the step."""
+
+MOST_MISSES = 10
+"""Consecutive prefills without space after which a step counts as full (paper B bounds its skips, too)."""
 MOST_ORDERS = 4
 """Most selections of candidates for a step; each later one follows admissions that used up others' room."""
 _USUAL_STEP_TOKENS = 512
@@ -41,6 +47,66 @@ class Filling:
     entries: list[StepEntry]
     decodes: list[Request]
     prefills: list[tuple[Request, int]]  # with the tokens of its chunk
+
+
+def pack(
+    batch: Batch,
+    targets: DecodeTargets | None,
+    prefills: Iterator[PrefillCandidate],
+    limits: Limits,
+    place: Place,
+) -> Packed:
+    """Add prefill chunks to a step that already holds its decodes.
+
+    Args:
+        batch: the step, with its decodes.
+        targets: targets of the running decodes; None if there are none.
+        prefills: most urgent first; read only as far as the step has space.
+        place: gives KV to those that wait.
+    """
+    head = list(islice(prefills, 2))
+    space = Space(batch, targets, head, limits)
+    choose_and_place(chain(head, prefills), space, place)
+    give_back(space, place)
+    return space.close()
+
+
+def choose_and_place(prefills: Iterable[PrefillCandidate], space: Space, place: Place) -> None:
+    """Phase 1: take prefills into a step, most urgent first, and give KV to those that wait.
+
+    A request gets KV only in the step that computes its first chunk, so each prefill is given its chunk before
+    the next one is considered. A prefill that does not fit is set aside for this step.
+    """
+    misses = 0
+    for prefill in prefills:
+        if prefill.is_long and space.has_long(prefill):
+            continue
+        taken = _take(prefill, space.share_seconds(prefill), space, place)
+        misses = 0 if taken else misses + 1
+        if space.is_full or misses == MOST_MISSES:
+            return
+
+
+def give_back(space: Space, place: Place) -> None:
+    """Phase 2: give the space that the others left to the long prefills that yielded it."""
+    for prefill in space.yielding:
+        if prefill.id in space.packed.chunks:
+            space.enlarge(prefill)
+        elif not space.has_long(prefill):
+            _take(prefill, space.packed.budget_seconds, space, place)
+
+
+def _take(prefill: PrefillCandidate, budget_seconds: float, space: Space, place: Place) -> bool:
+    """Give a prefill the largest chunk that fits, and KV if it waits; return False if it finds no space or no KV."""
+    tokens = space.largest_chunk(prefill, budget_seconds)
+    if prefill.waits and tokens:
+        if not space.is_its_turn(prefill) or not place(prefill):
+            return False
+        if prefill.moved:  # partly cached, or split over lanes
+            tokens = space.largest_chunk(prefill, budget_seconds)
+        if prefill.is_long and space.has_long(prefill):
+            return False
+    return space.add(prefill, tokens)
 
 
 class Filler:
@@ -72,31 +138,13 @@ class Filler:
 
     def fill(self, lanes: tuple[int, ...], admits: list[Admit], now: float) -> Filling:
         """Fill a step of `lanes`; append the admits that it needs to `admits`."""
-        batch = Batch(self._predictor, lanes)
-        for lane in lanes:
-            self._lanes[lane].decodes.put_into(batch, lane, lanes)
 
-        waiting = self._roster.waiting
+        def place(prefill: PrefillCandidate) -> bool:
+            return self._place(prefill, lanes, admits)
 
-        def admit(prefill: PrefillCandidate) -> bool:
-            request = waiting.get(prefill.id)
-            if request is None or not self.admit(request, admits):
-                return False  # others have taken its place since it was selected
-            prefill.lane = request.lane
-            if request.is_spread or prefill.context != request.dispatched:
-                prefill.context = request.dispatched
-                prefill.is_long = request.dispatched >= self._long_threshold_tokens
-                prefill.remaining = min(request.length, request.joins_at) - request.dispatched
-                prefill.rest = max(request.length - request.joins_at, 0)
-            if request.in_ring:
-                prefill.in_ring, prefill.lane_tokens = True, request.lane_tokens
-            return request.runs_on(lanes)  # False if its cached prefix couples further lanes
-
-        targets = self._tpot_targets(lanes)
-        packed = pack(batch, targets, self._prefills(lanes, now), self._limits, admit)
-        decodes: list[Request] = []
-        for lane in lanes:
-            decodes += self._lanes[lane].decodes.take(lanes)
+        batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
+        packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place)
+        decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
         prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes)
         alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
@@ -113,6 +161,12 @@ class Filler:
             self.rested(lanes)
         self._lanes.couple()
         return Filling(packed, entries, decodes, prefills)
+
+    def _batch_of_decodes(self, lanes: tuple[int, ...]) -> Batch:
+        batch = Batch(self._predictor, lanes)
+        for lane in lanes:
+            self._lanes[lane].decodes.put_into(batch, lane, lanes)
+        return batch
 
     def rested(self, lanes: tuple[int, ...]) -> None:
         """Record that `lanes` can take a step, and that there is nothing to fill it with."""
@@ -143,6 +197,25 @@ class Filler:
         self._roster.progressed(go_on)
         alone_seconds -= self._candidates.busy_seconds(go_on)
         return alone_seconds, bool(go_on)
+
+    def _place(self, prefill: PrefillCandidate, lanes: tuple[int, ...], admits: list[Admit]) -> bool:
+        """Give KV to a waiting prefill; return False if there is none, or if it cannot take part in this step."""
+        request = self._roster.waiting.get(prefill.id)
+        if request is None or not self.admit(request, admits):
+            return False
+        context, is_long = request.dispatched, request.dispatched >= self._long_threshold_tokens
+        remaining = min(request.length, request.joins_at) - context
+        prefill.moved = (context, remaining, request.lane) != (
+            prefill.context,
+            prefill.remaining,
+            prefill.lane,
+        )
+        prefill.context, prefill.remaining, prefill.is_long = context, remaining, is_long
+        prefill.rest, prefill.lane = max(request.length - request.joins_at, 0), request.lane
+        if request.in_ring:
+            prefill.moved, prefill.in_ring, prefill.lane_tokens = True, True, request.lane_tokens
+        prefill.waits = not request.runs_on(lanes)  # its cached prefix may couple further lanes
+        return not prefill.waits
 
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; return False if there is none for it."""
@@ -236,7 +309,7 @@ class Filler:
             between_seconds,
         )
 
-    def _prefills(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
+    def _by_urgency(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
         """Yield the prefills that a step on `lanes` may take, most urgent first: running, or finding KV.
 
         When admissions have used up the room, the remaining candidates are selected anew instead of being
