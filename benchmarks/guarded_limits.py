@@ -1,31 +1,27 @@
 """Workloads on which `guarded` is worse than a simpler policy, and by how much.
 
-    python benchmarks/guarded_limits.py [--quick] [--json FILE] [--processes N]
+    python benchmarks/guarded_limits.py --quick
+    python benchmarks/guarded_limits.py --json benchmarks/results/guarded_limits.json
 
 Three workloads on the server of `benchmarks/one_server.py` (one prefill at a time, in quanta), each of them made to hurt
 `guarded`. All policies see the same draws, so differences are paired; intervals are 95 % over the seeds (Student's t).
 The claims say how much worse `guarded` is allowed to be there: a change that makes it worse misses a goal.
 """
 
-import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from revision import revision
+from harness import Row, claim, exit_with, mean_and_interval, parser, progress, report, table
 
 from medha_papers.one_server import Jobs, serve
 
 POLICIES = ("fcfs", "edf", "srpt", "lars", "guarded")
 QUANTUM_SECONDS = 0.25
-STUDENT_T = {2: 12.71, 10: 2.262}
-"""By the number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -97,25 +93,19 @@ def simulate(workload: str, policy: str, seed: int, seconds: float) -> Result:
     )
 
 
-def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval."""
-    return statistics.mean(values), STUDENT_T[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    found = parser(__doc__, quick="two seeds of half an hour")
+    found.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="simulations at a time (default 2)"
     )
-    parser.add_argument("--quick", action="store_true", help="two seeds of half an hour, under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = found.parse_args()
     seeds = range(2 if arguments.quick else 10)
     seconds = 1800.0 if arguments.quick else 3600.0
 
     runs = [
         (workload, policy, seed, seconds) for workload in WORKLOADS for policy in POLICIES for seed in seeds
     ]
+    progress(f"{len(runs)} simulations: {len(seeds)} seeds of {seconds / 3600:g} hours")
     with ProcessPoolExecutor(arguments.processes) as pool:
         flat = dict(zip(runs, pool.map(simulate, *zip(*runs, strict=True)), strict=True))
     results = {
@@ -124,57 +114,44 @@ def main() -> None:
         for policy in POLICIES
     }
 
-    print(f"{len(seeds)} seeds of {seconds / 3600:g} hours; means over the seeds")
-    for workload in WORKLOADS:
-        print(f"\n{workload:<24}{'on time %':>10}{'mean TTFT s':>13}{'p99 s':>9}{'longest s':>11}")
-        for policy in POLICIES:
-            rows = [tuple(asdict(result).values()) for result in results[workload, policy]]
-            on_time, mean, p99, longest = (statistics.mean(column) for column in zip(*rows, strict=True))
-            print(f"  {policy:<22}{on_time:>10.2f}{mean:>13.1f}{p99:>9.1f}{longest:>11.1f}")
+    columns = ("on time %", "mean TTFT s", "p99 s", "longest s")
+    rows = [
+        (
+            f"{workload}, {policy}",
+            *map(statistics.mean, zip(*(asdict(one).values() for one in group), strict=True)),
+        )
+        for (workload, policy), group in results.items()
+    ]
+    table(("means over the seeds", *columns), rows)
 
-    claims = []
+    claims: list[Row] = []
 
-    def claim(name: str, workload: str, figure: str, goal: float, better: str, *, ratio: bool) -> None:
+    def compare(name: str, workload: str, figure: str, goal: float, better: str, *, is_ratio: bool) -> None:
         """Compare a figure of `guarded` with SRPT's, paired by seed: by their ratio, or else by their difference."""
         ours = [getattr(result, figure) for result in results[workload, "guarded"]]
         theirs = [getattr(result, figure) for result in results[workload, "srpt"]]
-        paired = [a / b if ratio else a - b for a, b in zip(ours, theirs, strict=True)]
+        paired = [a / b if is_ratio else a - b for a, b in zip(ours, theirs, strict=True)]
         value, half = mean_and_interval(paired)
-        unit = "ratio" if ratio else "points"
-        print(f"{name}: {value:+.2f} ± {half:.2f} {unit}")
         peer = f"SRPT in the same run: {statistics.mean(theirs):.1f}; half interval {half:.2f}"
-        claims.append(
-            {
-                "name": name,
-                "value": round(value, 2),
-                "unit": unit,
-                "goal": goal,
-                "better": better,
-                "peer": peer,
-            }
-        )
+        claims.append(claim(name, value, "ratio" if is_ratio else "points", goal, better, peer))
 
-    print("\nguarded against srpt, paired:")
     flood, near, loose = WORKLOADS
-    claim("on time, four longs in a flood", flood, "on_time_percent", -6.0, "more", ratio=False)
-    claim("p99 TTFT, four longs in a flood", flood, "p99_ttft", 20.0, "less", ratio=True)
-    claim("longest TTFT, four longs in a flood", flood, "longest_ttft", 1.0, "less", ratio=True)
-    claim("on time, two sizes", near, "on_time_percent", 10.0, "more", ratio=False)
-    claim("longest TTFT, two sizes", near, "longest_ttft", 5.0, "less", ratio=True)
-    claim("mean TTFT, loose floor", loose, "mean_ttft", 4.0, "less", ratio=True)
-    if arguments.json:
-        figures = {
-            "claims": claims,
-            "revision": revision(),
-            "seeds": len(seeds),
-            "hours": seconds / 3600,
-            "rows": {
-                f"{policy}, {workload}": [asdict(result) for result in group]
-                for (workload, policy), group in results.items()
-            },
-        }
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    compare("on time, four longs in a flood", flood, "on_time_percent", -6.0, "more", is_ratio=False)
+    compare("p99 TTFT, four longs in a flood", flood, "p99_ttft", 20.0, "less", is_ratio=True)
+    compare("longest TTFT, four longs in a flood", flood, "longest_ttft", 1.0, "less", is_ratio=True)
+    compare("on time, two sizes", near, "on_time_percent", 10.0, "more", is_ratio=False)
+    compare("longest TTFT, two sizes", near, "longest_ttft", 5.0, "less", is_ratio=True)
+    compare("mean TTFT, loose floor", loose, "mean_ttft", 4.0, "less", is_ratio=True)
+    figures = {
+        "seeds": len(seeds),
+        "hours": seconds / 3600,
+        "rows": {
+            f"{policy}, {workload}": [asdict(result) for result in group]
+            for (workload, policy), group in results.items()
+        },
+    }
+    return report(claims, arguments.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

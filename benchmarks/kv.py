@@ -1,20 +1,19 @@
 """What the KV ledger, prefix caching and the router's choice cost, in CPU time of one thread.
 
-    python benchmarks/kv.py [--quick] [--json FILE]
+    python benchmarks/kv.py --quick
+    python benchmarks/kv.py --json benchmarks/results/kv.json
 
 Requests of 4,096 prompt tokens (16 to a block) are admitted, published in eight chunks and released in random order:
 without prefix caching, with room for all that is cached, and where every admission has to evict. Then one prompt of a
 million tokens, first cold and then cached; its hashes; and 10,000 sequences that wait in a router for 16 replicas.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
+from harness import LOOPS, Loop, Row, claim, exit_with, parser, progress, report, table
 
 from medha.kv.pools import KvPools
 from medha.kv.prefix_cache import PrefixHasher
@@ -129,51 +128,42 @@ def routing(waiting: int, replicas: int) -> Figures:
     return {name: 1e6 * seconds / waiting for name, seconds in watch.seconds.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    parser.add_argument("--json", type=Path, help="write the figures here, too")
-    arguments = parser.parse_args()
+def main() -> int:
+    arguments = parser(__doc__, quick="a tenth of the requests").parse_args()
     hasher = PrefixHasher(BLOCK_TOKENS, b"secret")
     random = np.random.default_rng(1)
     hashes = [
         hasher.hashes(random.integers(0, 128_000, PROMPT_TOKENS).astype(np.int32))
         for _ in range(REQUESTS // 10 if arguments.quick else REQUESTS)
     ]
-    figures = {
-        "4K, no prefix caching (us)": ledger(pools_of(70_000, prefix_caching=False), hashes),
-        "4K, room for everything (us)": ledger(pools_of(1_200_000), hashes),
-        "4K, each admission evicts (us)": ledger(pools_of(70_000), hashes),
-        "1M (ms)": million(hasher),
-        "router, 1,000 wait (us)": routing(1_000, 16),
-        "router, 10,000 wait (us)": routing(10_000, 16),
+    measured: dict[str, Callable[[], Figures]] = {
+        "4K, no prefix caching (us)": lambda: ledger(pools_of(70_000, prefix_caching=False), hashes),
+        "4K, room for everything (us)": lambda: ledger(pools_of(1_200_000), hashes),
+        "4K, each admission evicts (us)": lambda: ledger(pools_of(70_000), hashes),
+        "1M (ms)": lambda: million(hasher),
+        "router, 1,000 wait (us)": lambda: routing(1_000, 16),
+        "router, 10,000 wait (us)": lambda: routing(10_000, 16),
     }
-    for title, row in figures.items():
-        print(f"{title:32}" + "  ".join(f"{name} {value:.2f}" for name, value in row.items()))
-    if arguments.json is not None:
-        rounded = {
-            title: {name: round(value, 2) for name, value in row.items()} for title, row in figures.items()
-        }
-        written = {"claims": claims(rounded)} | rounded
-        arguments.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    loop, figures = Loop(time.process_time), dict[str, Figures]()
+    for title, measure in measured.items():
+        progress(title)
+        loop.sample()
+        figures[title] = {name: round(value, 2) for name, value in measure().items()}
+    table(("", "", "time"), ((title, *one) for title, row in figures.items() for one in row.items()))
+    return report(claims(figures, loop), arguments.json, figures)
 
 
-def claims(figures: dict[str, Figures]) -> list[dict[str, object]]:
+def claims(figures: dict[str, Figures], loop: Loop) -> list[Row]:
     """What a request costs at most, in a step that has a millisecond for all of them, and how the router's choice grows."""
-    evicting = sum(figures["4K, each admission evicts (us)"].values())
+    evicting = loop.ratio(1e-6 * sum(figures["4K, each admission evicts (us)"].values()))
+    cold = loop.ratio(1e-3 * figures["1M (ms)"]["admit cold"])
     few, many = (figures[f"router, {waiting} wait (us)"]["forward"] for waiting in ("1,000", "10,000"))
-    rows = [
-        ("a request of 4K tokens, each admission evicts", round(evicting, 1), "us", 500.0),
-        ("admission of 1M tokens, nothing cached", figures["1M (ms)"]["admit cold"], "ms", 1.0),
-        ("a router's choice, 10,000 waiting over 1,000", round(many / few, 2), "ratio", 1.5),
-    ]
     return [
-        {"name": name, "value": value, "unit": unit, "goal": goal, "better": "less"}
-        for name, value, unit, goal in rows
+        claim("a request of 4K tokens, each admission evicts", evicting, LOOPS, 0.5, peer=loop.peer()),
+        claim("admission of 1M tokens, nothing cached", cold, LOOPS, 1.0, peer=loop.peer()),
+        claim("a router's choice, 10,000 waiting over 1,000", many / few, "ratio", 1.5),
     ]
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -1,6 +1,7 @@
 """What encryption costs on a link: CURVE beside plaintext over the same sockets, interleaved in one run.
 
-    python benchmarks/links.py [--quick] [--json FILE]
+    python benchmarks/links.py --quick
+    python benchmarks/links.py --json benchmarks/results/links.json
 
 A server and a client, each a process with its own ZeroMQ threads, over ipc (as `medha up`) and over TCP on the loopback:
 
@@ -12,17 +13,15 @@ Encoding and decoding of the messages is left out: both have it. The exit status
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
-from typing import Any
+from functools import partial
+from itertools import chain
 
 import zmq
+from harness import LOOPS, Loop, Row, claim, exit_with, in_turn, parser, report, table
 
 from medha.wire.frames import encode
 from medha.wire.messages import Done, Extent, Sample, Step, StepEntry
@@ -31,12 +30,10 @@ from medha_links.sockets import Doorkeeper, bind, connect
 
 SEQUENCES = 64
 FRAME_BYTES = 4_000_000
-MOST_STEP_SECONDS = 100e-6
-"""What encryption may add to a step's way and back: a hundredth of a step of 10 ms."""
-LEAST_BYTES_PER_SECOND = 100e6
-"""A prompt of a million tokens then takes 40 ms to pass, and seconds to prefill anywhere."""
-
-Row = dict[str, Any]
+MOST_STEP_LOOPS = 0.1
+"""What encryption may add to a step's way and back: a hundredth of a step of ten loops."""
+LEAST_MEGABYTES = 0.1
+"""In the time of a loop. A prompt of a million tokens then takes 40 loops to pass, and thousands to prefill anywhere."""
 
 
 def step_frames() -> tuple[bytes, bytes]:
@@ -121,7 +118,7 @@ class Pair:
         self._context.destroy(linger=0)
 
 
-def measure(transport: str, rounds: int, steps: int, frames: int) -> Row:
+def measure(transport: str, rounds: int, steps: int, frames: int, loop: Loop) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         pairs = {
             name: Pair(
@@ -130,60 +127,43 @@ def measure(transport: str, rounds: int, steps: int, frames: int) -> Row:
             )
             for name in ("plain", "curve")
         }
-        seconds: dict[str, list[float]] = {name: [] for name in pairs}
-        rates: dict[str, list[float]] = {name: [] for name in pairs}
-        for _ in range(rounds):
-            for name, pair in pairs.items():
-                seconds[name] += pair.step_seconds(steps)
-                rates[name].append(pair.bytes_per_second(frames))
+
+        def once(pair: Pair) -> tuple[list[float], float]:
+            loop.sample(5)
+            return pair.step_seconds(steps), pair.bytes_per_second(frames)
+
+        found = in_turn(rounds, {name: partial(once, pair) for name, pair in pairs.items()})
         for pair in pairs.values():
             pair.close()
     step, _ = step_frames()
     row: Row = {"transport": transport, "step_bytes": len(step)}
-    for name in pairs:
-        row[f"{name}_step_us"] = round(1e6 * statistics.median(seconds[name]), 1)
-        row[f"{name}_mb_per_second"] = round(statistics.median(rates[name]) / 1e6, 1)
+    for name, taken in found.items():
+        row[f"{name}_step_us"] = round(1e6 * statistics.median(chain(*(seconds for seconds, _ in taken))), 1)
+        row[f"{name}_mb_per_second"] = round(statistics.median(rate for _, rate in taken) / 1e6, 1)
     return row
 
 
-def claims(rows: list[Row]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def claims(rows: list[Row], loop: Loop) -> list[Row]:
+    found: list[Row] = []
     for row in rows:
-        transport, added = row["transport"], round(row["curve_step_us"] - row["plain_step_us"], 1)
+        transport, added = row["transport"], 1e-6 * (row["curve_step_us"] - row["plain_step_us"])
         name = f"{transport}: what encryption adds to a step of {SEQUENCES} decodes, both ways, p50"
-        goal = 1e6 * MOST_STEP_SECONDS
-        found.append({"name": name, "value": added, "unit": "us", "goal": goal, "better": "less"})
+        found.append(claim(name, loop.ratio(added), LOOPS, MOST_STEP_LOOPS, peer=loop.peer()))
         name = f"{transport}: token ids in frames of 4 MB, encrypted"
-        rate, goal = row["curve_mb_per_second"], LEAST_BYTES_PER_SECOND / 1e6
-        found.append({"name": name, "value": rate, "unit": "MB/s", "goal": goal, "better": "more"})
+        rate = row["curve_mb_per_second"] / loop.ratio(1.0)
+        found.append(claim(name, rate, "MB/loop", LEAST_MEGABYTES, "more", loop.peer()))
     return found
 
 
-def holds(claim: dict[str, Any]) -> bool:
-    return bool(
-        claim["value"] <= claim["goal"] if claim["better"] == "less" else claim["value"] >= claim["goal"]
-    )
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="seconds instead of half a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
-    arguments = parser.parse_args()
-    rounds, steps, frames = (3, 200, 10) if arguments.quick else (15, 500, 25)
-    rows = [measure(transport, rounds, steps, frames) for transport in ("ipc", "tcp")]
-    for row in rows:
-        sys.stdout.write("  ".join(f"{name} {value}" for name, value in row.items()) + "\n")
-    result = {"claims": claims(rows), "rows": rows}
-    for claim in result["claims"]:
-        mark = "holds" if holds(claim) else "FAILS"
-        sys.stdout.write(f"{mark}: {claim['name']}: {claim['value']} {claim['unit']}, goal {claim['goal']}\n")
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(map(holds, result["claims"])) else 1
+    arguments = parser(__doc__, quick="seconds instead of half a minute", rounds=15).parse_args()
+    steps, frames = (200, 10) if arguments.quick else (500, 25)
+    rounds = min(arguments.rounds, 3) if arguments.quick else arguments.rounds
+    loop = Loop()
+    rows = [measure(transport, rounds, steps, frames, loop) for transport in ("ipc", "tcp")]
+    table(rows[0].keys(), [row.values() for row in rows])
+    return report(claims(rows, loop), arguments.json, {"rows": rows}, strict=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,6 +1,7 @@
 """Which deadlines each policy meets on one server, with nothing else in play.
 
-    python benchmarks/one_server.py [--quick] [--json FILE] [--hours HOURS] [--quantum SECONDS]
+    python benchmarks/one_server.py --quick
+    python benchmarks/one_server.py --json benchmarks/results/one_server.json
 
 Paper B's mix (5 % long prompts of 100K-1M tokens, ShareGPT-like short ones, Poisson arrivals), deadlines max(2 s, 3 w),
 one server that takes one prefill at a time in quanta. Every policy sees the same five draws of the workload, so
@@ -8,18 +9,15 @@ differences are paired; intervals are 95 % over the seeds (Student's t). Work is
 half the peak of 16 A100, which puts load 0.97 at 0.75 requests a second; load 1 is what the server can do.
 """
 
-import argparse
 import itertools
-import json
 import statistics
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from revision import revision
+from harness import LOOPS, Loop, Row, claim, exit_with, mean_and_interval, parser, progress, report, table
 
 from medha.scheduler.guarded import Guarded, GuardedSettings, Plan
 from medha.scheduler.policy import Columns
@@ -31,7 +29,7 @@ ATTENTION_FLOPS = 4 * 4096 * 32 / 2  # per pair of a token and one before it
 SERVER_FLOPS = 16 * 312e12 * 0.5
 POLICIES = ("fcfs", "edf", "lrs", "srpt", "lars", "guarded")
 LOADS = (0.87, 0.97, 1.07)
-STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
+MOST_ORDER_LOOPS = 0.15  # of one order with 10,000 queued
 MIX = sharegpt_with_long(0.05)
 
 
@@ -94,26 +92,21 @@ def simulate(run: Run) -> Result:
     )
 
 
-def mean_and_interval(values: list[float]) -> tuple[float, float]:
-    if len(values) < 2:
-        return values[0], float("nan")
-    half = STUDENT_T[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.mean(values), half
-
-
-def row(results: list[Result]) -> str:
+def shown(name: str, results: list[Result]) -> tuple[Any, ...]:
     short, short_half = mean_and_interval([result.short for result in results])
     long, long_half = mean_and_interval([result.long for result in results])
     return (
-        f"{short:>7.2f} ± {short_half:<5.2f} {long:>7.2f} ± {long_half:<5.2f}"
-        f"{statistics.mean(result.short_p99_seconds for result in results):>10.2f}"
-        f"{statistics.mean(result.long_mean_stretch for result in results):>10.2f}"
-        f"{max(result.long_worst_stretch for result in results):>9.0f}"
-        f"{statistics.mean(result.given_up for result in results):>10.2f}"
+        name,
+        f"{short:.2f} ± {short_half:.2f}",
+        f"{long:.2f} ± {long_half:.2f}",
+        statistics.mean(result.short_p99_seconds for result in results),
+        statistics.mean(result.long_mean_stretch for result in results),
+        max(result.long_worst_stretch for result in results),
+        statistics.mean(result.given_up for result in results),
     )
 
 
-HEADER = f"{'shorts met %':>15} {'longs met %':>15}{'p99 s':>10}{'stretch':>10}{'worst':>9}{'given up %':>11}"
+COLUMNS = ("shorts met %", "longs met %", "p99 s", "stretch", "worst", "given up %")
 
 
 def overloads(count: int, *, mixed: bool) -> list[Jobs]:
@@ -149,7 +142,7 @@ def against_optimum(instances: list[Jobs]) -> dict[str, tuple[float, float]]:
     return {policy: (statistics.mean(values), min(values)) for policy, values in ratios.items()}
 
 
-def decision_times(rows: int, rounds: int) -> tuple[float, float]:
+def decision_times(rows: int, rounds: int, loop: Loop) -> tuple[float, float]:
     """Median and 99th percentile (seconds) of one order with `rows` queued, an arrival and an end between any two."""
     generator = np.random.default_rng(0)
     work = np.where(generator.random(rows) < 0.05, generator.uniform(5, 60, rows), 0.02)
@@ -159,6 +152,7 @@ def decision_times(rows: int, rounds: int) -> tuple[float, float]:
     plan = Plan(deadline.copy(), np.full(rows, np.inf), np.argsort(deadline, kind="stable"))
     guarded = Guarded(GuardedSettings())
     seconds = []
+    loop.sample()
     for number in range(rounds):
         now = 0.02 * number
         start = time.perf_counter()
@@ -174,16 +168,14 @@ def decision_times(rows: int, rounds: int) -> tuple[float, float]:
     return float(np.median(steady)), float(np.quantile(steady, 0.99))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> int:
+    found = parser(__doc__, quick="two seeds of half an hour")
+    found.add_argument("--hours", type=float, help="length of each window (default 4)")
+    found.add_argument("--quantum", type=float, default=0.25, help="seconds of a quantum (default 0.25)")
+    found.add_argument(
+        "--processes", type=int, default=2, metavar="N", help="simulations at a time (default 2)"
     )
-    parser.add_argument("--quick", action="store_true", help="two seeds of half an hour, under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--hours", type=float, help="length of each window (default 4)")
-    parser.add_argument("--quantum", type=float, default=0.25, help="seconds of a quantum (default 0.25)")
-    parser.add_argument("--processes", type=int, default=2)
-    arguments = parser.parse_args()
+    arguments = found.parse_args()
     hours = arguments.hours or (0.5 if arguments.quick else 4.0)
     seeds = range(2 if arguments.quick else 5)
 
@@ -196,96 +188,75 @@ def main() -> None:
     variants = {f"share {share:g}": {"share": share} for share in (0.01, 0.05, 0.2)}
     variants |= {f"times wrong by {noise:.0%}": {"noise": noise} for noise in (0.05, 0.1)}
     campaign |= {name: runs("guarded", 0.97, **more) for name, more in variants.items()}
+    flat = [run for group in campaign.values() for run in group]
+    progress(
+        f"{len(flat)} simulations: {len(seeds)} seeds of {hours:g} hours, quantum {arguments.quantum:g} s"
+    )
     with ProcessPoolExecutor(arguments.processes) as pool:
-        flat = [run for group in campaign.values() for run in group]
         flat_results = iter(list(pool.map(simulate, flat)))
     results = {name: [next(flat_results) for _ in group] for name, group in campaign.items()}
+    table(("share 0.1; variants: guarded at 0.97", *COLUMNS), [shown(*one) for one in results.items()])
 
-    claims: list[dict[str, Any]] = []
-
-    def claim(name: str, value: float, unit: str, goal: float, better: str, peer: str) -> None:
-        claims.append(
-            {
-                "name": name,
-                "value": round(value, 2),
-                "unit": unit,
-                "goal": goal,
-                "better": better,
-                "peer": peer,
-            }
-        )
-
-    print(f"{len(seeds)} seeds of {hours:g} hours, quantum {arguments.quantum:g} s, share 0.1")
+    claims: list[Row] = []
     for load in LOADS:
-        print(f"\nload {load:<13}{HEADER}")
-        for policy in POLICIES:
-            print(f"  {policy:<16} {row(results[f'{policy} at {load}'])}")
         guarded, srpt = results[f"guarded at {load}"], results[f"srpt at {load}"]
         gains = [ours.long - theirs.long for ours, theirs in zip(guarded, srpt, strict=True)]
         gain, half = mean_and_interval(gains)
-        print(f"  guarded - srpt, longs, paired: {gain:+.2f} ± {half:.2f} points")
-        claim(
-            f"shorts on time at load {load}, guarded",
-            statistics.mean(result.short for result in guarded),
-            "%",
-            98.5 if load == 0.97 else 98.0,
-            "more",
-            "one server, five draws of paper B's mix",
+        claims.append(
+            claim(
+                f"shorts on time at load {load}, guarded",
+                statistics.mean(result.short for result in guarded),
+                "%",
+                98.5 if load == 0.97 else 98.0,
+                "more",
+                f"one server, {len(seeds)} draws of paper B's mix",
+            )
         )
-        claim(
-            f"longs on time at load {load}, guarded minus SRPT",
-            gain,
-            "points",
-            3.0 if load == 0.97 else 0.0,
-            "more",
-            f"SRPT in the same run, {statistics.mean(result.long for result in srpt):.1f} %",
+        theirs = statistics.mean(result.long for result in srpt)
+        claims.append(
+            claim(
+                f"longs on time at load {load}, guarded minus SRPT",
+                gain,
+                "points",
+                3.0 if load == 0.97 else 0.0,
+                "more",
+                f"SRPT in the same run, {theirs:.1f} %; half interval {half:.2f}",
+            )
         )
-    print(f"\nguarded at 0.97     {HEADER}")
-    for name in variants:
-        print(f"  {name:<16} {row(results[name])}")
 
     count = 50 if arguments.quick else 1000
     kinds = {"long and short": True, "all sizes": False}
     ratios = {name: against_optimum(overloads(count, mixed=mixed)) for name, mixed in kinds.items()}
-    print(
-        f"\ndeadlines met, of the most that can be met: mean and worst of {count} overloads of eight requests"
-    )
-    print("  " + "".join(f"{policy:>16}" for policy in POLICIES))
+    print(f"\ndeadlines met, of the most that can be met: {count} overloads of eight requests")
+    rows = [(name, policy, *one) for name, of_policy in ratios.items() for policy, one in of_policy.items()]
+    table(("", "policy", "mean", "worst"), rows)
     for name, of_policy in ratios.items():
-        cells = (f"{of_policy[policy][0]:.3f} {of_policy[policy][1]:.2f}" for policy in POLICIES)
-        print("  " + "".join(f"{cell:>16}" for cell in cells) + f"  {name}")
         mean, worst = of_policy["guarded"]
-        claim(
-            f"deadlines met of the offline optimum, eight requests, {name}",
-            mean,
-            "ratio",
-            0.9,
-            "more",
-            f"exhaustive search; worst of {count}: {worst:.2f}",
-        )
+        text = f"deadlines met of the offline optimum, eight requests, {name}"
+        peer = f"exhaustive search; worst of {count}: {worst:.2f}"
+        claims.append(claim(text, mean, "ratio", 0.9, "more", peer))
 
-    print(f"\n{'queued':>8} {'p50 us':>8} {'p99 us':>8}   order, with an arrival and an end between any two")
-    orders = []
+    loop, orders = Loop(time.perf_counter), []
     for queued in (1, 100, 1000, 10_000):
-        median, tail = decision_times(queued, 50 if arguments.quick else 500)
-        print(f"{queued:>8} {median * 1e6:>8.0f} {tail * 1e6:>8.0f}")
+        median, tail = decision_times(queued, 50 if arguments.quick else 500, loop)
         orders.append({"queued": queued, "p50": median, "p99": tail})
-    claim("order of guarded with 10,000 queued, p50", median * 1e6, "us", 150, "less", "")
-    if arguments.json:
-        figures = {
-            "claims": claims,
-            "revision": revision(),
-            "seeds": len(seeds),
-            "hours": hours,
-            "rows": {name: [asdict(result) for result in group] for name, group in results.items()},
-            "of_optimum": {
-                name: {policy: {"mean": mean, "worst": worst} for policy, (mean, worst) in of_policy.items()}
-                for name, of_policy in ratios.items()
-            },
-            "order_seconds": orders,
-        }
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
+    print("\norder, with an arrival and an end between any two")
+    rows = [(str(one["queued"]), 1e6 * one["p50"], 1e6 * one["p99"]) for one in orders]
+    table(("queued", "p50 us", "p99 us"), rows)
+    name = "order of guarded with 10,000 queued, p50"
+    claims.append(claim(name, loop.ratio(median), LOOPS, MOST_ORDER_LOOPS, peer=loop.peer()))
+    figures = {
+        "seeds": len(seeds),
+        "hours": hours,
+        "rows": {name: [asdict(result) for result in group] for name, group in results.items()},
+        "of_optimum": {
+            name: {policy: {"mean": mean, "worst": worst} for policy, (mean, worst) in of_policy.items()}
+            for name, of_policy in ratios.items()
+        },
+        "order_seconds": orders,
+    }
+    return report(claims, arguments.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -1,6 +1,8 @@
 """What a scheduling decision costs: the whole `handle(StageFree)` of a busy replica.
 
-    python benchmarks/scheduler.py [--quick] [--json FILE] [--compiled] [--also PYTHON] [--vllm-python PYTHON]
+    python benchmarks/scheduler.py --quick
+    python benchmarks/scheduler.py --policy guarded
+    python benchmarks/scheduler.py --compiled --also PYTHON --vllm-python PYTHON --json benchmarks/results/scheduler.json
 
 A decision orders the prefills that wait, tests what can be on time, packs a step, gives out KV and makes the
 commands. Each one is timed while requests arrive and complete between them, at a standing queue of 1 to 10,000
@@ -11,10 +13,10 @@ seconds of a replica's life the simulator, compiled as a campaign has it, gets t
 in another interpreter that has Medha's packages, such as a CPython that was built with other optimisations.
 
 Times are those of the thread's CPU clock: a shared machine takes the CPU away for milliseconds at a time, which says
-nothing about the scheduler.
+nothing about the scheduler. The claims are ratios to the calibrated loop (benchmarks/harness.py), whose time is taken
+before and after each row.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -31,6 +33,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import numpy as np
+from harness import LOOPS, ROOT, Loop, Row, claim, exit_with, parser, progress, report, table
 
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.cost.predictor import Predictor
@@ -44,12 +47,10 @@ from medha_papers.campaign_run import Run, capacity, simulate
 from medha_process.part_process import collect_garbage_rarely
 from medha_sim.compiled import compiled
 
-ROOT = Path(__file__).resolve().parents[1]
-
 POLICIES: tuple[str, ...] = get_args(SchedulingSpec.model_fields["policy"].annotation)
 QUEUES = (1, 100, 1_000, 10_000)
 DECODES = (0, 256)
-GOAL_P50_MS, GOAL_P99_MS = 0.5, 1.0
+GOAL_P50, GOAL_P99 = 0.5, 1.0  # loops
 GOAL_GROWTH = 1.0  # of p50 with the queue, as an exponent: no more than linear
 GOAL_SIMULATED = 300.0  # seconds a core-second
 SIMULATED_LOAD, SIMULATED_WINDOW_SECONDS, QUICK_WINDOW_SECONDS = 0.97, 3600.0, 900.0
@@ -180,7 +181,7 @@ def simulated_seconds(seeds: int, window_seconds: float) -> float:
     return seeds * window_seconds / core_seconds
 
 
-def growth_claims(figures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def growth_claims(figures: list[Row]) -> Iterator[Row]:
     """How p50 grows with the queue, for ten times as many: 0 not at all, 1 as the queue does."""
     before, longest = QUEUES[-2:]
     p50 = {(row["scheduler"], row["decodes"], row["queued"]): row["p50_ms"] for row in figures}
@@ -191,20 +192,29 @@ def growth_claims(figures: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             yield claim(name, growth, "exponent", GOAL_GROWTH)
 
 
-def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[dict[str, Any]], float]:
+def time_claims(figures: list[Row]) -> Iterator[Row]:
+    """What a decision takes at the longest queue, in loops of its own interpreter's run."""
+    for row in figures:
+        if row["queued"] == QUEUES[-1]:
+            name = f"handle(StageFree), {row['scheduler']}, {QUEUES[-1]} queued, {row['decodes']} decodes"
+            peer = f"calibrated loop before and after: {row['loop_ms']:.2f} ms"
+            for quantile, goal in (("p50", GOAL_P50), ("p99", GOAL_P99)):
+                value = row[f"{quantile}_ms"] / row["loop_ms"]
+                yield claim(f"{name}, {quantile}", value, LOOPS, goal, peer=peer)
+
+
+def compiled_figures(policies: tuple[str, ...], *, quick: bool) -> tuple[list[Row], float]:
     """The same of a compiled core, and `simulated_seconds`."""
     path = os.pathsep.join(
         [str(compiled(ROOT, ROOT / ".medha" / "compiled")), os.environ.get("PYTHONPATH", "")]
     )
     found = elsewhere(Path(sys.executable), {"PYTHONPATH": path}, policies, quick=quick)
-    rows: list[dict[str, Any]] = found["figures"]
+    rows: list[Row] = found["figures"]
     assert all(row["compiled"] for row in rows)
     return [row | {"scheduler": f"{row['scheduler']}, compiled"} for row in rows], found["simulated_seconds"]
 
 
-def also_figures(
-    python: Path, policies: tuple[str, ...], *, quick: bool
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def also_figures(python: Path, policies: tuple[str, ...], *, quick: bool) -> tuple[list[Row], dict[str, str]]:
     """The same in another interpreter, and what it is."""
     found = elsewhere(python, {}, policies, quick=quick)
     name = f"CPython {found['interpreter']['version']}"
@@ -212,9 +222,7 @@ def also_figures(
     return rows, found["interpreter"]
 
 
-def elsewhere(
-    python: Path, environment: dict[str, str], policies: tuple[str, ...], *, quick: bool
-) -> dict[str, Any]:
+def elsewhere(python: Path, environment: dict[str, str], policies: tuple[str, ...], *, quick: bool) -> Row:
     """What this script writes where another interpreter runs it."""
     chosen = [word for policy in policies for word in ("--policy", policy)]
     with TemporaryDirectory() as folder:
@@ -223,7 +231,7 @@ def elsewhere(
         subprocess.run(
             command, env=os.environ | environment, check=True, timeout=3600, stdout=subprocess.DEVNULL
         )
-        found: dict[str, Any] = json.loads(file.read_text())
+        found: Row = json.loads(file.read_text())
     return found
 
 
@@ -233,115 +241,85 @@ def interpreter() -> dict[str, str]:
     return {"version": platform.python_version(), "compiler": platform.python_compiler(), "flags": flags}
 
 
-def vllm_rows(python: Path, launches: int) -> list[dict[str, Any]]:
+def vllm_rows(python: Path, launches: int) -> list[Row]:
     """The same of vLLM's scheduler, in its own interpreter."""
     script = Path(__file__).with_name("scheduler_vllm.py")
     done = subprocess.run(
         [str(python), str(script), str(launches)], capture_output=True, text=True, check=True, timeout=1800
     )
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    found: list[Row] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="three policies, fewer launches: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
-    parser.add_argument("--compiled", action="store_true", help="time the compiled core, too")
-    parser.add_argument(
-        "--also",
-        type=Path,
-        metavar="PYTHON",
-        help="time them in this interpreter, too: it needs Medha's packages",
-    )
-    parser.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
-    arguments = parser.parse_args()
+def main() -> int:
+    found = parser(__doc__, quick="three policies, fewer launches")
+    found.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="an interpreter that has vLLM")
+    found.add_argument("--compiled", action="store_true", help="time the compiled core, too")
+    text = "time them in this interpreter, too: it needs Medha's packages"
+    found.add_argument("--also", type=Path, metavar="PYTHON", help=text)
+    found.add_argument("--policy", action="append", choices=POLICIES, help="only this one; may be repeated")
+    arguments = found.parse_args()
     collect_garbage_rarely()  # as the controller's process does
     launches = 200 if arguments.quick else 500
     window_seconds = QUICK_WINDOW_SECONDS if arguments.quick else SIMULATED_WINDOW_SECONDS
     policies = tuple(arguments.policy or (("fcfs", "lars", "guarded") if arguments.quick else POLICIES))
 
-    claims: list[dict[str, Any]] = []
-    figures: list[dict[str, Any]] = []
-    print(HEADER)
-    for policy, queue, decodes, seconds in rows(policies, launches):
-        p50, p99 = (float(np.percentile(seconds, q)) * 1e3 for q in (50, 99))
-        figure: dict[str, Any] = {
-            "scheduler": policy,
-            "queued": queue,
-            "decodes": decodes,
-            "p50_ms": p50,
-            "p99_ms": p99,
-        }
-        figure["max_ms"] = float(seconds.max()) * 1e3
-        figure["compiled"] = not str(engine.__file__).endswith(".py")
-        print_row(figure)
-        figures.append(figure)
-    simulated = None
-    if not str(engine.__file__).endswith(".py"):
-        simulated = simulated_seconds(1 if arguments.quick else 3, window_seconds)
+    is_compiled = not str(engine.__file__).endswith(".py")
+    figures = own_figures(policies, launches, is_compiled=is_compiled)
+    simulated = simulated_seconds(1 if arguments.quick else 3, window_seconds) if is_compiled else None
     if arguments.compiled:
-        found, simulated = compiled_figures(policies, quick=arguments.quick)
-        for figure in found:
-            print_row(figure)
-            figures.append(figure)
+        more, simulated = compiled_figures(policies, quick=arguments.quick)
+        figures += more
     interpreters = [interpreter()]
     if arguments.also:
-        found, other = also_figures(arguments.also, policies, quick=arguments.quick)
+        more, other = also_figures(arguments.also, policies, quick=arguments.quick)
         interpreters.append(other)
-        for figure in found:
-            print_row(figure)
-            figures.append(figure)
-    for figure in figures:
-        if figure["queued"] == QUEUES[-1]:
-            name = (
-                f"handle(StageFree), {figure['scheduler']}, {QUEUES[-1]} queued, {figure['decodes']} decodes"
-            )
-            claims.append(claim(f"{name}, p50", figure["p50_ms"], "ms", GOAL_P50_MS))
-            claims.append(claim(f"{name}, p99", figure["p99_ms"], "ms", GOAL_P99_MS))
-    claims += growth_claims(figures)
+        figures += more
+    claims = [*time_claims(figures), *growth_claims(figures)]
     if simulated is not None:
         name = f"simulated seconds per core-second, guarded, load {SIMULATED_LOAD:g}, {window_seconds / 60:g} minutes"
-        claims.append(claim(name, simulated, "s/s", GOAL_SIMULATED) | {"better": "more"})
-        print(f"{name}: {simulated:.0f}")
+        claims.append(claim(name, simulated, "s/s", GOAL_SIMULATED, "more"))
     if arguments.vllm_python:
-        for figure in vllm_rows(arguments.vllm_python, launches):
-            print_row(figure)
-            figures.append(figure)
-            if (figure["queued"], figure["decodes"]) == (QUEUES[-1], DECODES[-1]):
-                ours = max(
-                    row["p50_ms"]
-                    for row in figures
-                    if (row["queued"], row["decodes"]) == (QUEUES[-1], DECODES[-1])
-                    and row["scheduler"] in policies
-                )
-                name = f"slowest policy's p50 over schedule() of {figure['scheduler']}, 256 decodes"
-                claims.append(claim(name, ours / figure["p50_ms"], "ratio", 1.0))
-    if arguments.json:
-        shown = {
-            "claims": claims,
-            "figures": figures,
-            "simulated_seconds": simulated,
-            "interpreter": interpreters[0],
-            "also": interpreters[1:],
-        }
-        arguments.json.write_text(json.dumps(shown, indent=2) + "\n")
+        theirs = vllm_rows(arguments.vllm_python, launches)
+        claims.append(vllm_claim([row for row in figures if row["scheduler"] in policies], theirs))
+        figures += theirs
+    columns = ("scheduler", "queued", "decodes", "p50_ms", "p99_ms", "max_ms")
+    table(columns, [[row[column] for column in columns] for row in figures])
+    shown = {
+        "figures": figures,
+        "simulated_seconds": simulated,
+        "interpreter": interpreters[0],
+        "also": interpreters[1:],
+    }
+    return report(claims, arguments.json, shown)
 
 
-def claim(name: str, value: float, unit: str, goal: float) -> dict[str, Any]:
-    return {"name": name, "value": round(value, 3), "unit": unit, "goal": goal, "better": "less"}
+def own_figures(policies: tuple[str, ...], launches: int, *, is_compiled: bool) -> list[Row]:
+    """Quantiles of this interpreter's launches, and the loop's median before and after them (milliseconds)."""
+    loop, figures = Loop(), list[Row]()
+    before = loop.sample()
+    for policy, queue, decodes, seconds in rows(policies, launches):
+        after = loop.sample()
+        p50, p99, most = (1e3 * float(value) for value in np.percentile(seconds, (50, 99, 100)))
+        row = {"scheduler": policy, "queued": queue, "decodes": decodes, "compiled": is_compiled}
+        row |= {"p50_ms": p50, "p99_ms": p99, "max_ms": most, "loop_ms": 500 * (before + after)}
+        figures.append(row)
+        progress(f"{policy}, {queue} queued, {decodes} decodes: p50 {p50:.3f} ms, p99 {p99:.3f} ms")
+        before = after
+    return figures
 
 
-HEADER = f"{'scheduler':<23} {'queued':>7} {'decodes':>8} {'p50 ms':>8} {'p99 ms':>8} {'max ms':>8}"
+def vllm_claim(ours: list[Row], theirs: list[Row]) -> Row:
+    """How the slowest policy compares with vLLM at the longest queue beside decodes."""
 
+    def slowest(rows: list[Row]) -> Row:
+        most = [row for row in rows if (row["queued"], row["decodes"]) == (QUEUES[-1], DECODES[-1])]
+        return max(most, key=lambda row: float(row["p50_ms"]))
 
-def print_row(row: dict[str, Any]) -> None:
-    times = " ".join(f"{row[name]:>8.3f}" for name in ("p50_ms", "p99_ms", "max_ms"))
-    print(f"{row['scheduler']:<23} {row['queued']:>7} {row['decodes']:>8} {times}", flush=True)
+    peer = slowest(theirs)
+    name = f"slowest policy's p50 over schedule() of {peer['scheduler']}, 256 decodes"
+    return claim(name, slowest(ours)["p50_ms"] / peer["p50_ms"], "ratio", 1.0, peer=peer["scheduler"])
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -7,15 +7,24 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-_FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+SHARED = ("harness", "served")
+"""What scripts import from beside them. The folder is not on the path of tests: a package here is called `campaign`, too."""
 
 
 def benchmark(name: str) -> ModuleType:
-    """`benchmarks/<name>.py`, executed anew, and not under its own name: packages of ours are called so."""
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", _FOLDER / f"{name}.py")
+    """Execute `benchmarks/<name>.py` anew, and not under its own name: packages of ours are called so."""
+    for shared in SHARED:
+        if shared not in sys.modules:
+            _load(shared, shared)
+    return _load(f"benchmark_{name}", name)
+
+
+def _load(module_name: str, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(module_name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[module_name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module

@@ -1,27 +1,29 @@
-"""Every benchmark's file says what it claims, in one form, so that a reader can hold each figure against its goal."""
+"""Every benchmark takes its arguments, claims and file from one harness, so that all can be run and read alike."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = sorted(
-    script.stem
-    for script in BENCHMARKS.glob("*.py")
-    if (BENCHMARKS / "results" / f"{script.stem}.json").exists()
-)
+from benchmark import FOLDER, benchmark
+
+SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py"))
+WITHOUT_CLAIMS = {"long"}  # which holds tests, and no figures
+RESULTS = sorted(name for name in SCRIPTS if (FOLDER / "results" / f"{name}.json").exists())
 
 
 def test_there_are_results() -> None:
-    assert {"parallel", "scheduler", "serve"} <= set(NAMES)
+    assert {"parallel", "scheduler", "serve"} <= set(RESULTS)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"long"}))  # which holds tests, and no figures
+@pytest.mark.parametrize("name", sorted(set(RESULTS) - WITHOUT_CLAIMS))
 def test_a_result_holds_claims_with_a_value_and_a_goal(name: str) -> None:
-    claims = json.loads((BENCHMARKS / "results" / f"{name}.json").read_text(encoding="utf-8"))["claims"]
+    claims = json.loads((FOLDER / "results" / f"{name}.json").read_text(encoding="utf-8"))["claims"]
     assert claims
     for claim in claims:
         assert {"name", "value", "unit", "goal", "better"} <= set(claim)
@@ -30,6 +32,80 @@ def test_a_result_holds_claims_with_a_value_and_a_goal(name: str) -> None:
     assert len({claim["name"] for claim in claims}) == len(claims)
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"long"}))
-def test_its_script_has_a_quick_form(name: str) -> None:
-    assert '"--quick"' in (BENCHMARKS / f"{name}.py").read_text(encoding="utf-8")
+# --- the harness ------------------------------------------------------------------------------------------
+
+
+def test_a_claim_holds_up_to_its_goal() -> None:
+    harness = benchmark("harness")
+    for value, better, holds in (
+        (2.0, "less", True),
+        (2.1, "less", False),
+        (2.0, "more", True),
+        (1.9, "more", False),
+    ):
+        assert harness.holds(harness.claim("a", value, "x", 2.0, better)) is holds
+
+
+def test_a_report_is_written_whole_with_the_commit_and_without_paths_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harness = benchmark("harness")
+    target = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", [str(FOLDER / "x.py"), "--quick", "--json", str(target)])
+    claims = [harness.claim("one", 1.23456, "x", 1.0, peer="the peer"), harness.claim("two", 1, "x", 1.0)]
+    assert harness.report(claims, target, {"rows": [1]}) == 0
+    assert harness.report(claims, target, {"rows": [1]}, strict=True) == 1
+    assert "FAILS: one: 1.235, at most 1 x; the peer\nholds: two: 1" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    found = json.loads(target.read_text())
+    assert (found["rows"], found["command"]) == ([1], "python benchmarks/x.py --quick --json FILE")
+    assert found["claims"][0]["value"] == 1.235
+    assert set(found["machine"]) == {"cores", "python", "numpy", "load_average"}
+    assert found["revision"]
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = benchmark("harness").parser("A benchmark.", quick="less")
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--json", str(tmp_path / "no" / "found.json")])
+    assert f"there is no folder {tmp_path / 'no'}" in capsys.readouterr().err
+    assert parser.parse_args(["--json", str(tmp_path / "found.json")]).json == tmp_path / "found.json"
+
+
+def test_what_is_measured_takes_turns() -> None:
+    harness, order = benchmark("harness"), list[str]()
+    found = harness.in_turn(2, {name: lambda name=name: order.append(name) or len(order) for name in "ab"})
+    assert (order, found) == (["a", "b", "a", "b"], {"a": [1, 3], "b": [2, 4]})
+    assert harness.ratio([1.0, 8.0, 9.0], [1.0, 2.0, 3.0]) == 3.0
+
+
+def test_a_time_is_told_in_loops_of_the_same_clock() -> None:
+    """On a clock of half the speed both a time and the loop are half as long, and the ratio is the same."""
+    harness = benchmark("harness")
+    ratios = []
+    for speed in (1.0, 0.5):
+        loop = harness.Loop(lambda speed=speed: speed * time.thread_time())
+        loop.sample(50)
+        ratios.append(loop.ratio(speed * 0.1))
+        assert loop.peer().startswith("calibrated loop in the same run: ")
+    assert 0.4 < ratios[0] / ratios[1] < 2.5
+
+
+def test_ctrl_c_ends_a_script_with_130_after_it_has_cleaned_up(tmp_path: Path) -> None:
+    (tmp_path / "stopped.py").write_text(
+        "import os, signal, sys\n"
+        f"sys.path.append({str(FOLDER)!r})\n"
+        "from harness import exit_with\n"
+        "def main():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), getattr(signal, sys.argv[1]))\n"
+        "    finally:\n"
+        "        print('cleaned up')\n"
+        "exit_with(main)\n"
+    )
+    for name in ("SIGINT", "SIGTERM"):
+        command = [sys.executable, str(tmp_path / "stopped.py"), name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "cleaned up\n", "stopped\n")

@@ -1,0 +1,66 @@
+"""Runs `medha up`, or another server, for as long as a block lasts."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from medha_worker.process import free_port
+
+START_SECONDS = 300
+
+
+def write_manifest(path: Path, name: str, spec: dict[str, Any]) -> str:
+    """Write a MedhaReplica with a free port for its router; returns the router's URL."""
+    port = free_port("127.0.0.1")
+    head = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": name}}
+    path.write_text(yaml.safe_dump(head | {"spec": spec | {"router": {"port": port}}}), encoding="utf-8")
+    return f"http://127.0.0.1:{port}"
+
+
+def medha_up(manifest: Path, *options: str) -> list[str]:
+    """Return the command that serves a manifest."""
+    return [sys.executable, "-m", "medha_cli.main", "up", str(manifest), *options]
+
+
+@contextmanager
+def served(
+    command: list[str], url: str, ready_path: str = "/ready", env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Run a server, and end it with Ctrl-C's signal; where it fails, exit with what it has printed."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=env, text=True, start_new_session=True
+        )
+        try:
+            until = time.monotonic() + START_SECONDS
+            while not _is_ready(url + ready_path):
+                if process.poll() is not None or time.monotonic() > until:
+                    log.seek(0)
+                    sys.exit(f"{' '.join(command)} did not become ready:\n{log.read()[-4000:]}")
+                time.sleep(0.1)
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=10).status_code == 200
+    except httpx.TransportError:
+        return False
