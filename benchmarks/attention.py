@@ -1,6 +1,7 @@
 """How well a profile of this machine foretells contexts that it has not seen: the held-out test of attention.
 
-    python benchmarks/attention.py [--quick] [--json FILE]
+    python benchmarks/attention.py --quick
+    python benchmarks/attention.py --json benchmarks/results/attention.json
 
 Measures the steps of `medha profile` for the `small` preset (8 layers, hidden 512, 8/2 heads) twice, in CPU time of
 one thread: chunks and decodes, alone and together, behind contexts up to 16,384 tokens. Each range of contexts is left out
@@ -8,18 +9,16 @@ of a fit that is then asked for it. The peer is the machine itself: how far the 
 first. Nothing else should run.
 """
 
-import argparse
-import json
 import os
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ranks; read when torch is loaded
 
 import numpy as np
+from harness import claim, exit_with, parser, progress, report, table
 
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.profiling import measure as profile
@@ -41,18 +40,9 @@ def apart(first: list[MeasuredStep], second: list[MeasuredStep]) -> float:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="contexts to 4,096 tokens, under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    arguments = parser.parse_args()
-    if arguments.json and not arguments.json.parent.is_dir():
-        parser.error(
-            f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it, or name another"
-        )
-    longest, largest, decodes, rounds = (4096, 512, 16, 2) if arguments.quick else (16_384, 2048, 64, 3)
+def main() -> int:
+    arguments = parser(__doc__, quick="contexts to 4,096 tokens, each step once").parse_args()
+    longest, largest, decodes, rounds = (4096, 512, 16, 1) if arguments.quick else (16_384, 2048, 64, 3)
 
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "small"
@@ -63,6 +53,7 @@ def main() -> None:
         )
         timer = profile.StepTimer(model, grid.pool_tokens, time.process_time)
         shapes = grid.shapes()
+        progress(f"{len(shapes)} steps, measured {rounds} times; then in reverse order")
         steps, again = measure(timer, shapes, rounds), measure(timer, shapes[::-1], rounds)
         layers = model.config.num_layers
 
@@ -72,34 +63,27 @@ def main() -> None:
     print(
         f"{len(steps)} steps; measured again they differ by {noise:.1%}; all seen: {seen.mean():.1%} mean error"
     )
-    print(f"{'contexts held out':>20} {'steps':>6} {'mean':>7} {'worst':>7}")
-    for test in tests:
-        print(
-            f"{f'{test.low}-{test.high}':>20} {test.steps:>6} {test.mean_error:>7.1%} {test.worst_error:>7.1%}"
-        )
+    rows = [
+        (f"{test.low}-{test.high}", test.steps, f"{test.mean_error:.1%}", f"{test.worst_error:.1%}")
+        for test in tests
+    ]
+    table(("contexts held out", "steps", "mean", "worst"), rows)
     farthest = tests[-1]
-    claims: list[dict[str, Any]] = [
-        {
-            "name": f"{of} error of steps behind {farthest.low}-{farthest.high} tokens, the fit saw none of them",
-            "value": round(value, 4),
-            "unit": "share",
-            "goal": GOAL,
-            "better": "less",
-            "peer": f"the same steps measured twice differ by {noise:.1%}",
-        }
+    name = f"error of steps behind {farthest.low}-{farthest.high} tokens, the fit saw none of them"
+    peer = f"the same steps measured twice differ by {noise:.1%}"
+    claims = [
+        claim(f"{of} {name}", value, "share", GOAL, peer=peer)
         for of, value in (("mean", farthest.mean_error), ("worst", farthest.worst_error))
     ]
-    if arguments.json:
-        report = {
-            "claims": claims,
-            "steps_planned": len(shapes),
-            "steps_measured": len(steps),
-            "held_out": [asdict(test) for test in tests],
-            "all_seen_mean_error": round(float(seen.mean()), 4),
-            "measured_twice": round(noise, 4),
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    figures = {
+        "steps_planned": len(shapes),
+        "steps_measured": len(steps),
+        "held_out": [asdict(test) for test in tests],
+        "all_seen_mean_error": round(float(seen.mean()), 4),
+        "measured_twice": round(noise, 4),
+    }
+    return report(claims, arguments.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

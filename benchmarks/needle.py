@@ -1,6 +1,8 @@
 """Needle in a haystack: recall over depth and length through the whole server, and what the prefill takes.
 
-    python benchmarks/needle.py [--quick] [--json FILE] [--html FILE]
+    python benchmarks/needle.py --quick
+    python benchmarks/needle.py --shape KVP4 --length 262144 --json benchmarks/results/needle.json
+    python benchmarks/needle.py --plot-only --json benchmarks/results/needle.json --html needle.html
 
 For each length one prompt holds 11 passkeys at even depths. It is computed once; then each passkey is asked for by a
 question behind it, over the cached KV, greedily (`docs/needle.md` says how the model finds it). Three shapes: one rank
@@ -15,28 +17,20 @@ nothing is measured.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import plotly.graph_objects as go
 import psutil
-import yaml
+from harness import claim, exit_with, parser, progress, report, revision, save, table
 from plotly.subplots import make_subplots
-from revision import revision
+from served import medha_up, served, write_manifest
 from tokenizers import Tokenizer
 
 from medha_worker.checkpoints.haystack import Haystack, make_haystack, question
@@ -44,27 +38,21 @@ from medha_worker.checkpoints.presets import init_checkpoint
 
 LENGTHS = [4096, 8192, 16_384, 32_768, 65_536, 131_072, 262_144]
 SHAPES = {"one rank": (1, 1, 2), "SPP2": (2, 1, 1), "KVP4": (1, 4, 1)}  # stages, lanes, threads of a rank
-QUICK = 16_384
+QUICK = 8192
 ROOM_TOKENS = 32  # for a question and its answer
 KV_BYTES_PER_TOKEN = 1024
-START_SECONDS = 120
 MODEL = "needle"
 
 Row = dict[str, Any]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help=f"up to {QUICK} tokens: about a minute")
-    parser.add_argument("--length", type=int, action="append", help="only this one, tokens; may be repeated")
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of texts and passkeys")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the plot there")
-    parser.add_argument("--plot-only", action="store_true", help="plot the rows of --json")
-    arguments = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__, quick=f"up to {QUICK} tokens", seed=True)
+    options.add_argument("--length", type=int, action="append", help="only this one, tokens; may be repeated")
+    options.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
+    options.add_argument("--html", type=Path, metavar="FILE", help="write the plot there")
+    options.add_argument("--plot-only", action="store_true", help="plot the rows of --json")
+    arguments = options.parse_args()
     lengths = arguments.length or [length for length in LENGTHS if not arguments.quick or length <= QUICK]
     shapes = arguments.shape or list(SHAPES)
 
@@ -75,34 +63,35 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             checkpoint = Path(scratch) / "needle"
             init_checkpoint(checkpoint, preset="needle", seed=0)
-            print(HEADER)
             for length in lengths:
                 for shape in shapes:
+                    progress(f"{shape}, {length} tokens")
                     row = measure(checkpoint, shape, length, arguments.seed)
-                    print_row(row)
                     rows = [old for old in rows if (old["shape"], old["length"]) != (shape, length)] + [row]
                     rows.sort(key=lambda one: (list(SHAPES).index(one["shape"]), one["length"]))
-                    if arguments.json:
-                        result = {"claims": claims(rows), "rows": rows}
-                        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    for claim in claims(rows):
-        print(f"{claim['name']}: {claim['value']} (goal {claim['goal']})")
+                    save(claims(rows), arguments.json, {"rows": rows})
     if arguments.html:
         arguments.html.write_text(page(rows), encoding="utf-8")
+    columns = ("shape", "length", "recall", "prefill_seconds", "prefill_cpu_seconds", "seconds_per_question")
+    table(columns, [[row[column] for column in columns] for row in rows])
+    return report(claims(rows), None if arguments.plot_only else arguments.json, {"rows": rows})
 
 
 def measure(checkpoint: Path, shape: str, length: int, seed: int) -> Row:
     """Serve the model in this shape, and ask for every passkey of a text that fills `length` tokens."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     haystack = make_haystack(tokenizer, length - ROOM_TOKENS, seed=seed + length)
+    manifest = checkpoint.parent / "replica.yaml"
+    url = write_manifest(manifest, MODEL, spec_of(checkpoint, shape, length))
     with (
-        serving(checkpoint, shape, length) as (url, process),
+        served(medha_up(manifest), url) as process,
         openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=7200) as client,
     ):
-        cpu_before, started = rank_cpu_seconds(process), time.monotonic()
+        supervisor = psutil.Process(process.pid)
+        cpu_before, started = rank_cpu_seconds(supervisor), time.monotonic()
         client.completions.create(model=MODEL, prompt=haystack.text, max_tokens=1, temperature=0)
         prefill_seconds = time.monotonic() - started
-        prefill_cpu_seconds = rank_cpu_seconds(process) - cpu_before
+        prefill_cpu_seconds = rank_cpu_seconds(supervisor) - cpu_before
         started = time.monotonic()
         answers = {name: ask(client, haystack, name) for name in haystack.passkeys}
         return {
@@ -130,46 +119,16 @@ def ask(client: openai.OpenAI, haystack: Haystack, name: str) -> tuple[bool, int
     return answer.choices[0].text == f" {haystack.passkeys[name]}", cached or 0
 
 
-@contextmanager
-def serving(checkpoint: Path, shape: str, length: int) -> Iterator[tuple[str, psutil.Process]]:
-    """`medha up` in this shape, with room for the KV of `length` tokens: its URL and its supervisor."""
+def spec_of(checkpoint: Path, shape: str, length: int) -> dict[str, Any]:
+    """A replica of this shape, with room for the KV of `length` tokens."""
     stream, kv, threads = SHAPES[shape]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
     size_mib = 2 * length * KV_BYTES_PER_TOKEN // (stream * kv * 2**20) + 4
-    spec = {
+    return {
         "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": length},
         "parallelism": {"stream": stream, "kv": kv},
         "kvCache": {"size": f"{size_mib}Mi"} | ({"tokensPerLane": length // kv} if kv > 1 else {}),
-        "router": {"port": port},
         "threads": threads,
     }
-    manifest = checkpoint.parent / "replica.yaml"
-    header = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": "needle"}}
-    manifest.write_text(yaml.safe_dump(header | {"spec": spec}))
-    log = checkpoint.parent / "medha.log"
-    with log.open("w") as output:
-        command = [sys.executable, "-m", "medha_cli.main", "up", str(manifest)]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            until = time.monotonic() + START_SECONDS
-            while not is_ready(url):
-                if process.poll() is not None or time.monotonic() > until:
-                    sys.exit(f"medha up did not become ready:\n{log.read_text()}")
-                time.sleep(0.2)
-            yield url, psutil.Process(process.pid)
-        finally:
-            process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(url + "/ready", timeout=10).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def rank_cpu_seconds(supervisor: psutil.Process) -> float:
@@ -180,7 +139,7 @@ def rank_cpu_seconds(supervisor: psutil.Process) -> float:
 
 def claims(rows: list[Row]) -> list[dict[str, Any]]:
     """Recall of each shape at its worst, and how the ranks' time grows over the last doubling."""
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for shape in SHAPES:
         of_shape = [row for row in rows if row["shape"] == shape]
         if not of_shape:
@@ -189,7 +148,7 @@ def claims(rows: list[Row]) -> list[dict[str, Any]]:
             f"{shape}: lowest recall, 11 depths, {of_shape[0]['length']} to {of_shape[-1]['length']} tokens"
         )
         worst = min(row["recall"] for row in of_shape)
-        found.append({"name": name, "value": worst, "unit": "ratio", "goal": 1.0, "better": "more"})
+        found.append(claim(name, worst, "ratio", 1.0, "more"))
         if len(of_shape) > 1:
             before, last = of_shape[-2:]
             ratio = last["prefill_cpu_seconds"] / before["prefill_cpu_seconds"]
@@ -197,7 +156,7 @@ def claims(rows: list[Row]) -> list[dict[str, Any]]:
             name = (
                 f"{shape}: exponent of the prefill's CPU time, {before['length']} to {last['length']} tokens"
             )
-            found.append({"name": name, "value": round(growth, 2), "unit": "", "goal": 2.0, "better": "less"})
+            found.append(claim(name, growth, "", 2.0))
     return found
 
 
@@ -242,13 +201,5 @@ def page(rows: list[Row]) -> str:
     return str(figure.to_html(include_plotlyjs=True, full_html=True))
 
 
-HEADER = f"{'shape':<9} {'tokens':>7} {'recall':>7} {'prefill s':>10} {'CPU s':>8} {'question s':>11}"
-
-
-def print_row(row: Row) -> None:
-    times = f"{row['prefill_seconds']:>10.2f} {row['prefill_cpu_seconds']:>8.2f} {row['seconds_per_question']:>11.3f}"
-    print(f"{row['shape']:<9} {row['length']:>7} {row['recall']:>7.3f} {times}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -1,6 +1,8 @@
 """What it gives to split one request over two ranks: stages (SPP), lanes (KVP), and rings of lanes, one core each.
 
-    flock /tmp/quiet python benchmarks/parallel.py [--quick] [--only PART] [--rounds N] [--json FILE]
+    python benchmarks/parallel.py --quick
+    python benchmarks/parallel.py --only spp --rounds 9
+    python benchmarks/parallel.py --json benchmarks/results/parallel.json
 
 Ranks are processes pinned to a core, which meet over gloo as those of `medha up` do and run steps that are written
 here: what is measured is the engine, without controller and HTTP. Configurations take turns within a round, because a
@@ -21,15 +23,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ran
 
 import numpy as np
 import torch
-from revision import revision
+from harness import Row, claim, exit_with, in_turn, parser, progress, ratio, report, revision, table
 
 from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
 from medha.shards import Segment, ShardMap, deal, place
@@ -53,6 +55,7 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
+from medha_worker.process import free_port
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread
 from medha_worker.rank.mesh import Grid
@@ -360,15 +363,17 @@ def rank_main(member: Member) -> None:
 # --- in the benchmark's process -----------------------------------------------------------------------
 
 
+Taken = tuple[float, list[dict[str, Any]]]
+"""Seconds of a run on all ranks, and what each of them says."""
+
+
 class Configuration:
     """The processes of one grid; they wait without using their cores while others run."""
 
     def __init__(
         self, stream: int, kv: int, checkpoint: str, tokens: int, cores: list[tuple[int, ...]]
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        endpoint = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
         self._processes = []
         for rank, pinned in enumerate(cores):
             member = Member(1, stream, kv, rank, endpoint, pinned, len(pinned), checkpoint, tokens)
@@ -380,7 +385,7 @@ class Configuration:
             )  # fmt: skip
         self._answers()
 
-    def do(self, what: str, **arguments: Any) -> tuple[float, list[dict[str, Any]]]:
+    def do(self, what: str, **arguments: Any) -> Taken:
         """Seconds from the first rank's start to the last one's end, and what each says."""
         for process in self._processes:
             assert process.stdin is not None
@@ -407,6 +412,30 @@ class Configuration:
             process.wait(timeout=30)
 
 
+def seconds_in_turn(
+    rounds: int, runs: dict[str, Callable[[], Taken]], per: int = 1
+) -> dict[str, list[float]]:
+    """What each run takes in each round, divided by `per`."""
+    found = in_turn(rounds, runs)
+    return {name: [seconds / per for seconds, _ in taken] for name, taken in found.items()}
+
+
+def as_fast(seconds: dict[str, list[float]], base: str) -> dict[str, float]:
+    """How many times as fast as the base each of the others is."""
+    return {name: ratio(seconds[base], taken) for name, taken in seconds.items() if name != base}
+
+
+def show(title: str, found: dict[str, dict[str, list[float]]], base: str) -> None:
+    """Print what the base takes, and how many times as fast the others are."""
+    others = list(as_fast(next(iter(found.values())), base))
+    rows = [
+        (key, statistics.median(seconds[base]), *as_fast(seconds, base).values())
+        for key, seconds in found.items()
+    ]
+    print(f"\n{title}: times as fast as {base}")
+    table(("", f"{base}, s", *others), rows)
+
+
 def spp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, chunk: int) -> dict[str, Any]:
     first, second = (cores[0],), (cores[1],)
     configurations = {
@@ -414,16 +443,16 @@ def spp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, chunk: i
         "two threads": Configuration(1, 1, checkpoint, tokens, [first + second]),
         "two stages": Configuration(2, 1, checkpoint, tokens, [first, second]),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in configurations}
     for configuration in configurations.values():
         configuration.do("prefill", tokens=2 * chunk, chunk=chunk, strategy=SPP)  # warm up
-    for _ in range(rounds):
-        for name, configuration in configurations.items():
-            taken, _ = configuration.do("prefill", tokens=tokens, chunk=chunk, strategy=SPP)
-            seconds[name].append(taken)
-            print(f"  prefill of {tokens} tokens, {name}: {taken:.2f} s", flush=True)
+    runs = {
+        name: partial(configuration.do, "prefill", tokens=tokens, chunk=chunk, strategy=SPP)
+        for name, configuration in configurations.items()
+    }
+    seconds = seconds_in_turn(rounds, runs)
     for configuration in configurations.values():
         configuration.close()
+    show("prefill", {f"{tokens} tokens": seconds}, "one core")
     ratios = {
         "spp / one core": ratio(seconds["one core"], seconds["two stages"]),
         "spp / two threads": ratio(seconds["two threads"], seconds["two stages"]),
@@ -438,7 +467,8 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
     result: dict[str, list[Any]] = {
         "one lane": [], "two lanes": [], "attention": [], "attention of two": [], "read": [], "read at once": [], "KV read": [],
     }  # fmt: skip
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
+        progress(f"  round {number} of {rounds}: decode behind {tokens} tokens on one lane and on two")
         read = [one.do("read")[1][0]["bytes_per_second"] for one in alone]
         at_once = [said["bytes_per_second"] for said in two.do("read")[1]]
         decoded = [one.do("decode", tokens=tokens, steps=steps) for one in alone]
@@ -450,16 +480,14 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
         result["read"].append(read)
         result["read at once"].append(at_once)
         result["KV read"].append([said["kv_bytes"] / said["attention_seconds"] for _, (said,) in decoded])
-        print(
-            f"  decode behind {tokens} tokens: one lane {listed(result['one lane'][-1], 1e3)} ms, two "
-            f"{1e3 * together / steps:.1f} ms (attention {listed(result['attention of two'][-1], 1e3)}); "
-            f"GB/s: KV {listed(result['KV read'][-1], 1e-9)}, memory {listed(map(max, read), 1e-9)}, "
-            f"both cores at once {listed(map(max, at_once), 1e-9)}",
-            flush=True,
-        )
     for configuration in (*alone, two):
         configuration.close()
     one_lane = [statistics.mean(each) for each in result["one lane"]]
+    show(
+        "step of a decode",
+        {f"{tokens} tokens": {"one lane": one_lane, "two lanes": result["two lanes"]}},
+        "one lane",
+    )
     ratios = {
         "kvp / one lane": ratio(one_lane, result["two lanes"]),
         "KV read rate": ratio(chain(*result["KV read"]), map(max, chain(*result["read"]))),
@@ -476,86 +504,61 @@ def kvp(checkpoint: str, cores: list[int], rounds: int, *, tokens: int, steps: i
     }  # fmt: skip
 
 
-def listed(values: Iterable[float], scale: float) -> str:
-    """Both of two figures, to a decimal, in units of 1 / `scale`."""
-    return " and ".join(f"{scale * value:.1f}" for value in values)
-
-
-def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) -> dict[str, Any]:
-    """One prompt on one core, and on two ranks by each strategy."""
-    first, second = (cores[0],), (cores[1],)
-    longest = max(lengths)
-    one = Configuration(1, 1, checkpoint, longest, [first])
-    stages = Configuration(2, 1, checkpoint, longest, [first, second])
-    lanes = Configuration(1, 2, checkpoint, longest, [first, second])
-    runs = {
+def prompt_runs(
+    one: Configuration, stages: Configuration, lanes: Configuration, chunk: int
+) -> dict[str, tuple[Configuration, str, int]]:
+    """Every strategy on two ranks, beside one core: where, which, and with chunks of how many tokens."""
+    return {
         "one core": (one, SPP, 512),
-        SPP: (stages, SPP, 512),
+        SPP: (stages, SPP, chunk),
         OWNER_COMPUTE: (lanes, OWNER_COMPUTE, 512),
         PASS_KV: (lanes, PASS_KV, 2048),
         PASS_Q: (lanes, PASS_Q, 2048),
         STRIPED: (lanes, STRIPED, 2048),
     }
-    found: dict[str, dict[str, list[float]]] = {}
-    for length in lengths:
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(rounds):
-            for name, (configuration, strategy, chunk) in runs.items():
-                taken, _ = configuration.do("prefill", tokens=length, chunk=chunk, strategy=strategy)
-                seconds[name].append(taken)
-        found[str(length)] = seconds
-        speed = ", ".join(
-            f"{name} {ratio(seconds['one core'], taken):.2f}"
-            for name, taken in seconds.items()
-            if name != "one core"
-        )
-        print(
-            f"  {length} tokens: one core {statistics.median(seconds['one core']):.2f} s; times as fast: {speed}",
-            flush=True,
-        )
+
+
+def prompts(
+    checkpoint: str, cores: list[int], rounds: int, wanted: dict[str, tuple[int, int, int]]
+) -> dict[str, dict[str, list[float]]]:
+    """Prompts on one core, and on two ranks by each strategy: of tokens, of which some are cached, and SPP's chunk."""
+    first, second = (cores[0],), (cores[1],)
+    longest = max(tokens for tokens, _, _ in wanted.values())
+    one = Configuration(1, 1, checkpoint, longest, [first])
+    stages = Configuration(2, 1, checkpoint, longest, [first, second])
+    lanes = Configuration(1, 2, checkpoint, longest, [first, second])
+    found = {}
+    for key, (tokens, held, chunk) in wanted.items():
+        progress(f"prompt: {key}")
+        runs = {
+            name: partial(place.do, "prefill", tokens=tokens, chunk=size, strategy=strategy, cached=held)
+            for name, (place, strategy, size) in prompt_runs(one, stages, lanes, chunk).items()
+        }
+        found[key] = seconds_in_turn(rounds, runs)
     for configuration in (one, stages, lanes):
         configuration.close()
-    return {"chunk_tokens": {name: chunk for name, (_, _, chunk) in runs.items()}, "seconds": found}
+    return found
+
+
+def prefill(checkpoint: str, cores: list[int], rounds: int, lengths: list[int]) -> dict[str, Any]:
+    """One prompt on one core, and on two ranks by each strategy."""
+    found = prompts(checkpoint, cores, rounds, {str(length): (length, 0, 512) for length in lengths})
+    show("prompt tokens", found, "one core")
+    chunks = {
+        name: 512 if name in ("one core", SPP, OWNER_COMPUTE) else 2048 for name in found[str(lengths[0])]
+    }
+    return {"chunk_tokens": chunks, "seconds": found}
 
 
 def cached(checkpoint: str, cores: list[int], rounds: int, *, tokens: int) -> dict[str, Any]:
     """A prompt of which most is cached: what is left, on one core and on two ranks by each strategy."""
-    first, second = (cores[0],), (cores[1],)
-    one = Configuration(1, 1, checkpoint, tokens, [first])
-    stages = Configuration(2, 1, checkpoint, tokens, [first, second])
-    lanes = Configuration(1, 2, checkpoint, tokens, [first, second])
-    found: dict[str, dict[str, list[float]]] = {}
+    wanted = {}
     for miss in MISS_PERCENT:
         left = round(tokens * miss / 100)
-        short = max(min(512, left // 4), 64)  # a pipeline needs several chunks
-        runs = {
-            "one core": (one, SPP, 512),
-            SPP: (stages, SPP, short),
-            OWNER_COMPUTE: (lanes, OWNER_COMPUTE, 512),
-            PASS_KV: (lanes, PASS_KV, 2048),
-            PASS_Q: (lanes, PASS_Q, 2048),
-            STRIPED: (lanes, STRIPED, 2048),
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(rounds):
-            for name, (configuration, strategy, chunk) in runs.items():
-                taken, _ = configuration.do(
-                    "prefill", tokens=tokens, chunk=chunk, strategy=strategy, cached=tokens - left
-                )
-                seconds[name].append(taken)
-        found[f"{miss:g} %"] = seconds
-        speed = ", ".join(
-            f"{name} {ratio(seconds['one core'], taken):.2f}"
-            for name, taken in seconds.items()
-            if name != "one core"
-        )
-        print(
-            f"  {miss:g} % of {tokens} tokens: one core {statistics.median(seconds['one core']):.2f} s; times as fast: "
-            f"{speed}",
-            flush=True,
-        )
-    for configuration in (one, stages, lanes):
-        configuration.close()
+        chunk = max(min(512, left // 4), 64)  # a pipeline needs several chunks
+        wanted[f"{miss:g} %"] = (tokens, tokens - left, chunk)
+    found = prompts(checkpoint, cores, rounds, wanted)
+    show(f"new part of {tokens} tokens", found, "one core")
     return {"tokens": tokens, "seconds": found}
 
 
@@ -564,22 +567,13 @@ def batch(
 ) -> dict[str, Any]:
     """Decodes of requests that lie on two lanes, asked directly and around the ring."""
     lanes = Configuration(1, 2, checkpoint, tokens * max(sizes), [(cores[0],), (cores[1],)])
-    found: dict[str, dict[str, list[float]]] = {}
+    found = {}
     for requests in sizes:
-        seconds: dict[str, list[float]] = {OWNER: [], PASS_Q: []}
-        for _ in range(rounds):
-            for strategy, taken in seconds.items():
-                together, _ = lanes.do(
-                    "decode_batch", tokens=tokens, requests=requests, steps=steps, strategy=strategy
-                )
-                taken.append(together / steps)
-        found[str(requests)] = seconds
-        print(
-            f"  a step of {requests} decodes behind {tokens} tokens each: direct {1e3 * statistics.median(seconds[OWNER]):.1f} "
-            f"ms; pass-Q {ratio(seconds[OWNER], seconds[PASS_Q]):.2f} times as fast",
-            flush=True,
-        )
+        asked = partial(lanes.do, "decode_batch", tokens=tokens, requests=requests, steps=steps)
+        runs = {strategy: partial(asked, strategy=strategy) for strategy in (OWNER, PASS_Q)}
+        found[str(requests)] = seconds_in_turn(rounds, runs, steps)
     lanes.close()
+    show(f"step of so many decodes behind {tokens} tokens each", found, OWNER)
     return {"tokens": tokens, "steps": steps, "seconds": found}
 
 
@@ -588,114 +582,77 @@ def replicated(
 ) -> dict[str, Any]:
     """Owner-compute beside linear layers that both lanes repeat: a decode and a chunk, behind several contexts."""
     lanes = Configuration(1, 2, checkpoint, max(contexts) + 512, [(cores[0],), (cores[1],)])
-    found: dict[str, dict[str, list[float]]] = {}
-    for context in contexts:
-        for rows in (1, 512):
-            seconds: dict[str, list[float]] = {OWNER_COMPUTE: [], "replicated": []}
-            said: dict[str, float] = {}
-            for _ in range(rounds):
-                for name, taken in seconds.items():
-                    together, answers = lanes.do(
-                        "behind", tokens=context, rows=rows, steps=steps, replicated=name == "replicated"
-                    )
-                    taken.append(together / steps)
-                    said[name] = max(one["last"] for one in answers)
-            assert abs(said[OWNER_COMPUTE] - said["replicated"]) < 1e-3, f"they say different things: {said}"
-            found[f"{rows} rows behind {context}"] = seconds
-            print(
-                f"  {rows} rows behind {context} tokens: owner-compute {1e3 * statistics.median(seconds[OWNER_COMPUTE]):.1f} "
-                f"ms; replicated linear layers {ratio(seconds[OWNER_COMPUTE], seconds['replicated']):.2f} times as fast",
-                flush=True,
-            )
+    found = {}
+    for context, rows in product(contexts, (1, 512)):
+        asked = partial(lanes.do, "behind", tokens=context, rows=rows, steps=steps)
+        runs = {
+            OWNER_COMPUTE: partial(asked, replicated=False),
+            "replicated": partial(asked, replicated=True),
+        }
+        answers = in_turn(rounds, runs)
+        said = {name: max(one["last"] for one in taken[-1][1]) for name, taken in answers.items()}
+        assert abs(said[OWNER_COMPUTE] - said["replicated"]) < 1e-3, f"they say different things: {said}"
+        found[f"{rows} rows behind {context}"] = {
+            name: [together / steps for together, _ in taken] for name, taken in answers.items()
+        }
     lanes.close()
+    show("step", found, OWNER_COMPUTE)
     return {"steps": steps, "seconds": found}
 
 
-def ratio(above: Iterable[float], below: Iterable[float]) -> float:
-    """The median of what was measured in pairs."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="shorter prompts: a look, not a measurement")
-    parser.add_argument("--only", choices=PARTS, action="append")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a chunk of `spp`")
-    parser.add_argument(
-        "--json", type=Path, help="write every figure here; parts that are not measured stay as they are"
-    )
-    parser.add_argument("--member", help=argparse.SUPPRESS)  # a rank's process, started by this one
-    arguments = parser.parse_args()
+    options = parser(__doc__, quick="shorter prompts, two parts, one round: a look", rounds=3)
+    options.add_argument("--only", choices=PARTS, action="append", help="only this one; may be repeated")
+    options.add_argument("--chunk", type=int, default=512, metavar="N", help="tokens of a chunk of `spp`")
+    options.add_argument("--member", help=argparse.SUPPRESS)  # a rank's process, started by this one
+    arguments = options.parse_args()
     if arguments.member:
         said = json.loads(arguments.member)
         rank_main(Member(**said | {"cores": tuple(said["cores"])}))
         return 0
 
-    only = arguments.only or PARTS
+    quick = arguments.quick
+    only = arguments.only or (("spp", "kvp") if quick else PARTS)
+    rounds = 1 if quick else arguments.rounds
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
         sys.exit("two cores are needed, and this process may use one")
-    result: dict[str, Any] = {}
-    quick = arguments.quick
+    lengths = [2048, 4096] if quick else [2048, 4096, 8192, 16384]
+    tokens = 4096 if quick else 16384
+    contexts = [4096] if quick else [16384, 131072]
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = str(Path(folder) / "small")
         init_checkpoint(checkpoint, preset="small", seed=0)
-        if "spp" in only:
-            result["spp"] = spp(
-                checkpoint, cores, arguments.rounds, tokens=4096 if quick else 16384, chunk=arguments.chunk
-            )
-        if "kvp" in only:
-            tokens = 32768 if quick else 131072
-            result["kvp"] = kvp(checkpoint, cores, arguments.rounds, tokens=tokens, steps=8)
-        if "prefill" in only:
-            lengths = [2048, 4096] if quick else [2048, 4096, 8192, 16384]
-            result["prefill"] = prefill(checkpoint, cores, arguments.rounds, lengths)
-        if "cached" in only:
-            result["cached"] = cached(checkpoint, cores, arguments.rounds, tokens=4096 if quick else 16384)
-        if "batch" in only:
-            tokens = 4096 if quick else 16384
-            result["batch"] = batch(checkpoint, cores, arguments.rounds, tokens=tokens, sizes=[2, 8], steps=8)
-        if "replicated" in only:
-            contexts = [4096] if quick else [16384, 131072]
-            result["replicated"] = replicated(checkpoint, cores, arguments.rounds, contexts=contexts, steps=4)
-    conditions = {
-        "rounds": arguments.rounds,
-        "cores": cores,
-        "torch": torch.__version__,
-        "revision": revision(),
-    }
+        where = (checkpoint, cores, rounds)
+        parts: dict[str, Callable[[], Row]] = {
+            "spp": lambda: spp(*where, tokens=tokens, chunk=arguments.chunk),
+            "kvp": lambda: kvp(*where, tokens=32768 if quick else 131072, steps=8),
+            "prefill": lambda: prefill(*where, lengths),
+            "cached": lambda: cached(*where, tokens=tokens),
+            "batch": lambda: batch(*where, tokens=tokens, sizes=[2, 8], steps=8),
+            "replicated": lambda: replicated(*where, contexts=contexts, steps=4),
+        }
+        result = {}
+        for part in parts:
+            if part in only:
+                progress(part)
+                result[part] = parts[part]()
+    conditions = {"rounds": rounds, "cores": cores, "torch": torch.__version__, "revision": revision()}
     result = {part: figures | conditions for part, figures in result.items()}
-    for claim in claims(result):
-        verdict = "met" if claim["value"] >= claim["goal"] else "not met"
-        print(f"{claim['name']}: {claim['value']:.2f} (goal {claim['goal']}: {verdict})")
-    if arguments.json is not None:
-        if arguments.json.exists():
-            before = json.loads(arguments.json.read_text(encoding="utf-8"))
-            result = {part: before[part] for part in PARTS if part in before} | result
-        arguments.json.write_text(
-            json.dumps(result | {"claims": claims(result)}, indent=1) + "\n", encoding="utf-8"
-        )
-    return 0
+    if arguments.json is not None and arguments.json.exists():
+        before = json.loads(arguments.json.read_text(encoding="utf-8"))
+        result = {part: before[part] for part in PARTS if part in before} | result
+    return report(claims(result), arguments.json, result)
 
 
-def claims(result: dict[str, Any]) -> list[dict[str, Any]]:
+def claims(result: dict[str, Any]) -> list[Row]:
     """What must hold, of the parts that were measured."""
     return [
-        {
-            "name": name,
-            "value": value,
-            "unit": "ratio",
-            "goal": GOALS[name],
-            "better": "more",
-            "peer": PEERS[name],
-        }
+        claim(name, value, "ratio", GOALS[name], "more", PEERS[name])
         for part in ("spp", "kvp")
         for name, value in result.get(part, {}).get("ratios", {}).items()
     ]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

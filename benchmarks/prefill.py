@@ -1,14 +1,13 @@
 """How near prefill comes to the machine's matrix-product rate, and what a decode step costs.
 
-    python benchmarks/prefill.py [--quick] [--json FILE]
+    python benchmarks/prefill.py --quick
+    python benchmarks/prefill.py --threads 1 --json benchmarks/results/prefill.json
 
 Prefills the `small` preset (8 layers, hidden 512, 8/2 heads) in chunks. Between the chunks runs a square float32
 product: its rate, taken in the same seconds, is the ceiling that prefill is held against, because a shared machine
 changes its speed by the minute. Neither figure means much while something else runs.
 """
 
-import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # as `medha up` sets it for ranks; read when torch is loaded
 
 import torch
+from harness import Row, claim, exit_with, parser, progress, report, table
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from medha_worker.checkpoints.presets import init_checkpoint
@@ -134,18 +134,15 @@ class Bench:
         return statistics.median(seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="8K tokens only, fewer rounds: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    arguments = parser.parse_args()
+def main() -> int:
+    found = parser(__doc__, quick="4K tokens only, fewer decode steps")
+    text = "CPU threads (default: all cores)"
+    found.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N", help=text)
+    arguments = found.parse_args()
     torch.set_num_threads(arguments.threads)
     keep_freed_memory()
 
-    lengths = [8192] if arguments.quick else [8192, 32_768]
+    lengths = [4096] if arguments.quick else [8192, 32_768]
     chunk_sizes = [512, 2048] if arguments.quick else [512, 1024, 2048]
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / "small"
@@ -157,44 +154,35 @@ def main() -> None:
     bench = Bench(model, lengths[-1])
     bench.prefill(2048, 512)
 
-    claims: list[dict[str, Any]] = []
-    print(f"{arguments.threads} threads, torch {torch.__version__}")
-    print(f"{'prefill':>8} {'chunk':>6} {'GFLOP/s':>9} {'sgemm':>7} {'ratio':>6} {'tokens/s':>9}")
+    claims, prefills = list[Row](), []
     for length in lengths:
         ratios = {}
         for chunk in chunk_sizes:
-            rounds = 2 if length == 8192 else 1
-            rates = [bench.prefill(length, chunk) for _ in range(rounds)]
+            progress(f"prefill of {length} tokens in chunks of {chunk}")
+            rates = [bench.prefill(length, chunk) for _ in range(2 if length == 8192 else 1)]
             rate, ceiling = max(rates, key=lambda pair: pair[0] / pair[1])
             ratios[chunk] = rate / ceiling
             speed = length * rate / prefill_flops(model.config, length)
-            print(
-                f"{length:>8} {chunk:>6} {rate / 1e9:>9.0f} {ceiling / 1e9:>7.0f} {rate / ceiling:>6.2f} {speed:>9.0f}"
-            )
-        claims.append(
-            {
-                "name": f"prefill of {length // 1024}K tokens, share of the sgemm rate, best chunk size",
-                "value": round(max(ratios.values()), 3),
-                "unit": "ratio",
-                "goal": GOAL,
-                "better": "more",
-                "peer": f"torch.mm {SGEMM_SIZE}^3 float32 between the chunks",
-            }
-        )
+            prefills.append((length, chunk, rate / 1e9, ceiling / 1e9, rate / ceiling, speed))
+        name = f"prefill of {length // 1024}K tokens, share of the sgemm rate, best chunk size"
+        peer = f"torch.mm {SGEMM_SIZE}^3 float32 between the chunks"
+        claims.append(claim(name, max(ratios.values()), "ratio", GOAL, "more", peer))
+    print(f"{arguments.threads} threads, torch {torch.__version__}")
+    table(("prefill", "chunk", "GFLOP/s", "sgemm", "ratio", "tokens/s"), prefills)
 
-    print("\nwhere 8K tokens in chunks of 512 spend their time")
-    for part, share in bench.breakdown(8192, 512).items():
-        print(f"  {part:<18} {share:>5.0%}")
+    print(f"\nwhere {lengths[0] // 1024}K tokens in chunks of 512 spend their time")
+    shares = bench.breakdown(lengths[0], 512)
+    table(("part", "share"), [(part, f"{share:.0%}") for part, share in shares.items()])
 
-    print(f"\n{'decode step':>12} {'sequences':>10} {'ms':>8} {'tokens/s':>9}")
+    print()
+    decodes = []
     for context in (128, 1024) if arguments.quick else (128, 1024, 8192):
         for sequences in (1, 8, 32):
-            seconds = bench.decode_seconds(sequences, context, steps=20)
-            print(f"{context:>12} {sequences:>10} {seconds * 1e3:>8.1f} {sequences / seconds:>9.0f}")
-
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"claims": claims}, indent=2) + "\n")
+            seconds = bench.decode_seconds(sequences, context, steps=10 if arguments.quick else 20)
+            decodes.append((context, sequences, 1e3 * seconds, sequences / seconds))
+    table(("decode behind", "sequences", "ms", "tokens/s"), decodes)
+    return report(claims, arguments.json, {"threads": arguments.threads, "torch": torch.__version__})
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -17,34 +17,30 @@ are spared what Medha pays); a claim is made against the faster of the two. Rati
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import shlex
-import signal
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
 import httpx
 import numpy as np
 import torch
-import yaml
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from harness import Row, claim, exit_with, in_turn, parser, progress, report, table
+from served import medha_up, served, write_manifest
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from medha_worker.checkpoints.presets import init_checkpoint
+from medha_worker.process import free_port
 
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
 MODEL = "small"
@@ -190,40 +186,22 @@ def continuous_engine(checkpoint: Path) -> Engine:
     return run
 
 
-@contextmanager
-def medha_server(checkpoint: Path, threads: int) -> Iterator[str]:
-    """`medha up` on the checkpoint; gives its URL."""
-    port = free_port()
-    manifest = checkpoint.parent / "serve.yaml"
-    document = {
-        "apiVersion": "medha.dev/v1alpha1",
-        "kind": "MedhaReplica",
-        "metadata": {"name": "benchmark"},
-        "spec": {
-            "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 65536},
-            "kvCache": {"size": "2Gi"},
-            "router": {"port": port},
-            "threads": threads,
-        },
+def medha_server(stack: ExitStack, checkpoint: Path, threads: int) -> str:
+    """Serve the checkpoint by `medha up`; returns its URL."""
+    spec = {
+        "model": {"name": MODEL, "source": {"path": str(checkpoint)}, "maxModelLen": 65536},
+        "kvCache": {"size": "2Gi"},
+        "threads": threads,
     }
-    manifest.write_text(yaml.safe_dump(document), encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "medha_cli.main",
-        "up",
-        str(manifest),
-        "--record",
-        str(record_file(checkpoint)),
-    ]
-    with served(command, f"http://127.0.0.1:{port}", "/ready") as url:
-        yield url
+    manifest = checkpoint.parent / "serve.yaml"
+    url = write_manifest(manifest, "benchmark", spec)
+    stack.enter_context(served(medha_up(manifest, "--record", str(record_file(checkpoint))), url))
+    return url
 
 
-@contextmanager
-def vllm_server(command: str, checkpoint: Path, threads: int) -> Iterator[str]:
+def vllm_server(stack: ExitStack, command: str, checkpoint: Path, threads: int) -> str:
     """vLLM's CPU build, tuned against convoys as its best setting is (a threshold on long prefills)."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     arguments = [
         *shlex.split(command), "serve", str(checkpoint), "--served-model-name", MODEL, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--enforce-eager", "--max-model-len", "65536",
@@ -234,47 +212,16 @@ def vllm_server(command: str, checkpoint: Path, threads: int) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "HF_HUB_OFFLINE": "1",
     }
-    with served(arguments, f"http://127.0.0.1:{port}", "/health", env={**os.environ, **bound}) as url:
-        yield url
-
-
-@contextmanager
-def served(command: list[str], url: str, ready_path: str, env: dict[str, str] | None = None) -> Iterator[str]:
-    """Run a server until the block ends; fail with its output if it does not come up."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
-        try:
-            end = time.monotonic() + 300
-            while True:
-                try:
-                    if httpx.get(url + ready_path, timeout=5).status_code == 200:
-                        break
-                except httpx.TransportError:
-                    pass
-                if process.poll() is not None or time.monotonic() > end:
-                    log.seek(0)
-                    raise click.ClickException(f"{command[0]} did not start:\n{log.read()[-3000:]}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    url = f"http://127.0.0.1:{port}"
+    stack.enter_context(served(arguments, url, "/health", {**os.environ, **bound}))
+    return url
 
 
 # --- what is asked -----------------------------------------------------------------------------------
 
 
 def faster(timings: list[Timing], key: str, *, more: bool) -> Timing:
-    values = sorted(timings, key=lambda timing: getattr(timing, key))
+    values = sorted(timings, key=lambda timing: float(getattr(timing, key)))
     return values[-1] if more else values[0]
 
 
@@ -297,128 +244,92 @@ def computed_seconds(checkpoint: Path) -> float:
     return total
 
 
-@click.command(help=__doc__)
-@click.option("--quick", is_flag=True, help="Under a minute: 1 and 8 streams, one prompt of 1K, one round.")
-@click.option(
-    "--json", "json_file", type=click.Path(path_type=Path), help="Write the timings and claims there."
-)
-@click.option(
-    "--threads", default=os.cpu_count() or 1, show_default=True, help="CPU threads of every engine."
-)
-@click.option(
-    "--rounds", default=3, show_default=True, help="Rounds of each measurement; medians are reported."
-)
-@click.option("--prompt-tokens", default=256, show_default=True)
-@click.option("--output-tokens", default=64, show_default=True)
-@click.option("--peer", type=click.Choice(["vllm"]), multiple=True, help="Measure this peer as well.")
-@click.option("--vllm-command", default="vllm", show_default=True, help="How vLLM's CPU build is called.")
-@click.option("--seed", default=0, show_default=True)
-def main(
-    quick: bool, json_file: Path | None, threads: int, rounds: int, prompt_tokens: int, output_tokens: int,
-    peer: tuple[str, ...], vllm_command: str, seed: int,
-) -> None:  # fmt: skip
-    console = Console()
+def main() -> int:
+    options = parser(__doc__, quick="1 and 8 streams, one prompt of 1K, one round", rounds=3, seed=True)
+    text = "CPU threads of every engine (default: one for each core)"
+    options.add_argument("--threads", type=int, default=os.cpu_count() or 1, metavar="N", help=text)
+    options.add_argument("--prompt-tokens", type=int, default=256, metavar="N", help="(default 256)")
+    options.add_argument("--output-tokens", type=int, default=64, metavar="N", help="(default 64)")
+    options.add_argument("--peer", choices=["vllm"], action="append", default=[], help="measure it as well")
+    text = "how vLLM's CPU build is called (default vllm)"
+    options.add_argument("--vllm-command", default="vllm", metavar="COMMAND", help=text)
+    arguments = options.parse_args()
+    threads, rounds, outputs = arguments.threads, arguments.rounds, arguments.output_tokens
     torch.set_num_threads(threads)
-    streams = [1, 8] if quick else [1, 8, 32]
-    lengths = [1024] if quick else [1024, 4096, 8192, 16384, 32768]
-    if quick:
-        rounds, output_tokens = 1, 16
+    streams = [1, 8] if arguments.quick else [1, 8, 32]
+    lengths = [1024] if arguments.quick else [1024, 4096, 8192, 16384, 32768]
+    if arguments.quick:
+        rounds, outputs = 1, 16
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-serve-")))
         checkpoint = folder / MODEL
-        init_checkpoint(checkpoint, preset="small", seed=seed)
-        url = stack.enter_context(medha_server(checkpoint, threads))
+        init_checkpoint(checkpoint, preset="small", seed=arguments.seed)
+        progress("starting the engines")
         engines: dict[str, Engine] = {
-            "medha": http_engine("medha", url),
+            "medha": http_engine("medha", medha_server(stack, checkpoint, threads)),
             "transformers generate": generate_engine(checkpoint),
             "transformers continuous": continuous_engine(checkpoint),
         }
-        if "vllm" in peer:
-            engines["vllm"] = http_engine(
-                "vllm", stack.enter_context(vllm_server(vllm_command, checkpoint, threads))
-            )
+        if "vllm" in arguments.peer:
+            vllm = vllm_server(stack, arguments.vllm_command, checkpoint, threads)
+            engines["vllm"] = http_engine("vllm", vllm)
         for engine in engines.values():
-            engine(random_prompts(1, 64, seed), 4)  # warm-up
+            engine(random_prompts(1, 64, arguments.seed), 4)  # warm-up
 
         results: list[Timing] = []
-        claims: list[dict[str, object]] = []
+        claims: list[Row] = []
 
         def measure(
             count: int, tokens: int, outputs: int, names: list[str], repeats: int
         ) -> dict[str, Timing]:
-            found: dict[str, list[Timing]] = {name: [] for name in names}
-            for repeat in range(repeats):
-                prompts = random_prompts(count, tokens, seed + repeat)
-                for name in names:
-                    time.sleep(SETTLE_SECONDS)
-                    found[name].append(engines[name](prompts, outputs))
+            """The median round of each engine; all of them get the same prompts within a round."""
+
+            def once(name: str, seeds: Iterator[int]) -> Timing:
+                prompts = random_prompts(count, tokens, next(seeds))
+                time.sleep(SETTLE_SECONDS)
+                return engines[name](prompts, outputs)
+
+            progress(f"{count} prompts of {tokens} tokens")
+            found = in_turn(
+                repeats, {name: partial(once, name, itertools.count(arguments.seed)) for name in names}
+            )
             medians = {name: median_timing(timings) for name, timings in found.items()}
             results.extend(medians.values())
             return medians
 
+        def compare(name: str, key: str, ours: Timing, peers: list[Timing], *, more: bool = False) -> None:
+            best = faster(peers, key, more=more)
+            value = getattr(ours, key) / getattr(best, key)
+            claims.append(claim(name, value, "ratio", 1.0, "more" if more else "less", best.engine))
+
         before = computed_seconds(checkpoint)
         medha_seconds = 0.0
-        for count in track(streams, description="concurrent streams", console=console):
-            medians = measure(count, prompt_tokens, output_tokens, list(engines), rounds)
+        for count in streams:
+            medians = measure(count, arguments.prompt_tokens, outputs, list(engines), rounds)
             ours = medians["medha"]
             medha_seconds += rounds * ours.streams * ours.output_tokens / ours.tokens_per_second
             others = [timing for name, timing in medians.items() if name.startswith("transformers")]
             for key, more in (("ttft_seconds", False), ("tpot_seconds", False), ("tokens_per_second", True)):
-                best = faster(others, key, more=more)
-                claims.append(
-                    {
-                        "name": f"{key.removesuffix('_seconds')} at {count} streams, ratio",
-                        "value": getattr(ours, key) / getattr(best, key),
-                        "unit": "ratio",
-                        "goal": 1.0,
-                        "better": "more" if more else "less",
-                        "peer": best.engine,
-                    }
-                )
-        steps = computed_seconds(checkpoint) - before
+                name = f"{key.removesuffix('_seconds')} at {count} streams, ratio"
+                compare(name, key, ours, others, more=more)
+        share = (computed_seconds(checkpoint) - before) / medha_seconds
         names = ["medha", "transformers generate", *(["vllm"] if "vllm" in engines else [])]
-        for length in track(lengths, description="prompt length", console=console):
+        for length in lengths:
             medians = measure(1, length, 2, names, 1)
-            best = faster(
-                [timing for name, timing in medians.items() if name != "medha"], "ttft_seconds", more=False
-            )
-            claims.append(
-                {
-                    "name": f"ttft of one prompt of {length} tokens, ratio",
-                    "value": medians["medha"].ttft_seconds / best.ttft_seconds,
-                    "unit": "ratio",
-                    "goal": 1.0,
-                    "better": "less",
-                    "peer": best.engine,
-                }
-            )
-    report(console, results, claims, steps / medha_seconds)
-    if json_file is not None:
-        document = {
-            "command": " ".join(sys.argv),
-            "torch": torch.__version__,
-            "threads": threads,
-            "step_share_of_wall_time": steps / medha_seconds,
-            "timings": [asdict(result) for result in results],
-            "claims": claims,
-        }
-        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def report(console: Console, results: list[Timing], claims: list[dict[str, Any]], step_share: float) -> None:
-    table = Table("engine", "streams", "prompt", "TTFT s", "TPOT ms", "tokens/s", title="medians")
-    for result in results:
-        table.add_row(
-            result.engine, str(result.streams), str(result.prompt_tokens), f"{result.ttft_seconds:.3f}",
-            f"{result.tpot_seconds * 1000:.1f}", f"{result.tokens_per_second:.1f}",
-        )  # fmt: skip
-    console.print(table)
-    ratios = Table("claim", "ratio", "better", "peer", title="Medha / the faster peer")
-    for claim in claims:
-        ratios.add_row(claim["name"], f"{claim['value']:.2f}", claim["better"], claim["peer"])
-    console.print(ratios)
-    console.print(f"Ranks were inside a step for {step_share:.0%} of Medha's wall time.")
+            others = [timing for name, timing in medians.items() if name != "medha"]
+            name = f"ttft of one prompt of {length} tokens, ratio"
+            compare(name, "ttft_seconds", medians["medha"], others)
+    columns = ("engine", "streams", "prompt_tokens", "ttft_seconds", "tpot_seconds", "tokens_per_second")
+    table(columns, [[getattr(result, column) for column in columns] for result in results])
+    print(f"Ranks were inside a step for {share:.0%} of Medha's wall time.")
+    figures = {
+        "torch": torch.__version__,
+        "threads": threads,
+        "step_share_of_wall_time": share,
+        "timings": [asdict(result) for result in results],
+    }
+    return report(claims, arguments.json, figures)
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

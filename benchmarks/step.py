@@ -1,6 +1,8 @@
 """What stands between two steps on a rank, and what a step message weighs, at short and long contexts.
 
-    python benchmarks/step.py [--quick] [--shape NAME] [--json FILE]
+    python benchmarks/step.py --quick
+    python benchmarks/step.py --shape KVP2 --shape SPP2
+    python benchmarks/step.py --json benchmarks/results/step.json
 
 `medha up` serves the `tiny` preset on one rank, two tensor ranks, two stages and two lanes (which share every request, also
 those of 1K: so that nothing differs but the context); one
@@ -14,16 +16,14 @@ where the whole prompt is cached. None of them may grow with the context.
 A step over a long context leaves the processor's caches full of keys and values, and lets every other process sleep for
 longer; whatever comes next then starts cold, were it the same instructions. So the peer of 256K is a context of 1K (1,500
 tokens) whose steps read as many bytes as those at 256K do, and throw them away. Beside it stands the ratio to a 1K that
-reads no more than it needs.
+reads no more than it needs. How long a step may take at all is a ratio to the calibrated loop (benchmarks/harness.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,9 +32,9 @@ from typing import Any
 
 import httpx
 import torch
-import yaml
-from revision import revision
+from harness import LOOPS, Loop, claim, exit_with, parser, progress, report, table
 from rich.console import Console
+from served import served, write_manifest
 
 from medha.wire.frames import encode
 from medha.wire.messages import Step
@@ -64,7 +64,7 @@ FIRST = 20  # decode steps that are not counted
 PREFILL_ROWS = 64  # a step of more rows is prefill
 CHUNK_TOKENS = 512  # so that every chunk but the last is, however slow the machine seems to the predictor
 MOST_GROWTH = 1.25
-MOST_MICROSECONDS = 2000
+MOST_LOOPS = 2.0
 MOST_BYTES = 1000
 TIMES = ("between_steps_us", "step_without_layers_us")
 SIZES = ("message_bytes", "first_message_bytes", "first_message_cached_bytes")
@@ -168,49 +168,32 @@ def serve(folder: Path) -> int:
     return state.exit_status
 
 
-def measure(shape: str, decoded: int, rounds: int) -> list[dict[str, list[Row]]]:
+def measure(shape: str, decoded: int, rounds: int, loop: Loop) -> list[dict[str, list[Row]]]:
     """What each rank has written down."""
     tensor, stages, lanes = SHAPES[shape]
     with tempfile.TemporaryDirectory(prefix="step-") as name:
-        folder, port = Path(name), free_port("127.0.0.1")
+        folder = Path(name)
         init_checkpoint(folder / "model", preset="tiny", seed=0)
         config = json.loads((folder / "model" / "config.json").read_text())
         config["max_position_embeddings"] = LONGEST
         (folder / "model" / "config.json").write_text(json.dumps(config))
         spec = {
             "model": {"name": "m", "source": {"path": str(folder / "model")}, "maxModelLen": LONGEST},
-            "router": {"port": port},
             "threads": 1,
             "parallelism": {"tensor": tensor, "stream": stages, "kv": lanes},
             "scheduling": {"minChunkTokens": CHUNK_TOKENS, "maxChunkTokens": CHUNK_TOKENS},
             "kvCache": {"size": "1Gi"} | ({"tokensPerLane": SHORT // lanes} if lanes > 1 else {}),
         }
-        kind = {"apiVersion": "medha.dev/v1alpha1", "kind": "MedhaReplica", "metadata": {"name": "step"}}
-        (folder / "manifest.yaml").write_text(yaml.safe_dump({**kind, "spec": spec}))
-        with (folder / "log").open("w") as log:
-            command = [sys.executable, __file__, "--serve", str(folder)]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            _ask(f"http://127.0.0.1:{port}", process, decoded, rounds)
-        except BaseException:
-            print((folder / "log").read_text()[-4000:])
-            process.kill()
-            raise
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=60)
+        url = write_manifest(folder / "manifest.yaml", "step", spec)
+        with served([sys.executable, __file__, "--serve", str(folder)], url):
+            _ask(url, decoded, rounds, loop)
         ranks = range(tensor * stages * lanes)
         return [json.loads((folder / f"times-{number}.json").read_text()) for number in ranks]
 
 
-def _ask(url: str, process: subprocess.Popen[bytes], decoded: int, rounds: int) -> None:
-    while process.poll() is None:
-        try:
-            if httpx.get(url + "/ready").status_code == 200:
-                break
-        except httpx.TransportError:
-            pass
-        time.sleep(0.1)
+def _ask(url: str, decoded: int, rounds: int, loop: Loop) -> None:
     for seed, context in enumerate(CONTEXTS * rounds):
+        loop.sample(10)
         ids = [7 + (seed + position) % 97 for position in range(context)]
         is_first_round = seed < len(CONTEXTS)
         for tokens in (decoded, 1) if is_first_round else (decoded,):  # the second time the prompt is cached
@@ -253,52 +236,49 @@ def _times(here: list[Row]) -> tuple[int, int]:
     return round(1e6 * statistics.median(gaps)), round(1e6 * statistics.median(own))
 
 
-def claims(shape: str, found: dict[int, Row]) -> list[Row]:
+def claims(shape: str, found: dict[int, Row], loop: Loop) -> list[Row]:
     """What does not grow with the context, of one shape's figures by context."""
     claims: list[Row] = []
 
-    def claim(name: str, value: float, unit: str, goal: float, peer: str = "") -> None:
-        row = {"name": f"{name}, {shape}", "value": round(value, 3), "unit": unit, "goal": goal}
-        claims.append(row | {"better": "less", "peer": peer})
+    def most(name: str, microseconds: float) -> None:
+        value = loop.ratio(1e-6 * microseconds)
+        claims.append(claim(f"{name}, {shape}", value, LOOPS, MOST_LOOPS, peer=loop.peer()))
 
     for field in (*TIMES, *SIZES):
         name, _, unit = field.replace("_", " ").rpartition(" ")
         is_time = field in TIMES
-        claim(f"{name} at 256K", found[LONG][field], unit, MOST_MICROSECONDS if is_time else MOST_BYTES)
+        if is_time:
+            most(f"{name} at 256K", found[LONG][field])
+        else:
+            claims.append(claim(f"{name} at 256K, {shape}", found[LONG][field], unit, MOST_BYTES))
         peer = "1K with as many bytes read" if is_time else "1K"
         value = found[LONG][field] / found[COLD if is_time else SHORT][field]
-        claim(f"{name} at 256K over {peer}", value, "x", MOST_GROWTH, peer)
+        claims.append(claim(f"{name} at 256K over {peer}, {shape}", value, "x", MOST_GROWTH, peer=peer))
     for field in TIMES:
         if f"helper_{field}" in found[LONG]:
             name = field.replace("_", " ").removesuffix(" us")
-            claim(
-                f"{name} at 256K on the lane that helps",
-                found[LONG][f"helper_{field}"],
-                "us",
-                MOST_MICROSECONDS,
-            )
+            most(f"{name} at 256K on the lane that helps", found[LONG][f"helper_{field}"])
     return claims
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one rank, fewer tokens")
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__, quick="one rank, fewer tokens", rounds=ROUNDS)
+    options.add_argument("--shape", choices=SHAPES, action="append", help="only this one; may be repeated")
+    options.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.rank:
         rank(arguments.rank[0], Path(arguments.rank[1]))
-        return
+        return 0
     if arguments.serve:
-        sys.exit(serve(arguments.serve))
+        return serve(arguments.serve)
     claimed: list[Row] = []
     rows: list[Row] = []
     for shape in arguments.shape or (["1 rank"] if arguments.quick else list(SHAPES)):
-        ranks = measure(shape, *((DECODED // 2, 1) if arguments.quick else (DECODED, ROUNDS)))
+        progress(shape)
+        decoded, rounds = (DECODED // 2, 1) if arguments.quick else (DECODED, arguments.rounds)
+        loop = Loop(time.perf_counter)
+        ranks = measure(shape, decoded, rounds, loop)
         found = {context: figures(ranks, context) for context in CONTEXTS}
         for context, row in found.items():
             growth = {
@@ -306,19 +286,11 @@ def main() -> None:
             }
             read = LONG if context == COLD else context
             rows.append({"shape": shape, "context_tokens": context, "read_tokens": read} | row | growth)
-            print(
-                f"{shape:<6}, context {context:>7}, {read:>7} tokens read: {row[TIMES[0]]:5} us between steps, "
-                f"{row[TIMES[1]]:5} us of a step beside its layers, {row[SIZES[0]]:4} bytes of message; "
-                f"first step {row[SIZES[1]]:5} bytes, cached {row[SIZES[2]]:5}",
-                flush=True,
-            )
-        claimed += claims(shape, found)
-    for one in claimed:
-        print(f"{one['name']:<75}{one['value']:>9} {one['unit']} (goal {one['goal']})")
-    if arguments.json:
-        result = {"claims": claimed, "rows": rows, "revision": revision()}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        claimed += claims(shape, found, loop)
+    columns = ("shape", "context_tokens", "read_tokens", *TIMES, *SIZES)
+    table(columns, [[row[column] for column in columns] for row in rows])
+    return report(claimed, arguments.json, {"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)
