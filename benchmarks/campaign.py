@@ -19,13 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from harness import ROOT, STOPPED, exit_with, parser, progress, write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -39,40 +39,37 @@ from medha_papers.reproduction import page, report
 from medha_papers.sources import digest, loaded_files
 from medha_sim.compiled import compiled
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "reproduction.md"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mode", choices=list(SCALES), default="full")
-    parser.add_argument(
+    options = parser(__doc__, json=False)
+    options.add_argument("--mode", choices=list(SCALES), default="full")
+    options.add_argument(
         "--quick", action="store_const", const="quick", dest="mode", help="the same as --mode quick"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument(
+    options.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
+    options.add_argument(
         "--minutes", type=float, default=88.0, help="start no run behind this many minutes (default 88)"
     )
-    parser.add_argument("--interpreted", action="store_true", help="do not compile the simulator first")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page to write")
-    parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
-    parser.add_argument(
+    options.add_argument("--interpreted", action="store_true", help="do not compile the simulator first")
+    options.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    options.add_argument("--page", type=Path, default=PAGE, help="the page to write")
+    options.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
+    options.add_argument(
         "--page-only", action="store_true", help="write the page from the results that there are"
     )
-    parser.add_argument(
+    options.add_argument(
         "--adopt",
         type=Path,
         metavar="FILE",
         help="take over its results if a sample of them comes out the same",
     )
-    parser.add_argument(
+    options.add_argument(
         "--sample", type=int, default=36, metavar="N", help="runs that --adopt simulates again (default 36)"
     )
-    parser.add_argument(
+    options.add_argument(
         "--except",
         action="append",
         default=[],
@@ -80,7 +77,7 @@ def main() -> int:
         dest="left_out",
         help="a deployment of which --adopt takes nothing over; may be repeated",
     )
-    arguments = parser.parse_args()
+    arguments = options.parse_args()
 
     scale = SCALES[arguments.mode]
     planned = runs(scale)
@@ -124,13 +121,13 @@ def main() -> int:
     else:
         finished = True
     campaign["report"] = report(done, campaign["capacities"], scale, [run.key for run in planned])
-    _write(target, json.dumps(campaign, indent=1) + "\n")
-    _write(arguments.page, page(campaign))
+    write(target, campaign)
+    write(arguments.page, page(campaign))
     shown = campaign["report"]
     print(f"{shown['done']} of {shown['planned']} runs; {_name(target)}; {_name(arguments.page)}")
     if not finished:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 130
+        progress("stopped; the same command goes on from here")
+        return STOPPED
     return 1 if shown["errors"] else 0
 
 
@@ -149,7 +146,6 @@ def _simulate(
     console.print(
         f"{len(planned)} runs, {len(planned) - len(left)} done before; results in {campaign['file']}"
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the processes of the pool as Ctrl-C does
     started = time.monotonic()
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -171,7 +167,7 @@ def _simulate(
             done[run.key] = outcome
             left.pop(run.key, None)
             stopwatch.learn(run.key, outcome)
-            _write(target, json.dumps(campaign, indent=1) + "\n")
+            write(target, campaign)
             took = outcome.get("error") or f"{outcome['core_seconds']:.1f} s"
             bar.update(task, advance=1)
             if bar.disable:
@@ -272,13 +268,6 @@ def _name(file: Path) -> str:
     return str(file.relative_to(ROOT)) if file.is_relative_to(ROOT) else file.name
 
 
-def _write(target: Path, text: str) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_suffix(".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.rename(target)
-
-
 def _commit(files: list[Path]) -> str:
     """The last commit that changed a simulated source, marked where the tree differs from it."""
     names = [str(file) for file in files]
@@ -290,4 +279,4 @@ def _commit(files: list[Path]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -11,10 +11,8 @@ seen: random rows would only ask it to interpolate.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,11 +22,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from harness import ROOT, Row, claim, exit_with, parser, report, write
 
 from medha.cost.profile import Link, Operation
 from medha.hardware import A100, H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape, layer_operations
 
-ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "core" / "medha" / "fitted.py"
 GOAL_PERCENT = 5.0
 
@@ -78,15 +76,10 @@ class Shape:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--data", type=Path, required=True, metavar="DIR", help="folder with compute/ and network/"
-    )
-    parser.add_argument("--quick", action="store_true", help="a part of the fits; nothing is written")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every error here")
-    arguments = parser.parse_args()
+    options = parser(__doc__, quick="a part of the fits; fitted.py is not written")
+    text = "folder with compute/ and network/"
+    options.add_argument("--data", type=Path, required=True, metavar="DIR", help=text)
+    arguments = options.parse_args()
     compute = COMPUTE[:1] if arguments.quick else COMPUTE
     network = NETWORK[2:] if arguments.quick else NETWORK
     files = [f"compute/{name}_mlp.csv" for name, _, _ in compute] + [
@@ -111,20 +104,17 @@ def main() -> int:
         _read_network(arguments.data / f"network/{name}.csv", hardware, kind)
         for name, hardware, kind in network
     ]
-    report: dict[str, Any] = {"goal_percent": GOAL_PERCENT, "tile_rows": tiles}
-    report["layers"] = list(_layer_errors(measured, tiles))
-    report["other_model"] = list(_transfer_errors(measured, tiles))
-    report["links"] = [row for group in links for row in _link_errors(group)]
+    errors: dict[str, Any] = {"goal_percent": GOAL_PERCENT, "tile_rows": tiles}
+    errors["layers"] = list(_layer_errors(measured, tiles))
+    errors["other_model"] = list(_transfer_errors(measured, tiles))
+    errors["links"] = [row for group in links for row in _link_errors(group)]
     digests = {name: hashlib.sha256((arguments.data / name).read_bytes()).hexdigest() for name in files}
-    report["sha256"] = digests
-    report["claims"] = _claims(report)
-    _print(report)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    errors["sha256"] = digests
+    _print(errors)
     if not arguments.quick:
         _write(measured, tiles, links, digests)
         print(f"\nwrote {TARGET.relative_to(ROOT)}")
-    return 0
+    return report(_claims(errors), arguments.json, errors)
 
 
 # --- linear and elementwise operations --------------------------------------------------------------------
@@ -432,31 +422,28 @@ def _link_errors(groups: list[LinkGroup]) -> Iterator[dict[str, Any]]:
 # --- output -----------------------------------------------------------------------------------------------
 
 
-def _claims(report: dict[str, Any]) -> list[dict[str, Any]]:
+def _claims(errors: dict[str, Any]) -> list[Row]:
     """The worst error beyond what the fit has seen, matrix products and each collective apart."""
     worst: dict[str, float] = {}
-    for row in report["layers"]:
+    for row in errors["layers"]:
         low, high = row["tokens"]
         if low != EVERYTHING[0]:
             name = f"four matrix products, {row['hardware']}, {low} to {high} tokens held out, worst of all models and TP"
             worst[name] = max(worst.get(name, 0.0), row["gemm_percent"])
-    for row in report["links"]:
+    for row in errors["links"]:
         name = f"{row['kind']}, {row['hardware']}, worst range of sizes held out"
         worst[name] = max(worst.get(name, 0.0), *row["held_out_percent"].values())
-    return [
-        {"name": name, "value": value, "unit": "%", "goal": GOAL_PERCENT, "better": "less"}
-        for name, value in worst.items()
-    ]
+    return [claim(name, value, "%", GOAL_PERCENT) for name, value in worst.items()]
 
 
-def _print(report: dict[str, Any]) -> None:
+def _print(errors: dict[str, Any]) -> None:
     print(
         "Linear layers: MAPE (%) over a range of tokens that the fit has not seen; sum of the four GEMMs / whole layer"
     )
     ranges = ["all seen", *(f"{low}-{high if high < 10**9 else ''}" for low, high in TOKEN_RANGES)]
     print("| hardware | model | TP | " + " | ".join(ranges) + " |\n|" + " --- |" * (3 + len(ranges)))
     groups: dict[tuple[str, str, int], dict[int, str]] = {}
-    for row in report["layers"]:
+    for row in errors["layers"]:
         cells = groups.setdefault((row["hardware"], row["model"], row["tensor"]), {})
         cells[row["tokens"][0]] = f"{row['gemm_percent']:.1f} / {row['layer_percent']:.1f}"
     for (hardware, model, tensor), cells in groups.items():
@@ -467,7 +454,7 @@ def _print(report: dict[str, Any]) -> None:
     )
     print("| hardware | model | TP | " + " | ".join(ranges) + " |\n|" + " --- |" * (3 + len(ranges)))
     floors: dict[tuple[str, str, int], dict[int, str]] = {}
-    for row in report["layers"]:
+    for row in errors["layers"]:
         cells = floors.setdefault((row["hardware"], row["model"], row["tensor"]), {})
         twice = row["repeats_percent"]
         cells[row["tokens"][0]] = (
@@ -476,9 +463,9 @@ def _print(report: dict[str, Any]) -> None:
     for (hardware, model, tensor), cells in floors.items():
         values = " | ".join(cells.get(low, "no data") for low, _ in (EVERYTHING, *TOKEN_RANGES))
         print(f"| {hardware} | {model} | {tensor} | {values} |")
-    if report["other_model"]:
+    if errors["other_model"]:
         print("\nA model that the fit has not seen at all, same hardware: GEMMs / whole layer (%)")
-        for row in report["other_model"]:
+        for row in errors["other_model"]:
             print(
                 f"{row['hardware']} {row['model']} TP{row['tensor']}: "
                 f"{row['gemm_percent']:.1f} / {row['layer_percent']:.1f}"
@@ -491,13 +478,13 @@ def _print(report: dict[str, Any]) -> None:
         + " |\n|"
         + " --- |" * 9
     )
-    for row in report["links"]:
+    for row in errors["links"]:
         values = " | ".join(f"{value:.1f}" for value in row["held_out_percent"].values())
         place = f"{row['workers']} ({row['per_node']})"
         print(
             f"| {row['hardware']} | {row['kind']} | {place} | {row['monotone_percent']:.1f} | {row['seen_percent']:.1f} | {values} |"
         )
-    beyond = [row for row in report["layers"] if row["tokens"][0] == TOKEN_RANGES[-1][0]]
+    beyond = [row for row in errors["layers"] if row["tokens"][0] == TOKEN_RANGES[-1][0]]
     if beyond:
         worst = max(row["gemm_percent"] for row in beyond)
         print(
@@ -561,7 +548,7 @@ def _write(
         '"""(hardware, collective, devices, devices a node) -> floor (seconds), and lines (seconds, seconds a byte)."""',
         "",
     ]
-    TARGET.write_text("\n".join(lines))
+    write(TARGET, "\n".join(lines))
     subprocess.run([sys.executable, "-m", "ruff", "format", "--quiet", str(TARGET)], check=True)
 
 
@@ -570,4 +557,4 @@ def _numbers(fraction: Fraction) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

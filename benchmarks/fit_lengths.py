@@ -1,6 +1,6 @@
 """The figures of `medha_sim.lengths` from their sources, with their goodness.
 
-`python benchmarks/fit_lengths.py --data sharegpt_8k_filtered.csv`
+    python benchmarks/fit_lengths.py --data sharegpt_8k_filtered.csv
 
 * ShareGPT-like lengths: the quantile functions of a public trace (project-etalon/etalon,
   `data/processed_traces/sharegpt_8k_filtered_stats_llama2_tokenizer.csv`, columns `num_prefill_tokens` and
@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from math import exp, log
 from pathlib import Path
@@ -21,6 +20,7 @@ from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+from harness import exit_with, parser
 
 PROBABILITIES = (0, .01, .025, .05, .1, .15, .2, .3, .4, .5, .6, .7, .8, .9, .95, .975, .99, 1)  # fmt: skip
 SWE_TOKENS = (100_000, 1_000_000)
@@ -68,11 +68,9 @@ def fit_swe() -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, help="the ShareGPT trace")
-    data = parser.parse_args().data
+    options = parser(__doc__, json=False)
+    options.add_argument("--data", type=Path, required=True, metavar="FILE", help="the ShareGPT trace")
+    data = options.parse_args().data
     table = np.genfromtxt(data, delimiter=",", names=True)
     print(f"# {data.name}: {len(table)} rows, sha256 {hashlib.sha256(data.read_bytes()).hexdigest()}")
     print(f"PROBABILITIES = {PROBABILITIES}")
@@ -90,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

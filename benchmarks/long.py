@@ -3,11 +3,13 @@
 Rows are every test marked `long`, and seeded campaigns: the property tests of each folder with 1,000 examples each and
 another seed. After each row `benchmarks/results/long.json` is written, with the commit that it ran on: rows that have passed
 are not run again as long as nothing has changed since that they read. With uncommitted changes in it they always are.
+
+    python benchmarks/long.py --list
+    python benchmarks/long.py --match tests/core --seeds 1
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import subprocess
@@ -16,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from harness import exit_with, parser, write
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "long.json"
@@ -26,6 +30,8 @@ SHARED = (
     "tests/frames.py",
 )  # fmt: skip
 """What any row may read, beside its own folder of tests."""
+HELPERS = ("benchmarks/harness.py", "benchmarks/served.py")
+"""What a row reads that reads any benchmark."""
 COMMANDS = (
     "listing", "plan_command", "profile_command", "reference", "render_command", "replay_command", "replica_snapshot",
     "simulate_command", "top_command", "top_page", "trace_command",
@@ -48,15 +54,13 @@ ANYTHING = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
+    options = parser(__doc__, json=False)
+    options.add_argument(
         "--seeds", type=int, default=5, help="campaigns to run, seeds 0 up to this (default 5)"
     )
-    parser.add_argument("--match", default="", help="only rows whose name contains this")
-    parser.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
-    arguments = parser.parse_args()
+    options.add_argument("--match", default="", help="only rows whose name contains this")
+    options.add_argument("--list", action="store_true", help="say what is left to run, and run nothing")
+    arguments = options.parse_args()
 
     kept: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     rows = {node: (node, "-m", "long", "--timeout=3600") for node in _tests("long")}
@@ -78,7 +82,7 @@ def main() -> int:
         row = chosen[name]
         kept[name] = {"argv": list(row), "commit": _commit(row[0])} | _run(row)
         print(f"    {kept[name]['outcome']}, {kept[name]['seconds']} s", flush=True)
-        _write(kept)
+        write(RESULTS, kept)
     failed = [name for name in chosen if kept[name]["outcome"] != "passed"]
     print(f"{len(chosen) - len(failed)} passed, {len(failed)} failed", *failed, sep="\n")
     return 1 if failed else 0
@@ -126,7 +130,8 @@ def read_by(test: str) -> list[str]:
         for path in sorted((ROOT / "benchmarks").glob("*.py"))
         if any(f'"{path.name}"' in text or f'benchmark("{path.stem}")' in text for text in texts)
     ]
-    return [*SHARED, folder, *others, *benchmarks, *READ.get(folder, ANYTHING)]
+    helpers = HELPERS if benchmarks else ()
+    return [*SHARED, folder, *others, *benchmarks, *helpers, *READ.get(folder, ANYTHING)]
 
 
 def _named(tests: set[Path]) -> set[Path]:
@@ -163,11 +168,5 @@ def _pytest(*argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def _write(rows: dict[str, Any]) -> None:
-    partial = RESULTS.with_suffix(".partial")
-    partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    partial.rename(RESULTS)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

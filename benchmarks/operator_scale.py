@@ -1,6 +1,7 @@
 """How fast the operator makes replicas of 8 pods, beside a compiled client that sends the same objects.
 
-    python benchmarks/operator_scale.py [--quick] [--json FILE]
+    python benchmarks/operator_scale.py --quick
+    python benchmarks/operator_scale.py --json benchmarks/results/operator_scale.json
 
 On a real API server (tests/cluster), all processes on this machine:
 
@@ -19,7 +20,6 @@ all that it imports.)
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -34,25 +34,25 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from harness import ROOT, Row, claim, exit_with, parser, progress, report, table
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))  # for the cluster that tests start
 
-from cluster.api import Api, condition  # noqa: E402
-from cluster.binaries import build  # noqa: E402
-from cluster.control_plane import ControlPlane, control_plane  # noqa: E402
-from cluster.definitions import define  # noqa: E402
-from cluster.keys import ADMIN  # noqa: E402
-from cluster.kwok import with_kwok  # noqa: E402
-from cluster.operator_process import Operator, operator  # noqa: E402
-from medha_operator.keys import replica_keys  # noqa: E402
-from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, MANAGER, REPLICA, SECRET  # noqa: E402
-from medha_operator.replica.observed import Observed  # noqa: E402
-from medha_operator.replica.plan import Apply, CreateKeys, SetStatus, Tell, plan  # noqa: E402
-from medha_operator.replica.render import Owner  # noqa: E402
-from medha_operator.settings import OperatorSettings  # noqa: E402
-from medha_operator.status import ReplicaStatus  # noqa: E402
+from cluster.api import Api, condition
+from cluster.binaries import build
+from cluster.control_plane import ControlPlane, control_plane
+from cluster.definitions import define
+from cluster.keys import ADMIN
+from cluster.kwok import with_kwok
+from cluster.operator_process import Operator, operator
+from medha_operator.keys import replica_keys
+from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, MANAGER, REPLICA, SECRET
+from medha_operator.replica.observed import Observed
+from medha_operator.replica.plan import Apply, CreateKeys, SetStatus, Tell, plan
+from medha_operator.replica.render import Owner
+from medha_operator.settings import OperatorSettings
+from medha_operator.status import ReplicaStatus
 
 CONNECTIONS = 32
 STAGES, LANES = 4, 2
@@ -71,7 +71,6 @@ _LOOK_SECONDS = 0.05
 TYPE = {"apiVersion": REPLICA.api_version, "kind": REPLICA.name}
 _APPLY = "application/apply-patch+yaml"
 
-Row = dict[str, Any]
 Document = dict[str, Any]
 
 
@@ -477,92 +476,53 @@ def are_ready(api: Api, count: int) -> bool:
 def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
     """One row for each thing that must hold, at the largest size."""
     most = writes[-1]
-    return [
-        *(
-            {
-                "name": f"replicas a second of the operator over those of a compiled client that sends {sent}, "
-                f"{most['replicas']} replicas",
-                "value": most[ratio],
-                "unit": "ratio",
-                "goal": LEAST_RATIO,
-                "better": "more",
-                "peer": f"net/http in Go, {CONNECTIONS} connections",
-            }
-            for sent, ratio in (
-                ("the same writes", "ratio"),
-                ("the objects alone", "ratio_to_objects_alone"),
-            )
-        ),
-        {
-            "name": "calls for a replica, reads too, beyond one for each of its objects",
-            "value": round(max(row["calls_per_replica"] - row["objects_per_replica"] for row in writes), 2),
-            "unit": "calls",
-            "goal": MOST_FURTHER_CALLS,
-            "better": "less",
-        },
-        *(
-            {
-                "name": f"what the operator adds to the time until {row['pods']} pods are Ready",
-                "value": row["added_percent"],
-                "unit": "%",
-                "goal": MOST_ADDED_PERCENT,
-                "better": "less",
-                "peer": "the same StatefulSets by kubectl create",
-            }
-            for row in pods[-1:]
-        ),
+    peer = f"net/http in Go, {CONNECTIONS} connections"
+    found = [
+        claim(
+            f"replicas a second of the operator over those of a compiled client that sends {sent}, "
+            f"{most['replicas']} replicas",
+            most[ratio],
+            "ratio",
+            LEAST_RATIO,
+            "more",
+            peer,
+        )
+        for sent, ratio in (("the same writes", "ratio"), ("the objects alone", "ratio_to_objects_alone"))
     ]
-
-
-def holds(claim: Row) -> bool:
-    if claim["better"] == "more":
-        return bool(claim["value"] >= claim["goal"])
-    return bool(claim["value"] <= claim["goal"])
+    further = max(row["calls_per_replica"] - row["objects_per_replica"] for row in writes)
+    name = "calls for a replica, reads too, beyond one for each of its objects"
+    found.append(claim(name, further, "calls", MOST_FURTHER_CALLS))
+    for row in pods[-1:]:
+        name = f"what the operator adds to the time until {row['pods']} pods are Ready"
+        peer = "the same StatefulSets by kubectl create"
+        found.append(claim(name, row["added_percent"], "%", MOST_ADDED_PERCENT, peer=peer))
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="100 replicas, and no pods: under a minute")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows and claims there")
-    arguments = parser.parse_args()
-    rounds = {100: 3} if arguments.quick else {100: 3, 300: 1, 1000: 1}
+    arguments = parser(__doc__, quick="100 replicas, one turn, and no pods").parse_args()
+    rounds = {100: 1} if arguments.quick else {100: 3, 300: 1, 1000: 1}
     writes, pods, alone = [], [], None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
         for count, turns in rounds.items():
+            progress(f"writes of {count} replicas")
             writes.append(measure_writes(Path(folder), count, turns))
-            tell(writes[-1])
         for count in () if arguments.quick else rounds:
+            progress(f"pods of {count} replicas")
             pods.append(measure_pods(Path(folder), count))
-            tell(pods[-1])
         if not arguments.quick:
+            progress("one replica at a time")
             alone = measure_alone(Path(folder) / "alone", 5)
-            tell(alone)
-    whole: Row = {
-        "name": "the whole run",
-        "value": round((time.monotonic() - began) / 60, 1),
-        "unit": "minutes",
-        "goal": MOST_MINUTES,
-        "better": "less",
-    }
-    result: Row = {"claims": [*claims(writes, pods), whole], "writes": writes, "pods": pods, "alone": alone}
-    for claim in result["claims"]:
-        mark = "holds" if holds(claim) else "FAILS"
-        sys.stdout.write(f"{mark}: {claim['name']}: {claim['value']} {claim['unit']}, goal {claim['goal']}\n")
-    if arguments.json is not None:
-        from revision import revision  # beside this file, and not on the path of a test that loads it
-
-        result |= {"revision": revision(), "cores": psutil.cpu_count()}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(map(holds, result["claims"])) else 1
-
-
-def tell(row: Row) -> None:
-    sys.stdout.write("  ".join(f"{name} {value}" for name, value in row.items()) + "\n")
-    sys.stdout.flush()
+    for rows in (writes, pods, [alone] if alone else []):
+        for row in rows:
+            print()
+            table(("", "value"), row.items())
+    minutes = (time.monotonic() - began) / 60
+    found = [*claims(writes, pods), claim("the whole run", minutes, "minutes", MOST_MINUTES)]
+    figures = {"writes": writes, "pods": pods, "alone": alone, "cores": psutil.cpu_count()}
+    return report(found, arguments.json, figures, strict=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -1,8 +1,9 @@
 """Kill, stop and cut off the processes of a replica under load: what clients see of it, and for how long.
 
     python benchmarks/recovery.py                          # one of each, on 8 ranks
+    python benchmarks/recovery.py --quick                  # two ranks, killed only
     python benchmarks/recovery.py --failures 50 --seed 0   # at random
-    python benchmarks/recovery.py --shape 1,2,1 --json recovery.json
+    python benchmarks/recovery.py --shape 1,2,1 --json benchmarks/results/recovery.json
 
 A replica runs in namespaces of its own (`unshare`), each process under its own loopback address, so that
 one can be cut off like a machine whose cable was pulled: every packet from and to it is dropped, for some seconds. While
@@ -39,12 +40,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import httpx
 import numpy as np
 import psutil
 import yaml
+from harness import Row, claim, exit_with, parser, progress, report
 from rich.console import Console
 
 from medha_cli.manifest import model_directory, read_manifest
@@ -74,8 +75,6 @@ TOKENS = 160  # of each stream
 LONG_TOKENS = 4000  # of streams that last longer than it takes to notice a failure
 
 SECONDS = ("p50_seconds", "p99_seconds", "most_seconds")  # of a row
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -486,19 +485,17 @@ def claims(
     """What is to hold; `left` counts processes and shared memory that nobody has cleared away."""
     claims: list[Row] = []
 
-    def claim(name: str, value: float, unit: str, goal: float, better: str = "less", peer: str = "") -> None:
-        row = {"name": name, "value": round(value, 2), "unit": unit, "goal": goal}
-        claims.append(row | {"better": better, "peer": peer})
-
     every = [*outcomes, *reloads]
     if every:
         streams = len(every) * len(PROMPT_WORDS)
         complete, same = sum(one.complete for one in every), sum(one.same for one in every)
-        claim("streams complete", 100 * complete / streams, "%", 100, "more")
-        claim("streams with the same text", 100 * same / streams, "%", 100, "more")
         unfelt = sum(row["interrupted_streams"] == 0 for row in measured(every))
-        claim("ways to fail that kept no stream waiting", unfelt, "", 0)
-        claim("failures that began no epoch", sum(one.went_unnoticed for one in every), "", 0)
+        claims += [
+            claim("streams complete", 100 * complete / streams, "%", 100, "more"),
+            claim("streams with the same text", 100 * same / streams, "%", 100, "more"),
+            claim("ways to fail that kept no stream waiting", unfelt, "", 0),
+            claim("failures that began no epoch", sum(one.went_unnoticed for one in every), "", 0),
+        ]
     reload = [second for one in reloads for second in one.seconds]
     peer = f"full reload: {max(reload):.1f} s" if reload else ""
     for part in BOUND_PARTS if ranks == GRID_RANKS else ():
@@ -507,39 +504,29 @@ def claims(
             worst = max(rows, key=lambda row: row["p99_seconds"])
             kinds = ", ".join(row["kind"] for row in rows)
             name = f"{part} of {ranks} ranks, to the next token, p99 of the worst of {kinds}"
-            claim(name, worst["p99_seconds"], "s", NEXT_TOKEN_SECONDS, peer=peer)
+            claims.append(claim(name, worst["p99_seconds"], "s", NEXT_TOKEN_SECONDS, peer=peer))
     for kind, value in freed.items():
-        claim(f"{kind} router, until its KV is free", value, "s", FREE_SECONDS)
-    claim("processes and shared memory left", left, "", 0)
+        claims.append(claim(f"{kind} router, until its KV is free", value, "s", FREE_SECONDS))
+    claims.append(claim("processes and shared memory left", left, "", 0))
     return claims
 
 
-def holds(claim: Row) -> bool:
-    value, goal = claim["value"], claim["goal"]
-    return bool(value <= goal if claim["better"] == "less" else value >= goal)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--failures", type=int, default=0, help="so many at random, instead of one of each")
-    parser.add_argument(
+    options = parser(__doc__, quick="two ranks; without --only: killed only", seed=True)
+    options.add_argument("--failures", type=int, default=0, help="so many at random, instead of one of each")
+    options.add_argument(
         "--only",
         action="append",
         help="of one of each and of `free after kill`, `stop`, `cut` (of the router), those whose name contains this; "
         "may be repeated",
     )
-    parser.add_argument("--cut-seconds", type=float, help="of every cut (default: 2 to 14, at random)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shape", default="2,2,2", help="tensor, stream, kv (default 2,2,2)")
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--quick", action="store_true", help="two ranks; without --only: killed only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep there what the replica has printed")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options.add_argument("--cut-seconds", type=float, help="of every cut (default: 2 to 14, at random)")
+    options.add_argument("--shape", default="2,2,2", help="tensor, stream, kv (default 2,2,2)")
+    options.add_argument("--preset", default="tiny")
+    options.add_argument("--log", type=Path, metavar="FILE", help="keep there what the replica has printed")
+    options.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    options.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.serve is not None:
         return serve(arguments.serve)
     if not arguments.inside:
@@ -593,19 +580,9 @@ def main() -> int:
             print(replica.log.read_text()[-20000:])
     shared = list(SHARED_MEMORY.iterdir())
     rows = measured([*outcomes, *reloads])
-    for row in rows:
-        print(line(row))
+    print(*map(line, rows), sep="\n")
     claimed = claims(outcomes, reloads, freed, len(replica.ranks), len(left) + len(shared))
-    for one in claimed:
-        verdict = "" if holds(one) else f"  (missed: {one['goal']:g})"
-        print(f"{one['name']:<75}{one['value']:>8} {one['unit']}{verdict}")
-    if arguments.json:
-        from revision import revision  # beside this file, and not on the path of a test that loads it
-
-        result = {"claims": claimed, "rows": rows, "load_average": round(os.getloadavg()[0], 1)}
-        result |= {"command": " ".join(sys.argv).replace(" --inside", ""), "revision": revision()}
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0 if all(map(holds, claimed)) else 1
+    return report(claimed, arguments.json, {"rows": rows}, strict=True)
 
 
 def _keep_apart(failure: Failure, deaths: dict[str, list[float]]) -> None:
@@ -622,12 +599,11 @@ def _keep_apart(failure: Failure, deaths: dict[str, list[float]]) -> None:
 
 def _print(number: str, outcome: Outcome) -> None:
     seconds = " ".join(f"{second:5.1f}" for second in outcome.seconds)
-    print(
+    progress(
         f"{number} {outcome.failure!s:<28} next token after {seconds} s; {outcome.complete} complete, "
-        f"{outcome.same} the same {' '.join(outcome.errors)}",
-        flush=True,
+        f"{outcome.same} the same {' '.join(outcome.errors)}"
     )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

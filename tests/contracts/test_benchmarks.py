@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -12,8 +13,82 @@ import pytest
 
 from benchmark import FOLDER, benchmark
 
-SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py"))
-WITHOUT_CLAIMS = {"long"}  # which holds tests, and no figures
+HELPERS = {"harness", "served", "scheduler_vllm"}
+"""Files that are not started by hand: the last by `scheduler.py`, in an interpreter that has vLLM."""
+SCRIPTS = sorted(script.stem for script in FOLDER.glob("*.py") if script.stem not in HELPERS)
+WITHOUT_CLAIMS = {"campaign", "fit_lengths", "long"}
+MEASURING = sorted(set(SCRIPTS) - WITHOUT_CLAIMS)
+ELSEWHERE = {"argparse.ArgumentParser", "click.command", "json.dump", "signal.signal"}
+"""Calls that belong to the harness."""
+SHOW_HELP = """
+import contextlib, io, json, runpy, sys
+folder, *names = sys.argv[1:]
+sys.path[0] = folder
+said = {}
+for name in names:
+    sys.argv = [f"{folder}/{name}.py", "--help"]
+    output, status = io.StringIO(), None
+    with contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+    said[name] = (status, output.getvalue())
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, tuple[int, str]]:
+    """Exit status and output of each script's `--help`: all in one process, which loads torch once."""
+    command = [sys.executable, "-c", SHOW_HELP, str(FOLDER), *SCRIPTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int, str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_says_in_its_help_how_it_is_called(name: str, helps: dict[str, tuple[int, str]]) -> None:
+    status, text = helps[name]
+    assert status == 0
+    options = text.partition("options:")[2]
+    assert f"    python benchmarks/{name}.py" in text.partition("options:")[0]
+    if name in MEASURING:
+        assert "--quick" in options
+        assert "--json FILE" in options
+
+
+def calls(name: str) -> set[str]:
+    """Calls of a script's own code, as they are written; of methods the name alone, behind a dot."""
+    found = set()
+    for node in ast.walk(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            found.add(ast.unparse(node.func))
+    return found
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_leaves_arguments_results_and_ends_to_the_harness(name: str) -> None:
+    called = calls(name)
+    assert not ELSEWHERE & called
+    assert {"parser", "exit_with"} <= called
+    if name in MEASURING:
+        assert "report" in called
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_writes_no_json_beside_the_harness(name: str) -> None:
+    """Documents that it hands to its own processes are JSON, too: those go into its own scratch folder."""
+    tree = ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))
+    writes = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".write_text")
+    ]
+    assert [call for call in writes if "arguments.json" in call or "RESULTS" in call] == []
+
+
 RESULTS = sorted(name for name in SCRIPTS if (FOLDER / "results" / f"{name}.json").exists())
 
 

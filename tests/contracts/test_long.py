@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmark import benchmark
+
 ROOT = Path(__file__).resolve().parents[2]
-LONG = runpy.run_path(str(ROOT / "benchmarks" / "long.py"))
+LONG = vars(benchmark("long"))
 PARTS = {
     "medha": "core", "medha_links": "core", "medha_cli": "cli", "medha_operator": "operator", "medha_router": "router",
     "medha_papers": "papers", "medha_process": "core", "medha_sim": "sim", "medha_worker": "worker",
@@ -88,7 +90,11 @@ def test_a_replica_on_one_machine_loads_none_of_the_commands_that_its_rows_do_no
             ["test_links.py", "test_failures.py", "conftest.py"],
             ["test_grid.py", "test_recovery.py"],
         ),
-        ("tests/serving/test_recovery.py::test", ["test_recovery.py", "recovery.py"], ["test_links.py"]),
+        (
+            "tests/serving/test_recovery.py::test",
+            ["test_recovery.py", "recovery.py", "harness.py"],
+            ["test_links.py"],
+        ),
         ("tests/serving/test_needle.py::test", ["test_needle.py"], ["recovery.py", "test_recovery.py"]),
         ("tests/worker/test_foreign.py::test", ["test_controller.py", "test_rank.py"], ["test_grid.py"]),
         ("tests/worker", ["test_exactness.py", "test_model_transformer.py"], ["test_loaded.py"]),
