@@ -8,7 +8,7 @@ at which it would end if the demoted requests had a share of the server to thems
 demotion. A revised deadline binds like a deadline, and a request that is due at one is never demoted.
 
 Demoting the largest request leaves the most others on time (J. M. Moore, Management Science 15, 1968).
-docs/scheduling.md states the guarantees, with proofs and measured figures.
+docs/scheduling.md states the guarantees, with proofs; docs/performance-scheduling.md has measured figures.
 
 In names, `late` means demoted and `kept` not demoted. A *place* is an index into the order by due time.
 """
