@@ -45,6 +45,7 @@ from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced, striped
 from medha.shards import Segment, ShardMap, deal, place
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
+from medha_process.host_resources import free_port
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.device import host_device
 from medha_worker.host_memory import keep_freed_memory
@@ -55,7 +56,6 @@ from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.spread import Landing
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
-from medha_worker.process import free_port
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import SpreadEntry, plan_spread
 from medha_worker.rank.mesh import Grid

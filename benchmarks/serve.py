@@ -39,8 +39,8 @@ from served import medha_up, served, write_manifest
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from medha_process.host_resources import free_port
 from medha_worker.checkpoints.presets import init_checkpoint
-from medha_worker.process import free_port
 
 VOCAB = range(300, 4000)  # ordinary tokens of the `small` preset: no specials, no single bytes
 MODEL = "small"

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import yaml
 
-from medha_worker.process import free_port
+from medha_process.host_resources import free_port
 
 START_SECONDS = 300
 

@@ -41,7 +41,6 @@ from medha.wire.messages import Step
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.terminal_display import TerminalDisplay
 from medha_cli.up_command import RunFiles, write_parts
-from medha_process.host_resources import free_port
 from medha_process.supervision.supervisor import Part, StopRequests, supervise
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.kv_cache import KVCache
