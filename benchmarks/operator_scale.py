@@ -12,6 +12,7 @@ On a real API server (tests/cluster), all processes on this machine:
 * pods: controllers and a scheduler run, KWOK's nodes of 64 GPUs take the pods. Time from the first object to all pods
   Ready, for MedhaReplicas and for the same StatefulSets, both by `kubectl create`; and for everything that the operator
   would make, by the client in Go (100 replicas only): no operator could add less. Each on a fresh control plane.
+* lists: everything is there, and an operator without the lease lists it again and again. Its memory.
 * alone: the same for one replica at a time, in turn with its StatefulSets, on a control plane with nothing else to do.
 
 The exit status is 1 if a claim does not hold. (A script called `operator.py` would hide Python's module of that name from
@@ -21,6 +22,7 @@ all that it imports.)
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -47,7 +49,7 @@ from cluster.keys import ADMIN
 from cluster.kwok import with_kwok
 from cluster.operator_process import Operator, operator
 from medha_operator.keys import replica_keys
-from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, MANAGER, REPLICA, SECRET
+from medha_operator.kube.kinds import CHILDREN, EVENT, KINDS, LEASE, MANAGER, REPLICA, SECRET
 from medha_operator.replica.observed import Observed
 from medha_operator.replica.plan import Apply, CreateKeys, SetStatus, Tell, plan
 from medha_operator.replica.render import Owner
@@ -64,6 +66,9 @@ MOST_FURTHER_CALLS = 2
 """Beyond one call for each object of a replica."""
 MOST_ADDED_PERCENT = 10.0
 MOST_MINUTES = 12.0
+LISTED_SECONDS = 10.0
+"""Between two lists of everything, where their memory is measured."""
+LISTS = 4
 LEAST_MEASURED = 100
 """Replicas with which it is measured what the objects alone add."""
 _LIMIT_SECONDS = 400.0
@@ -197,6 +202,11 @@ class Watched:
 
     def resident_bytes(self) -> int:
         return int(self._process.memory_info().rss)
+
+    def most_resident_bytes(self) -> int:
+        """The most that it has held until now."""
+        status = Path(f"/proc/{self._process.pid}/status").read_text(encoding="ascii")
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 def quantile_seconds(metrics: dict[str, float], name: str, share: float) -> float:
@@ -470,6 +480,52 @@ def are_ready(api: Api, count: int) -> bool:
     return sum(condition(one) == ("True", "Serving") for one in found) == count
 
 
+# --- lists ------------------------------------------------------------------------------------------------
+
+
+def measure_lists(folder: Path, count: int) -> Row:
+    """Memory of an operator that lists everything again and again, and leaves the rest to the lease's holder."""
+    with bare_plane(folder / f"lists-{count}") as plane, Api(plane) as api:
+        send(plane, [creation(document) for document in replicas("default", count)])
+        calls = [call for one in api.list(REPLICA) for call in calls_for(one)[0]]
+        send(plane, calls)
+        account = {"metadata": {"name": "default"}}
+        api.call("POST", "/api/v1/namespaces/default/serviceaccounts", account)
+        send(plane, [creation(pod) for one in stateful_sets(calls) for pod in pods_of(one)])
+        lease = {"holderIdentity": "another", "leaseDurationSeconds": 3600}
+        head = {"apiVersion": LEASE.api_version, "kind": LEASE.name, "metadata": {"name": "medha-operator"}}
+        api.call("POST", LEASE.path("default"), {**head, "spec": lease})
+        with operator(folder, plane.kubeconfig, f"lists-{count}", resync_seconds=LISTED_SECONDS) as running:
+            watched = Watched(running)
+            wait_until(lambda: "waits for the lease" in running.said(), 0.05)
+            first = watched.most_resident_bytes()
+            began, cpu = time.monotonic(), watched.cpu_seconds()
+            time.sleep(LISTS * LISTED_SECONDS)
+            elapsed, used = time.monotonic() - began, watched.cpu_seconds() - cpu
+            return {
+                "replicas": count,
+                "pods": count * PODS,
+                "first_list_peak_mb": round(first / 1e6),
+                "later_lists_peak_mb": round(watched.most_resident_bytes() / 1e6),
+                "resident_mb": round(watched.resident_bytes() / 1e6),
+                "cpu_ms_per_list_and_replica": round(1e3 * used * LISTED_SECONDS / elapsed / count, 2),
+            }
+
+
+def pods_of(stateful_set: Document) -> Iterator[Document]:
+    """The pods of a StatefulSet, as its controller makes them; nothing runs them."""
+    metadata, spec = stateful_set["metadata"], stateful_set["spec"]
+    for ordinal in range(spec["replicas"]):
+        template = spec["template"]
+        named = {"name": f"{metadata['name']}-{ordinal}", "namespace": metadata["namespace"]}
+        yield {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**template["metadata"], **named},
+            "spec": template["spec"],
+        }
+
+
 # --- claims -----------------------------------------------------------------------------------------------
 
 
@@ -502,7 +558,7 @@ def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__, quick="100 replicas, one turn, and no pods").parse_args()
     rounds = {100: 1} if arguments.quick else {100: 3, 300: 1, 1000: 1}
-    writes, pods, alone = [], [], None
+    writes, pods, lists, alone = [], [], None, None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
         for count, turns in rounds.items():
@@ -512,15 +568,17 @@ def main() -> int:
             progress(f"pods of {count} replicas")
             pods.append(measure_pods(Path(folder), count))
         if not arguments.quick:
+            progress(f"lists of {max(rounds)} replicas")
+            lists = measure_lists(Path(folder), max(rounds))
             progress("one replica at a time")
             alone = measure_alone(Path(folder) / "alone", 5)
-    for rows in (writes, pods, [alone] if alone else []):
+    for rows in (writes, pods, [lists] if lists else [], [alone] if alone else []):
         for row in rows:
             print()
             table(("", "value"), row.items())
     minutes = (time.monotonic() - began) / 60
     found = [*claims(writes, pods), claim("the whole run", minutes, "minutes", MOST_MINUTES)]
-    figures = {"writes": writes, "pods": pods, "alone": alone, "cores": psutil.cpu_count()}
+    figures = {"writes": writes, "pods": pods, "lists": lists, "alone": alone, "cores": psutil.cpu_count()}
     return report(found, arguments.json, figures, strict=True)
 
 

@@ -299,7 +299,7 @@ class Reconciler:
         uid, at, words = self._words.get(key, ("", 0.0, ""))
         if uid != doubt.uid or not at <= now < at + RECENT_SECONDS:
             try:
-                events, _ = await self._cluster.list(
+                events = await self._cluster.list(
                     EVENT, observed.namespace, "", f"involvedObject.uid={doubt.uid},type=Warning"
                 )
             except ApiError as error:

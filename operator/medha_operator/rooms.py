@@ -115,7 +115,7 @@ class Rooms:
 
         It is taken from the pod, with what admission added, or from the template of a missing one.
         """
-        found, _ = await self._cluster.list(POD, observed.namespace, f"medha.dev/replica={observed.name}")
+        found = await self._cluster.list(POD, observed.namespace, f"medha.dev/replica={observed.name}")
         mine = {pod.uid for pod in observed.pods}
         made = {one["metadata"]["name"]: one for one in found if one["metadata"]["uid"] in mine}
         return [
@@ -145,7 +145,7 @@ class Rooms:
         known = self._listed.get(node)
         if known is None or known.at_seconds < since:
             at = self._clock()
-            pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName={node},{_ALIVE}")
+            pods = await self._cluster.list(POD, None, "", f"spec.nodeName={node},{_ALIVE}")
             known = _Listed(at, tuple((pod["metadata"]["uid"], requests(pod["spec"])) for pod in pods))
             self._listed[node] = known
         return known.pods
@@ -154,8 +154,9 @@ class Rooms:
         """Return what pods without a node ask for, except replicas' pods, which the index knows better."""
         if self._unplaced.at_seconds < since:
             at = self._clock()
-            pods, _ = await self._cluster.list(POD, None, "", f"spec.nodeName=,{_ALIVE}")
-            self._unplaced = _Listed(at, tuple((pod["metadata"]["uid"], needs_of(pod)) for pod in pods))
+            pages = self._cluster.pages(POD, None, "", f"spec.nodeName=,{_ALIVE}")
+            pods = [(pod["metadata"]["uid"], needs_of(pod)) async for page, _ in pages for pod in page]
+            self._unplaced = _Listed(at, tuple(pods))
         ours = self._index.pod_uids()
         return [needs for uid, needs in self._unplaced.pods if uid not in ours]
 

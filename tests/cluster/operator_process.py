@@ -44,7 +44,7 @@ class Operator:
             "MEDHA_OPERATOR_SETTINGS": str(file),
             "MEDHA_POD_NAME": name,
             "MEDHA_POD_NAMESPACE": "default",
-            "PYTHONPATH": str(_TESTS),
+            "PYTHONPATH": os.pathsep.join([str(_TESTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
         }
         self.process = self._start()
 

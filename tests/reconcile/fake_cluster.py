@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 from medha_operator.index import Index
@@ -61,9 +61,9 @@ class FakeCluster:
 
     async def list(
         self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
-    ) -> tuple[list[Document], str]:
+    ) -> list[Document]:
         self._begin("list", kind.name)
-        found = [
+        return [
             copy.deepcopy(one)
             for (of, home, _), one in self.objects.items()
             if of == kind.name
@@ -71,7 +71,9 @@ class FakeCluster:
             and all(_has(one["metadata"].get("labels", {}), term) for term in selector.split(",") if term)
             and all(_has(_fields(one), term) for term in fields.split(",") if term)
         ]
-        return found, str(self._version)
+
+    async def pages(self, *asked: Any) -> AsyncIterator[tuple[list[Document], str]]:
+        yield await self.list(*asked), str(self._version)
 
     async def apply(self, manifest: Document, version: str | None = None) -> Document:
         self._begin("apply", manifest["kind"])

@@ -28,13 +28,13 @@ class SlowLists:
         self._has_renewed = asyncio.Event()
         self.caught_up = asyncio.Event()
 
-    async def list(self, kind: Kind, *_: object) -> tuple[list[Document], str]:
+    async def pages(self, kind: Kind, *_: object) -> AsyncIterator[tuple[list[Document], str]]:
         if kind in self._unknown:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
         if self.writes:
             await asyncio.wait_for(self._has_renewed.wait(), 20 * LEASE_SECONDS)
             self.caught_up.set()
-        return [], "1"
+        yield [], "1"
 
     async def watch(self, *_: object) -> AsyncIterator[tuple[str, Document]]:
         await asyncio.Event().wait()

@@ -33,12 +33,12 @@ class Played:
         """Seconds that the reflector would have slept."""
         self.has_ended = asyncio.Event()
 
-    async def list(self, *_: object) -> tuple[list[dict[str, Any]], str]:
+    async def pages(self, *_: object) -> AsyncIterator[tuple[list[dict[str, Any]], str]]:
         self.asked.append("list")
         answer = self.lists.pop(0)
         if isinstance(answer, ApiError):
             raise answer
-        return answer, str(max((int(item["metadata"]["resourceVersion"]) for item in answer), default=1))
+        yield answer, str(max((int(item["metadata"]["resourceVersion"]) for item in answer), default=1))
 
     async def watch(
         self, _: object, __: object, ___: object, version: str, ____: float

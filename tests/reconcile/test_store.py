@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,6 +31,12 @@ def pod(
         "spec": {"nodeName": node} if node else {},
         "status": {"phase": phase},
     }
+
+
+def relist(store: Store, documents: list[dict[str, Any]], version: str, namespace: str | None = None) -> None:
+    """Take in a list of one page."""
+    with store.listing(namespace) as listing:
+        store.read_page(listing, documents, version)
 
 
 @pytest.fixture
@@ -66,26 +73,60 @@ def test_an_object_of_the_same_name_that_was_made_since_is_not_taken_for_the_del
 def test_a_list_ends_what_is_not_in_it_and_keeps_what_was_written_after_it(pods: Store) -> None:
     pods.see("ADDED", pod(5, name="old"))
     pods.offer(pod(11, name="new"))
-    pods.replace([pod(6)], "10", None)
+    relist(pods, [pod(6)], "10")
     assert sorted(entry.document.name for entry in pods.of(REPLICA)) == ["new", "r-l0-0"]
 
 
 def test_events_that_come_after_a_list_that_knew_them_change_nothing(pods: Store) -> None:
-    pods.replace([], "10", None)  # the pod was made and deleted before
+    relist(pods, [], "10")  # the pod was made and deleted before
     pods.see("ADDED", pod(5))
     assert pods.of(REPLICA) == []
 
 
+def test_what_is_deleted_while_a_list_is_read_stays_deleted(pods: Store) -> None:
+    """The leader's first list is read beside the watch, which may be ahead of it."""
+    pods.see("ADDED", pod(5))
+    with pods.listing(None) as listing:
+        pods.read_page(listing, [pod(5)], "10")
+        pods.see("DELETED", pod(12))
+    assert pods.of(REPLICA) == []
+    pods.see("ADDED", pod(14))
+    with pods.listing(None) as listing:
+        pods.see("DELETED", pod(16))  # and made again before the list
+        pods.read_page(listing, [pod(18)], "20")
+    assert [entry.version for entry in pods.of(REPLICA)] == [18]
+
+
+def test_a_list_is_taken_in_at_its_end_or_not_at_all(pods: Store, told: list[Key]) -> None:
+    pods.see("ADDED", pod(5))
+    with pods.listing(None) as listing:
+        pods.read_page(listing, [pod(6, name="a")], "10")
+        assert [entry.document.name for entry in pods.of(REPLICA)] == ["r-l0-0"]
+        pods.read_page(listing, [pod(7, name="b")], "10")
+    assert sorted(entry.document.name for entry in pods.of(REPLICA)) == ["a", "b"]
+    with suppress(ZeroDivisionError), pods.listing(None) as listing:
+        pods.read_page(listing, [], "20")
+        raise ZeroDivisionError
+    assert len(pods.of(REPLICA)) == 2
+
+
+def test_an_unchanged_object_is_not_read_again(pods: Store) -> None:
+    pods.see("ADDED", pod(5))
+    (known,) = pods.of(REPLICA)
+    relist(pods, [pod(5)], "10")
+    assert pods.of(REPLICA)[0] is known
+
+
 def test_a_list_of_one_namespace_says_nothing_of_others(pods: Store) -> None:
     pods.see("ADDED", pod(5))
-    pods.replace([], "10", "elsewhere")
+    relist(pods, [], "10", "elsewhere")
     assert len(pods.of(REPLICA)) == 1
 
 
 def test_what_is_told_of_one_namespace_makes_no_answer_from_another_too_late(pods: Store) -> None:
-    pods.replace([], "20", "elsewhere")
+    relist(pods, [], "20", "elsewhere")
     pods.see("BOOKMARK", {"metadata": {"resourceVersion": "21"}}, "elsewhere")
-    pods.replace([], "10", "default")
+    relist(pods, [], "10", "default")
     pods.offer(pod(12))
     assert [entry.version for entry in pods.of(REPLICA)] == [12]
     pods.see("BOOKMARK", {"metadata": {"resourceVersion": "30"}}, "default")
@@ -96,11 +137,14 @@ def test_what_is_told_of_one_namespace_makes_no_answer_from_another_too_late(pod
 def test_a_list_from_before_what_was_known_when_it_was_asked_for_is_no_view_to_go_on_with(
     pods: Store,
 ) -> None:
-    pods.replace([pod(6)], "10", None)
+    relist(pods, [pod(6)], "10")
     pods.see("BOOKMARK", {"metadata": {"resourceVersion": "40"}})
     with pytest.raises(WentBack, match=r"version 39 after it has told of 40.*backup"):
-        pods.replace([], "39", None, known=pods.told_until(None))
-    pods.replace([pod(6)], "39", None, known=10)  # asked for before the watch told more
+        relist(pods, [], "39")
+    pods = Index(lambda _: None).stores["Pod"]
+    with pods.listing(None) as listing:
+        pods.see("BOOKMARK", {"metadata": {"resourceVersion": "40"}})
+        pods.read_page(listing, [pod(6)], "39")  # asked for before the watch told more
     assert len(pods.of(REPLICA)) == 1
 
 
@@ -183,7 +227,7 @@ def test_an_object_that_makes_no_sense_is_passed_over_and_told_once(
 ) -> None:
     spoilt = pod(6, name="spoilt")
     spoilt["metadata"]["creationTimestamp"] = "yesterday"
-    pods.replace([spoilt, pod(5)], "10", None)
+    relist(pods, [spoilt, pod(5)], "10")
     pods.see("MODIFIED", spoilt | {"metadata": spoilt["metadata"] | {"resourceVersion": "11"}})
     assert [entry.document.name for entry in pods.of(REPLICA)] == ["r-l0-0"]
     assert [record.getMessage() for record in caplog.records] == [

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import os
 import ssl
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -83,7 +83,8 @@ class Cluster:
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         else:
-            await load_kube_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+            path = os.environ.get("KUBECONFIG")  # the library itself reads it when it is imported
+            await load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
         session = aiohttp.ClientSession(
             # No limit: there are as many calls as replicas that are reconciled, and none should wait for a
             # watch.
@@ -113,22 +114,33 @@ class Cluster:
 
     async def list(
         self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
-    ) -> tuple[list[Document], str]:
-        """Return all objects that match, as of now, and the version of the list.
+    ) -> list[Document]:
+        """Return all objects that match, as of now; of many objects, `pages` takes less memory."""
+        pages = self.pages(kind, namespace, selector, fields)
+        return [item async for items, _ in pages for item in items]
 
-        `selector` is a label selector, `fields` a field selector.
+    async def pages(
+        self, kind: Kind, namespace: str | None, selector: str, fields: str = ""
+    ) -> AsyncIterator[tuple[Iterable[Document], str]]:
+        """Yield the objects that match, as of now, page by page, each page with the version of the list.
+
+        `selector` is a label selector, `fields` a field selector. The next page is requested once the caller
+        asks for it, and all pages show the state of the first one.
+
+        Raises:
+            ApiError: a page was refused, e.g. with 410 when the first one is too old by now.
         """
-        items: list[Document] = []
         head = {"apiVersion": kind.api_version, "kind": kind.name}  # lists omit them
         query = {"labelSelector": selector, "limit": str(_PAGE)} | (
             {"fieldSelector": fields} if fields else {}
         )
         while True:
             page = await self._call("GET", kind.path(namespace), query=query, seconds=_READ_SECONDS)
-            items += [head | item for item in page["items"] or []]
-            if not page["metadata"].get("continue"):
-                return items, page["metadata"]["resourceVersion"]
-            query |= {"continue": page["metadata"]["continue"]}
+            metadata = page["metadata"]
+            yield (head | item for item in page.pop("items") or []), metadata["resourceVersion"]
+            if not metadata.get("continue"):
+                return
+            query |= {"continue": metadata["continue"]}
 
     async def watch(
         self, kind: Kind, namespace: str | None, selector: str, version: str, seconds: float

@@ -79,10 +79,10 @@ class Reflector:
             ApiError: the list was refused or not answered.
             WentBack: the list is older than what was reported before it was requested.
         """
-        known = self._store.told_until(self._namespace)
-        documents, version = await self._cluster.list(self._kind, self._namespace, self._selector)
-        self._store.replace(documents, version, self._namespace, known)
-        return version
+        with self._store.listing(self._namespace) as listing:
+            async for page, version in self._cluster.pages(self._kind, self._namespace, self._selector):
+                self._store.read_page(listing, page, version)
+        return str(listing.version)
 
     async def catch_up(self) -> None:
         """List until that succeeds, to see everything that has happened until now.

@@ -8,8 +8,9 @@ of one kind increase and can be compared (Kubernetes 1.35, KEP-5504).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from medha.errors import MedhaError
@@ -44,6 +45,22 @@ class Entry:
     """Document to be compared or read; None if the facts suffice."""
 
 
+@dataclass(slots=True)
+class Listing:
+    """A list that is being read, page by page."""
+
+    namespace: str | None
+    """The namespace that is listed; None for all."""
+    known: int
+    """Version up to which everything was reported before the list was requested."""
+    version: int = 0
+    """Version of the list."""
+    entries: dict[tuple[str, str], Entry | None] = field(default_factory=dict)
+    """Entries by name; None for an object that cannot be read."""
+    deleted: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Names that the watch has reported as deleted since the list was requested, with the version of that."""
+
+
 class Store:
     """The objects of one kind.
 
@@ -60,6 +77,7 @@ class Store:
         # last list.
         self._told_until: dict[str | None, int] = {}
         self._listed: dict[str | None, int] = {}
+        self._listings: list[Listing] = []  # in progress
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -81,30 +99,39 @@ class Store:
         """Return the version up to which lists and watches of a namespace, or of all, have reported."""
         return self._told_until.get(namespace, 0)
 
-    def replace(
-        self, documents: Iterable[Document], version: str, namespace: str | None, known: int = 0
-    ) -> None:
-        """Take in a whole list: objects that are not in it are gone, unless written after it was made.
+    @contextmanager
+    def listing(self, namespace: str | None) -> Iterator[Listing]:
+        """Enter this before a list of a namespace, or of all, is requested; at the end, take the list in.
 
-        `known` is `told_until` from before the list was requested.
+        If the block fails, the list is dropped. Until the end, no plan sees any of it.
+        """
+        listing = Listing(namespace, self.told_until(namespace))
+        self._listings.append(listing)
+        try:
+            yield listing
+        finally:
+            self._listings.remove(listing)
+        self._take_list(listing)
+
+    def read_page(self, listing: Listing, documents: Iterable[Document], version: str) -> None:
+        """Read a page of a list into entries, so that its documents need not be kept.
+
+        A known entry of the same version is used again: a list takes memory only for what has changed.
 
         Raises:
-            WentBack: the list is older than that.
+            WentBack: the list is older than what was reported before it was requested.
         """
-        if int(version) < known:
+        listing.version = int(version)
+        if listing.version < listing.known:
             raise WentBack(
-                f"the API server lists version {version} after it has told of {known}: was etcd restored from a backup? "
-                "The operator begins anew, with nothing of what it knew"
+                f"the API server lists version {version} after it has told of {listing.known}: was etcd restored from a "
+                "backup? The operator begins anew, with nothing of what it knew"
             )
-        listed = {_name(document): document for document in documents}
-        self._told(namespace, int(version))
-        self._listed[namespace] = int(version)
-        for name, entry in list(self._entries.items()):
-            is_listed = name in listed or (namespace is not None and name[0] != namespace)
-            if not is_listed and entry.version <= int(version):
-                self._remove(name)
-        for name, document in listed.items():
-            self._take(name, document)
+        for document in documents:
+            name = _name(document)
+            known = self._entries.get(name)
+            is_known = known is not None and known.version == int(document["metadata"]["resourceVersion"])
+            listing.entries[name] = known if is_known else self._entry(name, document)
 
     def see(self, event: str, document: Document, namespace: str | None = None) -> None:
         """Take in an event of the watch of a namespace, or of all.
@@ -120,7 +147,10 @@ class Store:
             return
         if event != "DELETED":
             self._take(name, document)
-        elif name in self._entries and self._entries[name].version <= version:
+            return
+        for listing in self._listings:
+            listing.deleted[name] = version
+        if name in self._entries and self._entries[name].version <= version:
             self._remove(name)
 
     def offer(self, document: Document, quiet: Key | None = None) -> None:
@@ -154,8 +184,29 @@ class Store:
     def _told(self, namespace: str | None, version: int) -> None:
         self._told_until[namespace] = max(self.told_until(namespace), version)
 
+    def _take_list(self, listing: Listing) -> None:
+        """Take in a list: objects that are not in it are gone, unless written after it was made.
+
+        An object that the watch has reported as deleted after it was made stays deleted.
+        """
+        namespace, version = listing.namespace, listing.version
+        self._told(namespace, version)
+        self._listed[namespace] = version
+        for name, entry in list(self._entries.items()):
+            is_listed = name in listing.entries or (namespace is not None and name[0] != namespace)
+            if not is_listed and entry.version <= version:
+                self._remove(name)
+        for name, listed in listing.entries.items():
+            if listed is not None and listing.deleted.get(name, 0) <= version:
+                self._put(name, listed)
+
     def _take(self, name: tuple[str, str], document: Document, quiet: Key | None = None) -> None:
-        """Take in an object, unless it cannot be read: one malformed object must not stop all others."""
+        entry = self._entry(name, document)
+        if entry is not None:
+            self._put(name, entry, quiet)
+
+    def _entry(self, name: tuple[str, str], document: Document) -> Entry | None:
+        """Read an object; None if it cannot be read: one malformed object must not stop all others."""
         try:
             entry = self._read(document)
         except Exception:  # noqa: BLE001 - anybody may write what is watched
@@ -164,11 +215,11 @@ class Store:
                     "%s %s cannot be read and is passed over", document.get("kind"), "/".join(name)
                 )
                 self._unreadable.add(name)
-            return
+            return None
         self._unreadable.discard(name)
-        self._put(name, entry, quiet)
+        return entry
 
-    def _put(self, name: tuple[str, str], entry: Entry, quiet: Key | None) -> None:
+    def _put(self, name: tuple[str, str], entry: Entry, quiet: Key | None = None) -> None:
         before = self._entries.get(name)
         if before is not None and before.version >= entry.version:
             return
