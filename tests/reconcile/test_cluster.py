@@ -13,10 +13,6 @@ from medha_operator.kube.client import ApiError, Cluster, proxy_to
 SECRET = {"kind": "Secret", "metadata": {"name": "r-keys", "namespace": "default"}}
 
 
-class _Configuration:
-    host = "http://nowhere"
-
-
 def creating(reason: str, status: int) -> Any:
     """What comes of creating a Secret when the API server refuses it so."""
 
@@ -25,7 +21,7 @@ def creating(reason: str, status: int) -> Any:
             raise ApiError(status, reason, "as the test asks")
 
     async def create() -> Any:
-        cluster = Refusing(cast(Any, None), cast(Any, _Configuration()), lambda _: True, lambda _: None, 4.0)
+        cluster = Refusing(cast(Any, None), lambda _: True, lambda _: None, 4.0)
         return await cluster.create(SECRET)
 
     return asyncio.run(create())

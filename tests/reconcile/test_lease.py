@@ -162,15 +162,11 @@ def test_who_gives_it_back_writes_nothing_more_and_the_next_begins_at_once(kept:
 
 
 def test_a_write_that_the_lease_does_not_cover_is_not_sent() -> None:
-    session = cast(Any, None)  # which would fail were it used
-    cluster = Cluster(session, cast(Any, _Configuration()), lambda _: False, lambda _: None, 4.0)
+    client = cast(Any, None)  # which would fail were it used
+    cluster = Cluster(client, lambda _: False, lambda _: None, 4.0)
     manifest = {"kind": "Service", "metadata": {"name": "r", "namespace": "default"}}
     with pytest.raises(Fenced, match="PATCH /api/v1/namespaces/default/services/r was not sent"):
         asyncio.run(cluster.apply(manifest))
-
-
-class _Configuration:
-    host = "http://nowhere"
 
 
 @pytest.mark.parametrize("lease_seconds", [2.0, 6.0, 15.0, 60.0])

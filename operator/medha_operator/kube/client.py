@@ -8,16 +8,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import orjson
-from kubernetes.aio.client import Configuration
+from kubernetes.aio.client import ApiClient, Configuration
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
 from medha.errors import MedhaError
@@ -56,17 +55,14 @@ class Cluster:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
-        configuration: Configuration,
+        client: ApiClient,
         may_write: Callable[[float], bool],
         count: Callable[[str], None],
         write_seconds: float,
     ) -> None:
-        self._session = session
-        self._configuration = configuration
+        self._client = client
         self._may_write = may_write
         self._count = count
-        self._host = configuration.host.rstrip("/")
         self._writes: set[asyncio.Task[Document]] = set()
         self._write_seconds = write_seconds
 
@@ -79,19 +75,16 @@ class Cluster:
         The kubeconfig is used outside of a pod, or if `KUBECONFIG` is set. `count` is called with the verb of
         every write. A write takes `write_seconds` at most, at the API server and here.
         """
-        configuration = Configuration()
+        # No limit: there are as many calls as replicas that are reconciled, and none should wait for a watch.
+        configuration = Configuration(connection_pool_maxsize=0)
         if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
             load_incluster_config(configuration)  # type: ignore[no-untyped-call]
         else:
             path = os.environ.get("KUBECONFIG")  # the library itself reads it when it is imported
             await load_kube_config(path, client_configuration=configuration)  # type: ignore[no-untyped-call]
-        session = aiohttp.ClientSession(
-            # No limit: there are as many calls as replicas that are reconciled, and none should wait for a
-            # watch.
-            connector=aiohttp.TCPConnector(limit=0, ssl=_tls(configuration)),
-            proxy=proxy_to(configuration),  # `trust_env` would look for it, and read ~/.netrc, at each call
-        )
-        return cls(session, configuration, may_write, count, write_seconds)
+        # `trust_env` would look for a proxy, and read ~/.netrc, at each call.
+        configuration.client_session_kwargs = {"trust_env": False, "proxy": proxy_to(configuration)}
+        return cls(ApiClient(configuration), may_write, count, write_seconds)
 
     async def settle(self) -> None:
         """Wait until no write is in flight any more."""
@@ -99,7 +92,7 @@ class Cluster:
             await asyncio.wait(self._writes)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     # --- reading ----------------------------------------------------------------------------------------
 
@@ -161,9 +154,7 @@ class Cluster:
         }
         timeout = aiohttp.ClientTimeout(sock_connect=_READ_SECONDS, sock_read=_SILENCE_SECONDS)
         try:
-            async with self._session.get(
-                self._url(kind.path(namespace), query), headers=await self._headers(), timeout=timeout
-            ) as response:
+            async with await self._request("GET", kind.path(namespace), None, query, timeout) as response:
                 if response.status != 200:
                     raise _refusal(response, await response.read())
                 async for line in _lines(response.content):
@@ -323,12 +314,10 @@ class Cluster:
         *,
         seconds: float,
     ) -> Document:
-        headers = await self._headers() | {"Content-Type": content_type}
-        data = None if body is None else orjson.dumps(body)
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            async with self._session.request(
-                method, self._url(path, query or {}), data=data, headers=headers, timeout=timeout
+            async with await self._request(
+                method, path, body, query or {}, timeout, content_type
             ) as response:
                 answer = await response.read()
                 if response.status >= 300:
@@ -338,29 +327,34 @@ class Cluster:
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
             raise _no_answer(error) from error
 
-    async def _headers(self) -> dict[str, str]:
-        """Return the headers with the present token: the kubelet renews that of a pod."""
-        token = await self._configuration.get_api_key_with_prefix("BearerToken", "authorization")
-        return {"Accept": "application/json"} | ({"Authorization": token} if token else {})
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Document | None,
+        query: Mapping[str, str],
+        limit: aiohttp.ClientTimeout,
+        content_type: str = "application/json",
+    ) -> aiohttp.ClientResponse:
+        """Send a request and return the response, whose body is yet to be read.
 
-    def _url(self, path: str, query: Mapping[str, str]) -> str:
-        return f"{self._host}{path}?{urlencode(query)}" if query else f"{self._host}{path}"
+        The package's client sends, authenticates (with the present token: the kubelet renews that of a pod) and
+        knows proxies and certificates. Its models are not used: see docs/operator.md.
+        """
+        _, url, headers, *_ = await self._client.param_serialize(
+            method,
+            path,
+            query_params=[*query.items()],
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            auth_settings=["BearerToken"],
+        )
+        sent = await self._client.call_api(method, url, headers, body, _request_timeout=limit)
+        response: aiohttp.ClientResponse = sent.response
+        return response
 
 
 def _collection(manifest: Manifest) -> str:
     return KINDS[manifest["kind"]].path(manifest["metadata"]["namespace"])
-
-
-def _tls(configuration: Configuration) -> ssl.SSLContext:
-    context = ssl.create_default_context(
-        cafile=configuration.ssl_ca_cert, cadata=getattr(configuration, "ca_cert_data", None)
-    )
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, keyfile=configuration.key_file)
-    if not configuration.verify_ssl:  # `insecure-skip-tls-verify` of a kubeconfig
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def proxy_to(configuration: Configuration) -> str | None:
