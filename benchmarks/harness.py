@@ -23,12 +23,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-LOOPS = "loops"
-"""Unit of a time as a multiple of the calibrated loop's."""
-STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}
-"""Half the width of a 95 % interval in standard errors, by the number of values."""
-STOPPED = 130
-"""The exit status after Ctrl-C."""
+LOOPS = "loops"  # unit of a time as a multiple of the calibrated loop's
+STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}  # two-sided, 95 %, by the number of values
+STOPPED = 130  # exit status after Ctrl-C
 
 Row = dict[str, Any]
 Clock = Callable[[], float]
@@ -52,10 +49,9 @@ def parser(
 
 
 def _target(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}; make it, or name another")
-    return path
+    if not (folder := Path(text).parent).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it, or name another")
+    return Path(text)
 
 
 def exit_with(main: Callable[[], int | None]) -> None:
@@ -71,9 +67,6 @@ def exit_with(main: Callable[[], int | None]) -> None:
 def progress(text: str) -> None:
     """Print a line to stderr, so that stdout holds the figures alone."""
     print(text, file=sys.stderr, flush=True)
-
-
-# --- measuring --------------------------------------------------------------------------------------------
 
 
 def in_turn(rounds: int, measured: Mapping[str, Callable[[], Any]]) -> dict[str, list[Any]]:
@@ -99,35 +92,38 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), half
 
 
-def calibrate(clock: Clock = time.thread_time) -> float:
-    """Return the seconds that a fixed loop of pure Python and numpy takes now."""
-    started = clock()
-    seen: dict[int, tuple[int, float]] = {}
-    for number in range(3000):
-        key = number * 7919 % 1009
-        count, total = seen.get(key, (0, 0.0))
-        seen[key] = (count + 1, total + number)
-    values = np.arange(10_000, dtype=np.float64)
-    for _ in range(18):
-        values = np.where(values > 5000.0, values - 3.0, values + 2.0)
-        np.cumsum(values)
-    return clock() - started
-
-
 class Loop:
-    """The calibrated loop's times, taken between the measurements of one run."""
+    """A fixed loop of pure Python and numpy, and the times that it took between the measurements of one run.
+
+    It visits 40,000 objects in leaps and an array of 1.6 MB, as a decision over a long queue does. So it becomes slower, too,
+    where other processes take the caches away.
+    """
 
     def __init__(self, clock: Clock = time.thread_time) -> None:
         self._clock = clock
+        self._objects = [[number, 0.5 * number] for number in range(40_000)]
+        self._column = np.arange(200_000, dtype=np.float64)
         self.seconds: list[float] = []
-        for _ in range(20):  # warms up caches and the interpreter
-            calibrate(clock)
+        self.calibrate()  # warms up caches and the interpreter
+        self.seconds.clear()
 
-    def sample(self, count: int = 25) -> float:
-        """Take some more times; returns their median (seconds)."""
-        taken = [calibrate(self._clock) for _ in range(count)]
+    def calibrate(self, count: int = 25) -> float:
+        """Run the loop some more times; returns their median (seconds)."""
+        taken = [self._once() for _ in range(count)]
         self.seconds += taken
         return statistics.median(taken)
+
+    def _once(self) -> float:
+        started, total = self._clock(), 0.0
+        for number in range(2000):
+            one = self._objects[number * 7919 % 40_000]
+            total += one[1]
+            one[1] = float(number)
+        values = self._column[::20]
+        for _ in range(13):
+            values = np.where(values > total % 1e4, values - 3.0, values + 2.0)
+            np.cumsum(values)
+        return self._clock() - started
 
     def ratio(self, seconds: float) -> float:
         """Return a time as a multiple of the loop's median in this run."""
@@ -139,13 +135,10 @@ class Loop:
         return f"calibrated loop in the same run: {middle:.2f} ms (5 to 95 %: {low:.2f} to {high:.2f})"
 
 
-# --- claims and results -----------------------------------------------------------------------------------
-
-
 def claim(name: str, value: float, unit: str, goal: float, better: str = "less", peer: str = "") -> Row:
     """Return what is to hold: `value` is at most `goal`, or where `more` is better at least."""
-    row = {"name": name, "value": round(value, 3), "unit": unit, "goal": goal, "better": better}
-    return row | {"peer": peer}
+    row = {"name": name, "value": round(value, 3), "unit": unit, "goal": goal}
+    return row | {"better": better, "peer": peer}
 
 
 def holds(claim: Row) -> bool:
@@ -164,9 +157,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
 
 
 def _shown(cell: Any) -> str:
-    if not isinstance(cell, float):
-        return str(cell)
-    return f"{cell:.0f}" if abs(cell) >= 1000 else f"{cell:.4g}"
+    return f"{cell:.{'0f' if abs(cell) >= 1000 else '4g'}}" if isinstance(cell, float) else str(cell)
 
 
 def report(claims: Sequence[Row], target: Path | None, figures: Row, *, strict: bool = False) -> int:
@@ -185,15 +176,11 @@ def save(claims: Sequence[Row], target: Path | None, figures: Row) -> None:
     if target is None:
         return
     words = ["FILE" if os.sep in word else word for word in sys.argv[1:] if word != "--inside"]
-    machine = {
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "load_average": round(os.getloadavg()[0], 1),
-    }
+    machine = {"cores": len(os.sched_getaffinity(0)), "load_average": round(os.getloadavg()[0], 1)}
+    machine |= {"python": platform.python_version(), "numpy": np.__version__}
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     facts = {"revision": revision(), "command": command, "machine": machine}
-    write(target, {"claims": list(claims)} | figures | facts)
+    write(target, {"claims": claims, **figures, **facts})
 
 
 def write(target: Path, document: Row | str) -> None:

@@ -147,7 +147,7 @@ def main() -> int:
     loop, figures = Loop(time.process_time), dict[str, Figures]()
     for title, measure in measured.items():
         progress(title)
-        loop.sample()
+        loop.calibrate()
         figures[title] = {name: round(value, 2) for name, value in measure().items()}
     table(("", "", "time"), ((title, *one) for title, row in figures.items() for one in row.items()))
     return report(claims(figures, loop), arguments.json, figures)

@@ -152,7 +152,7 @@ def decision_times(rows: int, rounds: int, loop: Loop) -> tuple[float, float]:
     plan = Plan(deadline.copy(), np.full(rows, np.inf), np.argsort(deadline, kind="stable"))
     guarded = Guarded(GuardedSettings())
     seconds = []
-    loop.sample()
+    loop.calibrate()
     for number in range(rounds):
         now = 0.02 * number
         start = time.perf_counter()

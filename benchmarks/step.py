@@ -192,7 +192,7 @@ def measure(shape: str, decoded: int, rounds: int, loop: Loop) -> list[dict[str,
 
 def _ask(url: str, decoded: int, rounds: int, loop: Loop) -> None:
     for seed, context in enumerate(CONTEXTS * rounds):
-        loop.sample(10)
+        loop.calibrate(10)
         ids = [7 + (seed + position) % 97 for position in range(context)]
         is_first_round = seed < len(CONTEXTS)
         for tokens in (decoded, 1) if is_first_round else (decoded,):  # the second time the prompt is cached

@@ -162,7 +162,7 @@ def test_a_time_is_told_in_loops_of_the_same_clock() -> None:
     ratios = []
     for speed in (1.0, 0.5):
         loop = harness.Loop(lambda speed=speed: speed * time.thread_time())
-        loop.sample(50)
+        loop.calibrate(50)
         ratios.append(loop.ratio(speed * 0.1))
         assert loop.peer().startswith("calibrated loop in the same run: ")
     assert 0.4 < ratios[0] / ratios[1] < 2.5
