@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import yaml
+from harness import progress
 
 from medha_process.host_resources import free_port
 
@@ -37,7 +38,7 @@ def medha_up(manifest: Path, *options: str) -> list[str]:
 def served(
     command: list[str], url: str, ready_path: str = "/ready", env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a server, and end it with Ctrl-C's signal; where it fails, exit with what it has printed."""
+    """Run a server, and end it with Ctrl-C's signal; where the block fails, print what it has said."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=env, text=True, start_new_session=True
@@ -46,10 +47,13 @@ def served(
             until = time.monotonic() + START_SECONDS
             while not _is_ready(url + ready_path):
                 if process.poll() is not None or time.monotonic() > until:
-                    log.seek(0)
-                    sys.exit(f"{' '.join(command)} did not become ready:\n{log.read()[-4000:]}")
+                    raise RuntimeError(f"{' '.join(command)} did not become ready")
                 time.sleep(0.1)
             yield process
+        except Exception:
+            log.seek(0)
+            progress(log.read()[-4000:])
+            raise
         finally:
             process.send_signal(signal.SIGINT)
             try:
