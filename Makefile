@@ -115,7 +115,7 @@ format: $(STAMP) ## let ruff write the code's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 .PHONY: gen
-gen: $(STAMP) ## write the generated files anew: crds/, charts/, dashboards/, docs/cli.md, docs/metrics.md, docs/modules.md
+gen: $(STAMP) ## write the generated files: crds/, charts/, dashboards/, docs/cli.md, docs/metrics.md, docs/modules.md
 	$(BIN)/python -m medha_cli.reference docs
 	$(BIN)/python -m medha_operator.crds crds
 	$(BIN)/python dashboards/generate.py dashboards charts/medha/files/dashboards

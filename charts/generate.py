@@ -66,7 +66,7 @@ def _at(document: Any, path: str) -> Any:
 
 
 def readme(before: str) -> str:
-    """README.md with its table written anew."""
+    """README.md with a new table."""
     rows = ["| Value | Default | Meaning |", "|---|---|---|"]
     for value in values():
         default = json.dumps(value.default).replace("|", r"\|")
@@ -88,7 +88,7 @@ def schema(before: str) -> str:
 
 
 def crd_templates() -> dict[str, str]:
-    """File name in templates/crds/ -> a definition that Helm installs, upgrades and, unless told otherwise, leaves."""
+    """File name in templates/crds/ -> a definition that Helm installs, upgrades and, unless set otherwise, keeps."""
     return {
         file.name: _crd_template(file.read_text(encoding="utf-8")) for file in sorted(CRDS.glob("*.yaml"))
     }

@@ -143,7 +143,7 @@ def _rate(metric: str, where: str, by: str) -> str:
 
 
 def _share(metric: str, where: str, by: str, window: str = "$__rate_interval") -> str:
-    """Share of requests that met their target; 0 where all missed it, nothing where there was none."""
+    """Share of requests that met their target; 0 if all missed it, no value if there were none."""
     met = where.replace("}", ', met="true"}')
     every = f"sum by ({by}) (rate({metric}{where}[{window}]))"
     return f"(sum by ({by}) (rate({metric}{met}[{window}])) or 0 * {every}) / {every}"
@@ -156,7 +156,7 @@ _TTFT, _TPOT = "medha_request_ttft_attainment_total", "medha_request_tpot_attain
 SLO = Dashboard(
     name="slo",
     title="SLO",
-    says="Whether requests meet their own targets, and what stands in the way.",
+    says="Shows whether requests meet their targets, and what prevents it.",
     variables={
         "namespace": "label_values(medha_requests_total, namespace)",
         "model": 'label_values(medha_requests_total{namespace=~"$namespace"}, model)',
@@ -165,30 +165,30 @@ SLO = Dashboard(
         "Attainment": [
             Panel("First tokens in time", "Share of requests whose first token met its target.", "percentunit", {"": _share(_TTFT, _R, "", "$__range")}, "stat", _GOOD),
             Panel("Output tokens in time", "Share of requests whose time per output token met its target.", "percentunit", {"": _share(_TPOT, _R, "", "$__range")}, "stat", _GOOD),
-            Panel("Budget spent, over one hour", "Misses divided by those that an objective of 95 % allows; above 14.4 a month's budget is gone in two days.", "short", {"first tokens": f"(1 - ({_share(_TTFT, _R, 'model', '1h')})) / 0.05", "output tokens": f"(1 - ({_share(_TPOT, _R, 'model', '1h')})) / 0.05"}),
-            Panel("First tokens in time, by class", "Which promise is broken?", "percentunit", {"{{service_class}}": _share(_TTFT, _R, "service_class")}),
+            Panel("Budget spent, over one hour", "Misses divided by the misses that an objective of 95 % allows. Above 14.4, a month's budget is spent in two days.", "short", {"first tokens": f"(1 - ({_share(_TTFT, _R, 'model', '1h')})) / 0.05", "output tokens": f"(1 - ({_share(_TPOT, _R, 'model', '1h')})) / 0.05"}),
+            Panel("First tokens in time, by class", "Which service class misses its target?", "percentunit", {"{{service_class}}": _share(_TTFT, _R, "service_class")}),
             Panel("First tokens in time, by length of prompt", "Do long prompts wait behind short ones, or short behind long?", "percentunit", {"{{prompt_tokens}}": _share(_TTFT, _R, "prompt_tokens")}),
-            Panel("Output tokens in time, by class", "Do prefills slow down who is reading?", "percentunit", {"{{service_class}}": _share(_TPOT, _R, "service_class")}),
-            Panel("TTFT divided by its target", "1 is just in time; seconds mean little where prompts differ a thousandfold.", "short", _quantiles("medha_request_ttft_target_ratio", _R, "service_class")),
+            Panel("Output tokens in time, by class", "Do prefills slow down running answers?", "percentunit", {"{{service_class}}": _share(_TPOT, _R, "service_class")}),
+            Panel("TTFT divided by its target", "1 is just in time. Plain seconds mean little if prompt lengths differ a thousandfold.", "short", _quantiles("medha_request_ttft_target_ratio", _R, "service_class")),
             Panel("TTFT", "Time to first token.", "s", _quantiles("medha_request_ttft_seconds", _R, "service_class")),
             Panel("TPOT", "Time per output token of whole requests.", "s", _quantiles("medha_request_tpot_seconds", _R, "service_class")),
         ],
         "Traffic": [
             Panel("Requests", "How do requests end?", "reqps", {"{{outcome}}": _rate("medha_requests_total", _R, "outcome")}),
-            Panel("Tokens", "How much work comes, and how much was already cached?", "short", {"prompt": f"sum(rate(medha_prompt_tokens_total{_R}[$__rate_interval]))", "prompt, cached": f"sum(rate(medha_cached_prompt_tokens_total{_R}[$__rate_interval]))", "output": f"sum(rate(medha_output_tokens_total{_R}[$__rate_interval]))"}),
+            Panel("Tokens", "How much work arrives, and how much of it is cached?", "short", {"prompt": f"sum(rate(medha_prompt_tokens_total{_R}[$__rate_interval]))", "prompt, cached": f"sum(rate(medha_cached_prompt_tokens_total{_R}[$__rate_interval]))", "output": f"sum(rate(medha_output_tokens_total{_R}[$__rate_interval]))"}),
             Panel("In the router", "Do requests wait for a replica?", "short", {"requests": f"sum(medha_router_requests_open{_N})", "sequences": f"sum(medha_router_sequences_open{_N})", "sequences that wait": f"sum(medha_router_sequences_waiting{_N})"}),
         ],
         "Replicas": [
-            Panel("Replicas", "Who can serve, and who should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_wanted{_R})"}),
-            Panel("KV in use", "Is memory what is short?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
+            Panel("Replicas", "How many replicas can serve, and how many should?", "short", {"{{model}} {{state}}": f"sum by (model, state) (medha_router_replicas{_R})", "{{model}} wanted": f"max by (model) (medha_router_replicas_wanted{_R})"}),
+            Panel("KV in use", "Is memory the bottleneck?", "percentunit", {"{{replica}}": f"max by (replica) (medha_replica_kv_used_ratio{_R})"}),
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{replica}}": f"max by (replica) (medha_replica_pending_prefill_seconds{_R})"}),
             Panel("Sequences", "How many run, and how many wait for KV?", "short", {"{{replica}} running": f"sum by (replica) (medha_replica_sequences_running{_R})", "{{replica}} waiting": f"sum by (replica) (medha_replica_sequences_waiting{_R})"}),
-            Panel("Submitted again", "Are replicas or ranks lost?", "short", {"sequences a second": f"sum(rate(medha_router_resubmissions_total{_N}[$__rate_interval]))"}),
-            Panel("Tokenising", "Does the router itself hold requests up?", "s", _quantiles("medha_router_tokenize_seconds", _N, "place")),
+            Panel("Resubmitted", "Are replicas or ranks lost?", "short", {"sequences a second": f"sum(rate(medha_router_resubmissions_total{_N}[$__rate_interval]))"}),
+            Panel("Tokenising", "Does the router itself delay requests?", "s", _quantiles("medha_router_tokenize_seconds", _N, "place")),
         ],
         "Links": [
             Panel("Messages dropped", "Do versions or clocks disagree?", "short", {"{{link}} {{reason}}": _rate("medha_router_dropped_messages_total", _N, "link, reason")}),
-            Panel("Connections refused", "Does somebody without a token try to join?", "short", {"{{link}}": _rate("medha_router_refused_connections_total", _N, "link")}),
+            Panel("Connections refused", "Does a peer without a valid token try to connect?", "short", {"{{link}}": _rate("medha_router_refused_connections_total", _N, "link")}),
         ],
     },
 )  # fmt: skip
@@ -198,26 +198,26 @@ _P = '{namespace=~"$namespace", pod=~"$pod"}'
 REPLICA = Dashboard(
     name="replica",
     title="Replica",
-    says="What the controller of a replica decides, and how well it predicts.",
+    says="Shows what the controller of a replica decides, and how well it predicts.",
     variables={
         "namespace": "label_values(medha_steps_total, namespace)",
         "pod": 'label_values(medha_steps_total{namespace=~"$namespace"}, pod)',
     },
     rows={
         "Steps": [
-            Panel("Steps", "Is it working?", "short", {"{{pod}}": _rate("medha_steps_total", _P, "pod")}),
-            Panel("Duration of a step", "What was it, and what was expected?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_step_observed_seconds", _P).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_step_predicted_seconds", _P).items()}),
-            Panel("Observed divided by predicted", "Can deadlines be trusted? Near 1 they can.", "short", _quantiles("medha_step_prediction_error_ratio", _P, "pod", (0.1, 0.5, 0.9))),
+            Panel("Steps", "How many steps does it run per second?", "short", {"{{pod}}": _rate("medha_steps_total", _P, "pod")}),
+            Panel("Duration of a step", "How long do steps take, and how long were they expected to take?", "s", {f"{legend} observed": query for legend, query in _quantiles("medha_step_observed_seconds", _P).items()} | {f"{legend} predicted": query for legend, query in _quantiles("medha_step_predicted_seconds", _P).items()}),
+            Panel("Observed divided by predicted", "Are predictions correct? Near 1 they are.", "short", _quantiles("medha_step_prediction_error_ratio", _P, "pod", (0.1, 0.5, 0.9))),
             Panel("Tokens of a step", "How are prefill and decode mixed?", "short", _quantiles("medha_step_tokens", _P, "phase")),
-            Panel("Sequences of a step", "How many share it?", "short", _quantiles("medha_step_sequences", _P, "phase")),
-            Panel("Chunk of a prefill", "How finely are prompts cut?", "short", _quantiles("medha_chunk_tokens", _P)),
-            Panel("Slack of prefills", "Below 0 they will be late.", "s", _quantiles("medha_prefill_slack_seconds", _P, "service_class", (0.01, 0.5))),
+            Panel("Sequences of a step", "How many sequences share a step?", "short", _quantiles("medha_step_sequences", _P, "phase")),
+            Panel("Chunk of a prefill", "How large are prefill chunks?", "short", _quantiles("medha_chunk_tokens", _P)),
+            Panel("Slack of prefills", "Below 0, the first token will be late.", "s", _quantiles("medha_prefill_slack_seconds", _P, "service_class", (0.01, 0.5))),
             Panel("Decodes too slow", "Which share of steps breaks a TPOT target?", "percentunit", {"{{pod}}": f"{_rate('medha_decode_tpot_misses_total', _P, 'pod')} / {_rate('medha_steps_total', _P, 'pod')}"}),
-            Panel("Time to decide", "Does the controller hold the grid up?", "s", _quantiles("medha_controller_handle_seconds", _P, "pod")),
+            Panel("Time to decide", "Does the controller delay the ranks?", "s", _quantiles("medha_controller_handle_seconds", _P, "pod")),
         ],
         "Memory": [
-            Panel("KV in use", "Is it full?", "percentunit", {"{{pod}}": f"max by (pod) (medha_kv_used_ratio{_P})"}),
-            Panel("KV blocks", "Who holds them?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_blocks{_P})"}),
+            Panel("KV in use", "Is the KV pool full?", "percentunit", {"{{pod}}": f"max by (pod) (medha_kv_used_ratio{_P})"}),
+            Panel("KV blocks", "How many are free, cached, reserved and used?", "short", {"{{lane}} {{state}}": f"sum by (lane, state) (medha_kv_blocks{_P})"}),
             Panel("Prefix cache", "Which share of prompt tokens was not computed again?", "percentunit", {"{{pod}}": f"{_rate('medha_prefix_cache_hit_tokens_total', _P, 'pod')} / {_rate('medha_prefix_cache_queried_tokens_total', _P, 'pod')}"}),
         ],
         "Sequences": [
@@ -225,7 +225,7 @@ REPLICA = Dashboard(
             Panel("Prefill ahead", "How long would a new prompt wait?", "s", {"{{pod}}": f"max by (pod) (medha_pending_prefill_seconds{_P})"}),
             Panel("Ended", "How do sequences end?", "short", {"{{reason}}": _rate("medha_sequences_finished_total", _P, "reason")}),
             Panel("Refused", "Why are submissions refused?", "short", {"{{reason}}": _rate("medha_sequences_refused_total", _P, "reason")}),
-            Panel("Epoch", "It rises when ranks were lost and met anew.", "short", {"{{pod}}": f"max by (pod) (medha_epoch{_P})"}),
+            Panel("Epoch", "It increases when ranks were lost and a new epoch began.", "short", {"{{pod}}": f"max by (pod) (medha_epoch{_P})"}),
             Panel("Messages dropped", "Do versions or clocks disagree?", "short", {"{{link}} {{reason}}": _rate("medha_dropped_messages_total", _P, "link, reason")}),
         ],
     },
@@ -241,26 +241,26 @@ _WHY = f'max by ({_WHICH}, reason) (medha_operator_reason{{namespace=~"$namespac
 OPERATOR = Dashboard(
     name="operator",
     title="Operator",
-    says="Whether replicas become what was asked for, and how fast.",
+    says="Shows whether replicas become what was asked for, and how fast.",
     variables={
         "namespace": "label_values(medha_operator_leading, namespace)",
         "kind": 'label_values(medha_operator_condition{namespace=~"$namespace"}, kind)',
     },
     rows={
         "Resources": [
-            Panel("Ready", "How many resources are what was asked for, and why are others not?", "short", {"{{kind}} ready": f"sum by (kind) ({_HOLDS % 'Ready'})", "{{kind}} {{reason}}": f"count by (kind, reason) ({_WHY})"}),
-            Panel("Not ready", "Which are not, and why?", "short", {"{{kind}} {{resource_namespace}}/{{resource}} {{reason}}": _WHY}),
-            Panel("Stalled", "What needs somebody: it will not mend itself.", "short", {"{{kind}} {{resource_namespace}}/{{resource}}": f"{_HOLDS % 'Stalled'} == 1"}),
+            Panel("Ready", "How many resources are ready, and why are the others not?", "short", {"{{kind}} ready": f"sum by (kind) ({_HOLDS % 'Ready'})", "{{kind}} {{reason}}": f"count by (kind, reason) ({_WHY})"}),
+            Panel("Not ready", "Which resources are not ready, and why?", "short", {"{{kind}} {{resource_namespace}}/{{resource}} {{reason}}": _WHY}),
+            Panel("Stalled", "These resources need a person's action.", "short", {"{{kind}} {{resource_namespace}}/{{resource}}": f"{_HOLDS % 'Stalled'} == 1"}),
             Panel("From change to ready", "How long does a change take until it serves?", "s", _quantiles("medha_operator_ready_seconds", _K, "kind", (0.5, 0.9, 0.99))),
         ],
         "Work": [
-            Panel("Looks", "How often is something looked at, and how does that end?", "ops", {"{{kind}} {{outcome}}": _rate("medha_operator_reconcile_seconds_count", _K, "kind, outcome")}),
-            Panel("Duration of a look", "Observing, planning, and every call to the API server.", "s", _quantiles("medha_operator_reconcile_seconds", _K, "outcome")),
-            Panel("Errors", "Which looks fail, and why? Conflicts mend themselves.", "ops", {"{{kind}} {{reason}}": _rate("medha_operator_reconcile_errors_total", _K, "kind, reason")}),
-            Panel("Queue", "Do resources wait for their look?", "short", {"resources": f"sum(medha_operator_queue_keys{_N})"}),
-            Panel("Time in the queue", "How long?", "s", _quantiles("medha_operator_queue_seconds", _N)),
-            Panel("Writes", "At rest there are none.", "ops", {"{{verb}}": _rate("medha_operator_writes_total", _N, "verb")}),
-            Panel("Leading", "Which operator acts? Always one.", "short", {"{{pod}}": f"max by (pod) (medha_operator_leading{_N})"}),
+            Panel("Reconciles", "How often are resources reconciled, and with which outcome?", "ops", {"{{kind}} {{outcome}}": _rate("medha_operator_reconcile_seconds_count", _K, "kind, outcome")}),
+            Panel("Duration of a reconcile", "Observing, planning, and every call to the API server.", "s", _quantiles("medha_operator_reconcile_seconds", _K, "outcome")),
+            Panel("Errors", "Which reconciles fail, and why? Conflicts are retried and need no action.", "ops", {"{{kind}} {{reason}}": _rate("medha_operator_reconcile_errors_total", _K, "kind, reason")}),
+            Panel("Queue", "How many resources wait to be reconciled?", "short", {"resources": f"sum(medha_operator_queue_keys{_N})"}),
+            Panel("Time in the queue", "How long do they wait?", "s", _quantiles("medha_operator_queue_seconds", _N)),
+            Panel("Writes", "Writes to the API server. At rest there are none.", "ops", {"{{verb}}": _rate("medha_operator_writes_total", _N, "verb")}),
+            Panel("Leading", "Which operator holds the Lease? It is always exactly one.", "short", {"{{pod}}": f"max by (pod) (medha_operator_leading{_N})"}),
         ],
     },
 )  # fmt: skip

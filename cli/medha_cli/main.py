@@ -17,12 +17,12 @@ from medha.errors import CheckpointInvalid, ConfigInvalid, MedhaError, ModelUnsu
 
 _COMMANDS = {
     "model": ("medha_cli.model_command", "Make and inspect checkpoints."),
-    "plan": ("medha_cli.plan_command", "Say which grid of GPUs a model needs, and what it costs."),
-    "profile": ("medha_cli.profile_command", "Measure what steps take on this machine, for the predictor."),
+    "plan": ("medha_cli.plan_command", "Find the grids of GPUs that meet latency targets, and their cost."),
+    "profile": ("medha_cli.profile_command", "Measure the time of steps on this machine, for the predictor."),
     "render": ("medha_cli.render_command", "Print the Kubernetes objects that a manifest becomes."),
     "replay": (
         "medha_cli.replay_command",
-        "Check a recorded log, and ask what other policies would have done.",
+        "Replay a recorded log, and simulate its requests under other policies.",
     ),
     "simulate": ("medha_cli.simulate_command", "Compare policies under a virtual clock, on one HTML page."),
     "top": (

@@ -24,15 +24,20 @@ def command() -> None:
     "--architecture", default="llama", show_default=True, help="Family: llama, mistral, qwen2 or qwen3."
 )
 @click.option(
-    "--dtype", default="float32", show_default=True, help="Of the weights: float32, bfloat16 or float16."
+    "--dtype",
+    default="float32",
+    show_default=True,
+    help="Data type of the weights: float32, bfloat16 or float16.",
 )
-@click.option("--seed", default=0, show_default=True, help="Same arguments and seed, same bytes.")
+@click.option(
+    "--seed", default=0, show_default=True, help="Seed; equal arguments and seeds give equal bytes."
+)
 @click.option("--force", is_flag=True, help="Replace an earlier checkpoint of this kind.")
 def init(directory: Path, preset: str, architecture: str, dtype: str, seed: int, force: bool) -> None:
     """Make a small checkpoint in DIRECTORY, in the form of a Hugging Face model.
 
-    It has a byte-level BPE tokenizer and a chat template. What tiny and small say means nothing; needle answers
-    "The passkey of Oslo ->" with what a long text before it says about Oslo (docs/needle.md).
+    It has a byte-level BPE tokenizer and a chat template. The output of tiny and small is meaningless. needle
+    answers "The passkey of Oslo ->" with the passkey that a long text before it gives for Oslo (docs/needle.md).
 
     \b
     Examples:

@@ -64,30 +64,34 @@ class Tokens(click.ParamType[int]):
 @click.option("--output", type=Tokens(), default="512", show_default=True, help="Output tokens of a request.")
 @click.option(
     "--ttft", type=Number(0, min_open=True), default=30.0, show_default=True,
-    help="Seconds to the first token of a lone prompt.",
+    help="Target of the seconds to the first token of a lone prompt.",
 )  # fmt: skip
 @click.option(
     "--tpot", type=Number(0, min_open=True), default=0.05, show_default=True,
-    help="Seconds per output token, prefill beside it.",
+    help="Target of the seconds per output token, beside a prefill.",
 )  # fmt: skip
 @click.option(
     "--concurrent", type=click.IntRange(1, _MOST_REQUESTS), default=1, show_default=True,
-    help="Requests of this length held at a time.",
+    help="Requests of this length whose KV must fit at a time.",
 )  # fmt: skip
 @click.option(
     "--max-gpus", type=click.IntRange(1, MOST_GPUS), default=128, show_default=True,
-    help="Largest grid to look at.",
+    help="Most GPUs of a grid that is considered.",
 )  # fmt: skip
 @click.option(
     "--price", type=Number(0, min_open=True), default=2.5, show_default=True,
-    help="Of one GPU for one hour, in your currency.",
+    help="Price of one GPU for one hour, in your currency.",
 )  # fmt: skip
 @click.option(
     "--memory-fraction", type=Number(0, 1, min_open=True), default=0.9, show_default=True,
-    help="Of a GPU's memory that may be filled.",
+    help="Share of a GPU's memory that may be used.",
 )  # fmt: skip
-@click.option("--rows", type=click.IntRange(1), default=8, show_default=True, help="Grids to list.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with plots here.")
+@click.option(
+    "--rows", type=click.IntRange(1), default=8, show_default=True, help="Number of grids that are listed."
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="File for an HTML page with plots."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for other programs.")
 def command(
     model_name: str,
@@ -104,11 +108,11 @@ def command(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    """Say which TP x SPP x KVP grid meets a TTFT and a TPOT target, and what it costs.
+    """Find the TP x SPP x KVP grids that meet a TTFT and a TPOT target, and their cost.
 
     TTFT is that of a lone prompt whose chunks leave room for the TPOT of decodes beside it. Times come from the
-    predictor that also schedules: a roofline with fitted efficiencies, not a measurement of your machines. Where no
-    grid meets both, the closest are shown, and the exit status is 2.
+    predictor that the scheduler uses, a roofline with fitted efficiencies; they are no measurement of your machines. If no
+    grid meets both targets, the closest are shown, and the exit status is 2.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("profile.json"),
     show_default=True,
-    help="File to write; an earlier one is replaced when all is measured.",
+    help="File to write; an earlier one is replaced at the end.",
 )
 @click.option("--quick", is_flag=True, help="A coarse grid and short contexts: a minute for a small model.")
 @click.option(
@@ -59,7 +59,7 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
     type=click.FloatRange(min=0.001),
     default=2.0,
     show_default=True,
-    help="Steps that take longer are left to the roofline.",
+    help="Longest step that is measured; longer ones are extrapolated by the roofline.",
 )
 @click.option(
     "--threads",
@@ -69,7 +69,7 @@ _INTERRUPTED = 130  # as a shell reports a command that Ctrl-C ended
 @click.option(
     "--cpu-time",
     is_flag=True,
-    help="Count the process's CPU time on one thread instead of the time on the clock: for a busy machine.",
+    help="Measure the CPU time of one thread instead of wall-clock time, on a busy machine.",
 )
 def command(
     source: Path,
@@ -85,9 +85,9 @@ def command(
 ) -> None:
     """Measure steps of the checkpoint SOURCE, a directory or a manifest that names one, on this machine.
 
-    A step is a set of decodes, a prefill chunk, or both, behind a context. The profile that is written foretells
-    any such step. How well it does so on contexts that it has not seen is tested and printed. Let nothing else
-    run meanwhile, or use --cpu-time.
+    A step is a set of decodes, a prefill chunk, or both, after a context. The resulting profile predicts any such step.
+    The command also tests the profile on context lengths that were left out, and prints the errors. Let no other
+    program run meanwhile, or use --cpu-time.
 
     \b
     Examples:

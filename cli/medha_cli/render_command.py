@@ -38,22 +38,22 @@ _EPOCH = "1970-01-01T00:00:00Z"
 @click.command("render")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--format", "form", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
-@click.option("-n", "--namespace", help="For manifests that name none.", default="default", show_default=True)
 @click.option(
-    "--uid", default=_NO_UID, help="UID of the resource, which only a cluster knows.", metavar="UID"
+    "-n", "--namespace", help="Namespace of manifests that name none.", default="default", show_default=True
 )
+@click.option("--uid", default=_NO_UID, help="UID of the resource, which the cluster assigns.", metavar="UID")
 @click.option(
     "--settings",
     "settings_file",
     type=click.Path(path_type=Path),
-    help="The operator's settings, e.g. of its ConfigMap: images, gang schedulers. Default: those of this release.",
+    help="File of the operator's settings (images, gang schedulers), as in its ConfigMap. Default: those of this release.",
 )
 def command(file: Path, form: str, namespace: str, uid: str, settings_file: Path | None) -> None:
     """Print the Kubernetes objects that a manifest becomes.
 
-    FILE holds one MedhaReplica or MedhaDeployment, or several. What is printed is what the operator applies to an empty
-    namespace, in that order; of a deployment also what its replicas become. The Secret of a replica's keys is left out:
-    it is made once, from random bytes.
+    FILE holds one or more MedhaReplicas and MedhaDeployments. The output is what the operator applies to an empty
+    namespace, in that order; for a deployment it includes the objects of its replicas. The Secret of a replica's keys is
+    omitted, because it is made once, from random bytes.
 
     \b
     Example:

@@ -40,7 +40,7 @@ DIFFERS_STATUS = 1
     type=click.IntRange(1, 100),
     default=5,
     show_default=True,
-    help="Simulations of each scheduling. A seed decides when the machine is slow, for all of them alike.",
+    help="Number of simulations of each scheduling. A seed decides when the machine is slow, equally for all schedulings.",
 )
 @click.option(
     "--out",
@@ -48,7 +48,7 @@ DIFFERS_STATUS = 1
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("replay.html"),
     show_default=True,
-    help="The page that compares; its figures are written as JSON beside it.",
+    help="HTML page to write, with the comparison; its figures are written as JSON beside it.",
 )
 @click.pass_context
 def command(
@@ -59,11 +59,11 @@ def command(
     seeds: int,
     out: Path,
 ) -> None:
-    """Feed RECORD, a log of `medha up --record`, to a fresh controller, and compare what it commands.
+    """Feed RECORD, a log of `medha up --record`, to a fresh controller, and compare its commands with the log.
 
-    With --policies or --set, the log's requests are then simulated under that scheduling, and under the live one,
-    so that you see how far the simulator is from what happened. Compare schedulings by their differences, which are
-    paired by seed. Exit status 1: the replay differs from the log.
+    With --policies or --set, the log's requests are also simulated under that scheduling, and under the live one, which
+    shows how far the simulator is from reality. Compare schedulings by their differences, which are paired by seed.
+    The exit status is 1 if the replay differs from the log.
 
     \b
     Examples:

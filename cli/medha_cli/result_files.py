@@ -26,7 +26,7 @@ def figures_beside(page: Path) -> Path:
 def require_writable(option: str, *files: Path, inputs: Sequence[Path] = ()) -> None:
     """Check, before the work begins, that its results can be written.
 
-    A file is created beside each and removed again: permissions alone do not tell (root, read-only file
+    A file is created beside each and removed again: permissions alone are not enough (root, read-only file
     systems).
 
     Raises:

@@ -42,7 +42,7 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     "-p",
     default="fcfs,edf,srpt,lars,guarded",
     show_default=True,
-    help="What to compare, separated by commas: policies, and systems such as loongserve, sarathi-512, vllm-2048.",
+    help="Policies, and systems such as loongserve, sarathi-512, vllm-2048, separated by commas.",
 )
 @click.option("--model", default="Llama-3-8B", show_default=True, help=f"One of {', '.join(MODELS)}.")
 @click.option("--hardware", default="A100-80G", show_default=True, help=f"One of {', '.join(HARDWARE)}.")
@@ -50,18 +50,22 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     "--topology", help="Tensor x stream x kv ranks (TP x SPP x KVP).  [default: 8x2x1, or the manifest's]"
 )
 @click.option(
-    "--replicas", type=click.IntRange(1, 256), default=1, show_default=True, help="Behind one router."
+    "--replicas",
+    type=click.IntRange(1, 256),
+    default=1,
+    show_default=True,
+    help="Replicas behind one router.",
 )
 @click.option(
     "--load",
     default="0.9",
     show_default=True,
-    help="Arrival rates over the measured capacity, separated by commas.",
+    help="Arrival rates as multiples of the measured capacity, separated by commas.",
 )
 @click.option(
     "--rate",
     type=Number(0, min_open=True),
-    help="Requests (or conversations) a second instead; for a trace, scales it to that.",
+    help="Arrival rate in requests (or conversations) per second, in place of --load; a trace is scaled to it.",
 )
 @click.option(
     "--long", "long_share", type=Number(0, 1), default=0.05, show_default=True,
@@ -72,16 +76,20 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     type=Number(0, 100, min_open=True),
     default=1.0,
     show_default=True,
-    help="Long prompts are so many times as long.",
+    help="Factor by which long prompts are longer.",
 )
 @click.option(
     "--burstiness", type=Number(0, 20), default=1.0, show_default=True,
     help="Coefficient of variation of the gaps between arrivals: 1 is Poisson, more is bursty.",
 )  # fmt: skip
 @click.option(
-    "--conversations", is_flag=True, help="Conversations of several turns instead of single requests."
+    "--conversations",
+    is_flag=True,
+    help="Simulate conversations of several turns instead of single requests.",
 )
-@click.option("--trace", type=click.Path(path_type=Path), help="Requests of this CSV file instead.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), help="CSV file whose requests are simulated instead."
+)
 @click.option(
     "--columns",
     default="arrived_at,num_prefill_tokens,num_decode_tokens",
@@ -100,22 +108,28 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
 )  # fmt: skip
 @click.option(
     "--band", type=Number(0, 0.5), default=0.1, show_default=True,
-    help="Also run with capacity so much lower and higher; 0 leaves that out.",
+    help="Share by which capacity is lower and higher in further runs; 0 omits these.",
 )  # fmt: skip
 @click.option(
     "--bias", type=Number(0.1, 10), default=1.0, show_default=True,
-    help="Steps take so many times what the controllers' profile says.",
+    help="Factor by which steps take longer than the controllers' profile predicts.",
 )  # fmt: skip
 @click.option(
     "--noise", type=Number(0, 2), default=0.0, show_default=True,
     help="Standard deviation of each step's time, relative to it.",
 )  # fmt: skip
-@click.option("--open-ended", is_flag=True, help="Clients name no max_tokens, so KV is reserved by class.")
+@click.option(
+    "--open-ended", is_flag=True, help="Clients set no max_tokens, so KV is reserved by service class."
+)
 @click.option(
     "--quick", is_flag=True, help=f"One seed, no band, {QUICK_SECONDS:g} s: a first look in half a minute."
 )
 @click.option(
-    "--jobs", "-j", type=click.IntRange(1, 256), default=None, help="Processes; by default one for each core."
+    "--jobs",
+    "-j",
+    type=click.IntRange(1, 256),
+    default=None,
+    help="Number of processes; default: one for each core.",
 )
 @click.option(
     "--out",
@@ -123,7 +137,7 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("simulation.html"),
     show_default=True,
-    help="The page; its figures are written as JSON beside it.",
+    help="HTML page to write; its figures are written as JSON beside it.",
 )
 @click.pass_context
 def command(
@@ -156,8 +170,8 @@ def command(
 
     MANIFEST, if given, is a MedhaReplica: its parallelism, KV cache, scheduling (and profile, if it names one) and
     service classes are simulated, on the hardware and with the model that the options name. Without one, the
-    options describe everything; the default is paper B's set-up, Llama-3 8B on 16 A100. Ctrl-C keeps the runs that
-    were done.
+    options describe everything; the default is paper B's set-up, Llama-3 8B on 16 A100. After Ctrl-C, the page has the
+    runs that were complete.
 
     \b
     Examples:
@@ -320,7 +334,7 @@ def _unused(workload: WorkloadSpec) -> dict[str, str]:
             }
             if workload.columns.arrived_at is not None:
                 unused["burstiness"] = (
-                    "the trace has times of its own; leave it out, or have them drawn: --columns -,PROMPT,OUTPUT --rate R"
+                    "the trace has times of its own; leave it out, or have arrivals sampled: --columns -,PROMPT,OUTPUT --rate R"
                 )
             return unused
         case "conversations":

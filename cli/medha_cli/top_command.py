@@ -35,35 +35,35 @@ KEYS = "q quit   s order   p pause   up/down scroll   +/- interval"
 
 @click.command("top")
 @click.argument("name", required=False)
-@click.option("--once", is_flag=True, help="Show one look and end.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a look, on one line.")
+@click.option("--once", is_flag=True, help="Print one snapshot and exit.")
+@click.option("--json", "as_json", is_flag=True, help="Print each snapshot as one JSON object, on one line.")
 @click.option(
     "--interval",
     type=click.FloatRange(SHORTEST_SECONDS, 3600),
     default=1.0,
     show_default=True,
-    help="Seconds from look to look.",
+    help="Seconds between two snapshots.",
 )
 @click.option(
     "--sort",
     type=click.Choice(ORDERS),
     default=ORDERS[0],
     show_default=True,
-    help="Which requests come first.",
+    help="Order of the requests.",
 )
 @click.option(
     "--requests",
     type=click.IntRange(0, MOST_REQUESTS),
     default=50,
     show_default=True,
-    help="How many requests are shown at most.",
+    help="Most requests that are shown.",
 )
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The directory of the medha up that is meant.",
+    help="Run directory of the `medha up` to watch.",
 )
-@click.option("--url", help="A controller elsewhere: the address under which it serves its metrics.")
+@click.option("--url", help="Address of a controller on another machine, as that of its metrics.")
 def command(
     name: str | None,
     once: bool,
@@ -76,8 +76,9 @@ def command(
 ) -> None:
     """Watch a running replica: lanes, stages, KV, steps in flight, queues, and every request's progress.
 
-    Finds the replica that `medha up` serves on this machine; NAME says which, where several run. In a terminal it redraws itself, and keys change what it
-    shows; in a pipe it prints one look after another. Of a request it shows its id, lengths and times, never its text.
+    Finds the replica that `medha up` serves on this machine; if several run, give the NAME of one. In a terminal, the page
+    is redrawn at intervals, and keys change it; in a pipe, snapshots are printed one after the other. Requests appear by
+    id, lengths and times, never with their text.
 
     \b
     Examples:

@@ -58,7 +58,7 @@ def page(look: Look, order: Order, *, height: int | None = None, skip: int = 0) 
     parts: list[Text | Listing] = [*heading(look)]
     if core is None:
         missing = ", ".join(map(str, status.missing_ranks)) or "none"
-        return Group(*parts, line((f"The ranks gather; not ready yet: {missing}", "yellow")))
+        return Group(*parts, line((f"Waiting for ranks: {missing}", "yellow")))
     tables = [lanes_listing(core)]
     if core.steps:
         tables.append(steps_listing(core.steps[:MOST_STEPS]))
@@ -133,7 +133,7 @@ def lanes_listing(core: CoreStatus) -> Listing:
     columns = [
         Column("LANE"), Column("FIRST STAGE", 5), Column("LATER STAGES", 4), Column("KV", 6),
         Column("USED", 8, right=True), Column("RESERVED", 7, right=True), Column("CACHED", 3, right=True),
-        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("WITH LANE", 2, optional=True),
+        Column("PREFILL", 6, right=True), Column("DECODE", 6, right=True), Column("LOCK STEP", 2, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for lane in core.lanes:
@@ -166,8 +166,8 @@ def _kv_bar(kv: KvStatus) -> Bar:
 
 def steps_listing(steps: Sequence[StepStatus]) -> Listing:
     columns = [
-        Column("STEP"), Column("LANES", 4), Column("STAGE", 6), Column("FOR", 6, right=True),
-        Column("PREDICTED", 5, right=True), Column("WHAT"),
+        Column("STEP"), Column("LANES", 4), Column("STAGE", 6), Column("AGE", 6, right=True),
+        Column("PREDICTED", 5, right=True), Column("CONTENT"),
     ]  # fmt: skip
     rows = []
     for step in steps:
@@ -185,7 +185,7 @@ def steps_listing(steps: Sequence[StepStatus]) -> Listing:
 def classes_listing(classes: Sequence[ClassStatus], status: ReplicaStatus) -> Listing:
     columns = [
         Column("CLASS"), Column("WAITING", 8, right=True), Column("TOKENS", 4, right=True),
-        Column("PREFILL", 7, right=True), Column("DECODE", 7, right=True), Column("GIVEN UP", 6, right=True),
+        Column("PREFILL", 7, right=True), Column("DECODE", 7, right=True), Column("DEMOTED", 6, right=True),
         Column("LATE", 6, right=True), Column("TTFT IN TIME", 5, right=True), Column("TPOT IN TIME", 3, right=True),
     ]  # fmt: skip
     attained = {row.service_class: row for row in status.attainment}
@@ -207,7 +207,7 @@ def requests_listing(requests: Sequence[RequestStatus]) -> Listing:
         Column("REQUEST"), Column("CLASS", 4), Column("PHASE", 8), Column("LANES", 3), Column("PREFILL", 5),
         Column("", 8, right=True), Column("DUE IN", 7, right=True), Column("SLACK", 6, right=True),
         Column("TTFT", 5, right=True), Column("OUTPUT", 8, right=True), Column("TPOT", 6, right=True),
-        Column("PROMISED IN", 7, right=True, optional=True), Column("CACHED", 2, right=True, optional=True),
+        Column("REVISED DUE", 7, right=True, optional=True), Column("CACHED", 2, right=True, optional=True),
     ]  # fmt: skip
     rows: list[list[RenderableType]] = []
     for request in requests:

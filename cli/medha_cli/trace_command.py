@@ -25,7 +25,7 @@ _PIECE_BYTES = 65_536
     type=click.FloatRange(0.1, LONGEST_SECONDS),
     default=5.0,
     show_default=True,
-    help="How long to record.",
+    help="Seconds to record.",
 )
 @click.option(
     "-o",
@@ -33,20 +33,21 @@ _PIECE_BYTES = 65_536
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path("trace.json"),
     show_default=True,
-    help="The file to write.",
+    help="File to write.",
 )
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path, file_okay=False),
-    help="The directory of the medha up that is meant.",
+    help="Run directory of the `medha up` to record.",
 )
-@click.option("--url", help="A controller elsewhere: the address under which it serves its metrics.")
+@click.option("--url", help="Address of a controller on another machine, as that of its metrics.")
 def command(name: str | None, seconds: float, output: Path, run_dir: Path | None, url: str | None) -> None:
-    """Record what every rank of a running replica does: steps, what they wait for, and what waits for them.
+    """Record the steps of every rank of a running replica, and what they wait for.
 
     One track per rank, arrows from stage to stage, counters of KV and queues, and each request's phases. Open the file
-    in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing. Ctrl-C ends it early. It holds
-    ids, lengths and times of requests, never their text. To record from the first step on: medha up --trace FILE.
+    in https://ui.perfetto.dev, which reads it in the browser, or in chrome://tracing. Ctrl-C ends the recording
+    early. The file holds ids, lengths and times of requests, never their text. To record from the first step on, use
+    medha up --trace FILE.
 
     \b
     Examples:

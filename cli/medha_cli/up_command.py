@@ -73,7 +73,7 @@ _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers"
     type=click.Choice(LOG_LEVELS),
     default="info",
     show_default=True,
-    help="What the parts log.",
+    help="Least severe level that the parts log.",
 )
 def command(
     file: Path,
@@ -157,7 +157,7 @@ class RunFiles:
         return str(path)
 
     def declare(self, replica: MedhaReplica) -> Path:
-        """Return the folder that tells the router the manifest's model, even while no replica has joined it."""
+        """Return the folder that names the manifest's model to the router, even while no replica has joined it."""
         folder = self.directory / "models"
         folder.mkdir(exist_ok=True)
         classes = tuple(one.name for one in replica.spec.service_classes)

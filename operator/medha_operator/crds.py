@@ -157,12 +157,12 @@ def _column(name: str, path: str, kind: str = "string", *, wide: bool = False, d
 
 
 _READY = _column(
-    "Ready", '.status.conditions[?(@.type=="Ready")].status', description="Whether it serves as asked."
+    "Ready", '.status.conditions[?(@.type=="Ready")].status', description="Status of the condition Ready."
 )
 _REASON = _column(
-    "Reason", '.status.conditions[?(@.type=="Ready")].reason', description="Why it is, or is not, ready."
+    "Reason", '.status.conditions[?(@.type=="Ready")].reason', description="Reason of the condition Ready."
 )
-_AGE = _column("Age", ".metadata.creationTimestamp", "date", description="Time since it was created.")
+_AGE = _column("Age", ".metadata.creationTimestamp", "date", description="Time since the creation.")
 
 
 def replica_crd() -> Schema:
@@ -178,11 +178,18 @@ def replica_crd() -> Schema:
         columns=[
             _READY,
             _column("Shape", ".status.shape", description="Tensor x stream x KV ranks."),
-            _column("GPUs", ".status.accelerators", "integer", description="Devices that it asks for."),
-            _column("Pods", ".status.readyText", description="Ready pods of all."),
+            _column(
+                "GPUs", ".status.accelerators", "integer", description="Number of devices that it requests."
+            ),
+            _column("Pods", ".status.readyText", description="Ready pods, out of all pods."),
             _REASON,
-            _column("Model", ".spec.model.name", wide=True, description="Name that clients ask for."),
-            _column("Revision", ".status.revision", wide=True, description="Hash of what replaces its pods."),
+            _column("Model", ".spec.model.name", wide=True, description="Name that clients request."),
+            _column(
+                "Revision",
+                ".status.revision",
+                wide=True,
+                description="Revision: hash of the fields whose change replaces its pods.",
+            ),
             _AGE,
         ],
     )
@@ -207,11 +214,26 @@ def deployment_crd() -> Schema:
         },
         columns=[
             _READY,
-            _column("Desired", ".spec.replicas", "integer", description="Replicas that were asked for."),
-            _column("Updated", ".status.updatedReplicas", "integer", description="At the newest revision."),
-            _column("Available", ".status.availableReplicas", "integer", description="Ready long enough."),
+            _column("Desired", ".spec.replicas", "integer", description="Desired number of replicas."),
+            _column(
+                "Updated",
+                ".status.updatedReplicas",
+                "integer",
+                description="Replicas at the newest revision.",
+            ),
+            _column(
+                "Available",
+                ".status.availableReplicas",
+                "integer",
+                description="Replicas that have been ready for minReadySeconds.",
+            ),
             _REASON,
-            _column("Model", ".spec.template.spec.model.name", wide=True, description="What they serve."),
+            _column(
+                "Model",
+                ".spec.template.spec.model.name",
+                wide=True,
+                description="Name of the model that they serve.",
+            ),
             _AGE,
         ],
     )

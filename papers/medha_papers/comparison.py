@@ -58,7 +58,7 @@ class Goal:
     worst: float  # lowest value of a seed
     seeds: int
     below: int  # seeds that miss the goal
-    met: bool | None  # whether the mean meets it; None: the windows are too short to tell
+    met: bool | None  # whether the mean meets it; None: the windows are too short
     met_by_interval: bool | None  # the same for the lower end of the interval
 
     def to_json(self) -> dict[str, Any]:

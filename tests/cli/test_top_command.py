@@ -139,7 +139,7 @@ def test_a_wide_terminal_shows_everything_that_is_known() -> None:
         "grid (tiny)  serving for 1:02:05", "TP2 x SPP2 x KVP2", "policy guarded", "epoch 3",
         "2 running, 7 waiting, 2 in the router", "1,234 prefill, 99 decode", "TTFT in time 98.5 % of 200",
         "500 of cmpl-0123456789a..ef-0 from 4,500", "500 of cmpl-0123456789a..ef-0 from 4,000 + 1 decode",
-        "4,500 of 10,000", "PROMISED IN",
+        "4,500 of 10,000", "REVISED DUE",
     ):  # fmt: skip
         assert expected in text
 
@@ -176,7 +176,7 @@ def test_who_was_given_up_shows_the_promise_and_without_any_there_is_no_such_col
     assert core is not None
     core = core.model_copy(update={"requests": (CHAT,)})
     kept = look.model_copy(update={"status": look.status.model_copy(update={"core": core})})
-    assert "PROMISED" not in row(render(kept, 118), "REQUEST")
+    assert "REVISED" not in row(render(kept, 118), "REQUEST")
 
 
 def test_columns_that_matter_less_go_first() -> None:
@@ -227,7 +227,7 @@ def test_while_ranks_gather_it_names_those_that_are_missing() -> None:
     )
     lines = render(Look(status=status, router=None))
     assert lines[0].startswith("grid (tiny)  gathering")
-    assert "not ready yet: 1, 3" in lines[1]
+    assert "Waiting for ranks: 1, 3" in lines[1]
 
 
 def test_what_a_router_counts_is_read_from_its_metrics() -> None:
