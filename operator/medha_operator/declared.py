@@ -165,7 +165,7 @@ async def publish_models(
         return is_made, again if is_made else _COME_SECONDS  # somebody was faster
     metadata = found["metadata"]
     if metadata.get("labels", {}).get("app.kubernetes.io/managed-by") != MANAGER:
-        text = f"{key} is somebody else's, so the router does not know which models manifests name: rename or delete it"
+        text = f"{key} belongs to another owner, so the router does not know the models of manifests: rename or delete it"
         await tell(deployment, Tell(NAME_TAKEN, text, is_warning=True))
         return False, again
     owners = {one["uid"] for one in metadata.get("ownerReferences", ())}

@@ -52,11 +52,11 @@ async def copy_enrolment(cluster: Cluster, owner: Owner, name: str, source: Key)
         if error.status != 403:
             raise
         router = f"{source.namespace}/{source.name.removesuffix('-enrolment')}"
-        text = f"{router} is no router of this installation: correct spec.routerRef, or name it in operator.routers"
+        text = f"{router} is not a router of this installation: correct spec.routerRef, or list it in operator.routers"
         raise ApiError(403, ROUTER_NOT_FOUND, text) from error
     if found is None:
         raise ApiError(
-            404, ROUTER_NOT_FOUND, f"the router's Secret {source.namespace}/{source.name} is not there yet"
+            404, ROUTER_NOT_FOUND, f"the router's Secret {source.namespace}/{source.name} does not exist yet"
         )
     secret = _secret(owner.namespace, name, _content(found), labels(owner), owner.reference)
     await cluster.create(secret | {"immutable": True})
@@ -95,8 +95,8 @@ async def make_router_keys(
         await cluster.create(_router_secret(router, shared, derived))
     elif not _admits(keys, derived[ROUTER_PUBLIC], _content(enrolment)):
         text = (
-            f"with the Secret {shared} nobody can join a router that has {own}: delete {shared}, which is made anew "
-            f"within {again_seconds:g} s, and start anew the router and the replicas that have joined with it"
+            f"the Secret {shared} does not match {own}, so nobody can join the router with it: delete {shared}, which is "
+            f"made again within {again_seconds:g} s, and restart the router and the replicas that have joined with it"
         )
         await tell(deployment, Tell(KEYS_UNUSABLE, text, is_warning=True))
     return again_seconds

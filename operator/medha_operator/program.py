@@ -94,7 +94,7 @@ class Program:
                     tasks.create_task(reflector.run())
                 for reflector in reflectors:
                     await reflector.is_synced.wait()
-                _log.info("has a view of everything and waits for the lease")
+                _log.info("all resources are listed; waiting for the lease")
                 await lease.acquire()
                 # Renew it at once: listing a large cluster may take longer than a lease.
                 tasks.create_task(lease.keep())
@@ -160,14 +160,14 @@ class Program:
             level = (
                 logging.INFO if error.status == 409 else logging.WARNING
             )  # somebody was faster: nothing is wrong
-            _log.log(level, "%s: %s; looks again in %g s", key, error, pause)
+            _log.log(level, "%s: %s; the next reconcile is in %g s", key, error, pause)
             reason = error.reason
         except Fenced as error:
             _log.warning("%s: %s", key, error)
             self._queue.failed(key)
             reason = "Fenced"
         except Exception:  # noqa: BLE001 - a mistake of ours with one resource must not stop the others
-            _log.exception("%s: looks again in %g s", key, self._queue.failed(key))
+            _log.exception("%s: the reconcile failed; the next one is in %g s", key, self._queue.failed(key))
             reason = "Bug"
         else:
             self._queue.done(key, goes_on=look.goes_on)

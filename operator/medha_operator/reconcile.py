@@ -266,7 +266,7 @@ class Reconciler:
             return plan_deployment(deployment, now, self._settings), versions
         leftovers = self._index.leftovers(key, resource["metadata"]["uid"])
         if leftovers:  # of an earlier resource of this name; each one's deletion asks for another reconcile
-            _log.info("%s waits for the end of %s", key, ", ".join(leftovers))
+            _log.info("%s waits until these are deleted: %s", key, ", ".join(leftovers))
             return _waiting(resource, leftovers, self._now()), {}
         observed = self._index.observe(key)
         assert observed is not None
@@ -378,9 +378,9 @@ class Reconciler:
         """
         found = await self._cluster.get(KINDS[key.kind], key.namespace, key.name)
         if found is None:
-            raise ApiError(404, "NotFound", f"{key} is gone: nothing is made for it")
+            raise ApiError(404, "NotFound", f"{key} is gone, so nothing is created for it")
         if found["metadata"]["resourceVersion"] != metadata["resourceVersion"]:
-            raise ApiError(409, "Conflict", f"{key} has changed since it was looked at")
+            raise ApiError(409, "Conflict", f"{key} has changed since it was observed")
 
     async def _correct(self, target: Key) -> None:
         """Update the store with the object that the API server has now."""
@@ -455,9 +455,7 @@ class Reconciler:
             return None
         owners = {one["uid"] for one in found["metadata"].get("ownerReferences", ())}
         if owners.isdisjoint(one["uid"] for one in manifest["metadata"].get("ownerReferences", ())):
-            raise ApiError(
-                409, NAME_TAKEN, f"{key} is there and belongs to somebody else; rename or delete it"
-            )
+            raise ApiError(409, NAME_TAKEN, f"{key} exists and belongs to another owner; rename or delete it")
         return str(found["metadata"]["resourceVersion"])
 
     async def _describe(self, key: Key, resource: Document, status: ReplicaStatus | DeploymentStatus) -> bool:
@@ -496,7 +494,7 @@ class Reconciler:
             if await self._describe(key, latest, status):
                 await self._tell(key, latest, told)
         except ApiError as failure:
-            _log.warning("%s: the trouble could not be told: %s", key, failure)
+            _log.warning("%s: the failure could not be reported in the status: %s", key, failure)
 
     async def _tell(self, key: Key, resource: Document, told: Tell) -> None:
         """Emit an event. A failure to write it is only logged."""

@@ -83,7 +83,9 @@ class Rooms:
         pods = await self._pods_of(observed)
         unjudged = next((needs.unjudged for needs in pods if needs.unjudged), None)
         if unjudged is not None:
-            return Room(False, f"the operator cannot tell which nodes spec.template.spec.{unjudged} allows")
+            return Room(
+                False, f"the operator cannot determine which nodes spec.template.spec.{unjudged} allows"
+            )
         tied = await self._tied(observed.namespace, {claim for needs in pods for claim in needs.claims})
         pods = [
             replace(needs, volumes=tuple(tied[claim] for claim in needs.claims if claim in tied))
@@ -170,7 +172,7 @@ def _lacks(missing: int, pods: Sequence[Needs], nodes: int) -> str:
 def _unknown(error: ApiError) -> str:
     if error.status == 403:
         return (
-            "the operator may not list the pods of all namespaces, or not read the volumes that the replica mounts, so it "
-            "cannot tell whether other nodes have room"
+            "the operator is not allowed to list the pods of all namespaces or to read the volumes that the replica mounts, "
+            "so it cannot determine whether other nodes have room"
         )
-    return f"it is not known whether other nodes have room: {error}"
+    return f"other nodes could not be checked for room: {error}"

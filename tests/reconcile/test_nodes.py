@@ -447,7 +447,7 @@ def test_a_pod_of_somebody_else_that_is_labelled_as_ours_is_not_forced(world: Wo
     assert condition(world, "Ready") == ("True", "Serving")
 
 
-@pytest.mark.parametrize(("is_held", "words"), [(False, "has yet to end"), (True, "a finalizer holds")])
+@pytest.mark.parametrize(("is_held", "words"), [(False, "has not ended yet"), (True, "a finalizer holds")])
 def test_what_keeps_a_name_that_a_pod_needs_is_told(world: World, is_held: bool, words: str) -> None:
     world.pods = {"r-l0-1": replace(world.pods["r-l0-1"], is_deleting=True, is_held=is_held)}
     world.owners["r-l0-1"] = "an earlier StatefulSet"

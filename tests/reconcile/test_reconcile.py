@@ -428,7 +428,7 @@ def test_a_router_whose_keys_may_not_be_read_is_none_of_this_installations() -> 
         assert await stage.work() == [least_pause(ApiError(403, "", ""))]
         status, reason, message = stage.condition(key)
         assert (status, reason) == ("False", "RouterNotFound")
-        assert "there/typo is no router of this installation: correct spec.routerRef" in message
+        assert "there/typo is not a router of this installation: correct spec.routerRef" in message
         assert stage.condition(key, "Stalled")[0] == "False"
 
     on_stage(test)

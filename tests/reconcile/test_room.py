@@ -363,7 +363,8 @@ def test_a_pod_of_others_that_waits_for_a_node_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "words"), [(403, "may not list the pods of all namespaces"), (500, "not known")]
+    ("status", "words"),
+    [(403, "not allowed to list the pods of all namespaces"), (500, "could not be checked for room")],
 )
 def test_who_cannot_be_told_of_room_stays_where_it_is(status: int, words: str) -> None:
     def refuse(verb: str, kind: str) -> None:

@@ -39,7 +39,7 @@ DOWN = MADE + 'Internal error occurred: failed calling webhook "x": connection r
     ("words", "reason", "fix", "is_stalled"),
     [
         (SECURITY, "PodSecurityRefused", "model.source.pvc", True),
-        (SECURITY.replace("hostPath", "hostPort"), "PodSecurityRefused", "mend spec.template", True),
+        (SECURITY.replace("hostPath", "hostPort"), "PodSecurityRefused", "correct spec.template", True),
         (QUOTA, "QuotaExceeded", "raise that ResourceQuota", False),
         (UNSIZED, "QuotaExceeded", "spec.resources", False),
         (RANGE, "AdmissionRefused", "spec.resources", True),
@@ -106,7 +106,7 @@ MOUNT = 'MountVolume.SetUp failed for volume "{}" : {}'
         ),
         ("AttachVolume.Attach failed for volume: in use", "VolumeUnavailable", "in use"),
         ("Failed to create pod sandbox: no addresses", "StartingContainers", "no addresses"),
-        ("", "StartingContainers", "see the pod's events"),
+        ("", "StartingContainers", "check the pod's events"),
     ],
 )
 def test_what_a_pod_waits_for_is_told_with_the_field_that_names_it(
@@ -117,7 +117,7 @@ def test_what_a_pod_waits_for_is_told_with_the_field_that_names_it(
     world.controllers()
     waits = (
         "StartingContainers",
-        "its volumes or its network are not set up yet; if it stays so, see the pod's events",
+        "its volumes or its network are not set up yet; if this persists, check the pod's events",
     )
     (pod,) = world.pods.values()
     world.pods = {pod.name: replace(pod, is_scheduled=True, node="n", trouble=waits)}

@@ -98,7 +98,7 @@ def judge_rollout(rollout: Rollout) -> tuple[Judgement, ...]:
 def judge_refused_rollout(rollout: Rollout, problems: str) -> tuple[Judgement, ...]:
     """Return all conditions of a deployment whose spec is refused for its `problems`.
 
-    Replicas are reported as they are. The spec does not tell how many of them may be missing, so that
+    Replicas are reported as they are. The spec does not say how many of them may be missing, so that
     `Available` requires all of them.
     """
     strict = replace(rollout, least_available=rollout.replicas)
@@ -144,9 +144,9 @@ def _ready(rollout: Rollout) -> Judgement:
     waiting = _not_available(rollout)
     if waiting is None:
         over = len(rollout.children) - rollout.replicas
-        return Judgement("Ready", False, "Removing", f"{counted}; {over} too many are going")
+        return Judgement("Ready", False, "Removing", f"{counted}; {over} surplus replicas are being removed")
     if waiting.serving_since is not None:
-        text = f"{counted}; replica {waiting.name} is ready, and waits for minReadySeconds"
+        text = f"{counted}; replica {waiting.name} is ready, but not yet for minReadySeconds"
         return Judgement("Ready", False, "WaitingForMinReady", text)
     reason, message = waiting.trouble
     return Judgement("Ready", False, reason, f"{counted}; replica {waiting.name}: {message}")
@@ -161,7 +161,7 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
     if rollout.is_blocked and unplaced is not None:
         text = f"replica {unplaced.name} finds no room: {unplaced.trouble[1]}; make room"
         if rollout.differing or rollout.moving:
-            return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to go on with fewer"
+            return "SurgeUnschedulable", f"{text}, or raise rollout.maxUnavailable to continue with fewer"
         return "InsufficientCapacity", text
     # A replica that serves as its spec asks is not stalled, whatever else is refused of it: its own status
     # reports that.
@@ -173,7 +173,7 @@ def _stalled(rollout: Rollout) -> tuple[str, str] | None:
     if rollout.is_late and not (rollout.is_complete or rollout.is_suspended or rollout.has_change_waiting):
         waiting = _not_available(rollout)
         text = f"; replica {waiting.name}: {waiting.trouble[0]}" if waiting else ""
-        return "ProgressDeadlineExceeded", f"nothing has moved for progressDeadlineSeconds{text}"
+        return "ProgressDeadlineExceeded", f"no progress for progressDeadlineSeconds{text}"
     return None
 
 

@@ -372,7 +372,7 @@ def _create(scene: _Scene) -> Iterable[Action]:
         if index >= scene.replicas:
             if room <= 0:
                 return
-            text = f"replica {child_name(scene.observed.name, index)} stands in during the change"
+            text = f"replica {child_name(scene.observed.name, index)} is added during the change"
             yield Tell("SurgeCreated", text)
         yield Apply(scene.manifest(index))
         room -= 1

@@ -187,17 +187,22 @@ def _hindrance(observed: Observed) -> tuple[str, str]:
         key=lambda pod: (not pod.is_held, pod.name),
     )
     if not ending:
-        return observed.unmade or ("CreatingPods", "if it stays so, see the events of the StatefulSets")
+        return observed.unmade or ("CreatingPods", "if this persists, check the events of the StatefulSets")
     if ending[0].is_held:
-        text = f"a finalizer holds an earlier pod {ending[0].name}: whoever has set it must take it away"
+        text = f"a finalizer holds an earlier pod {ending[0].name}; whoever has set it must remove it"
         return "EndingPods", text
-    return "EndingPods", f"an earlier pod {ending[0].name} has yet to end"
+    return "EndingPods", f"an earlier pod {ending[0].name} has not ended yet"
 
 
 def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Judgement:
     started = sum(pod.is_started for pod in pods)
     if scheduled.holds and started >= expected:
-        return Judgement("WeightsLoaded", True, "Loaded", f"{started} pods have loaded their weights and met")
+        return Judgement(
+            "WeightsLoaded",
+            True,
+            "Loaded",
+            f"{started} pods have loaded their weights, and their ranks are connected",
+        )
     if not scheduled.holds:
         return Judgement("WeightsLoaded", False, scheduled.reason, scheduled.message)
     # Ranks whose rendezvous fails may wait for a pod that has not started yet, so that its reason comes
@@ -218,7 +223,7 @@ def _weights_loaded(pods: list[Pod], expected: int, scheduled: Judgement) -> Jud
     if told is not None:
         return Judgement("WeightsLoaded", False, told[0], f"{counted}; {told[1]}")
     if any(pod.is_fetching for pod in pods):
-        return Judgement("WeightsLoaded", False, "FetchingModel", f"{counted}; others fetch the model")
+        return Judgement("WeightsLoaded", False, "FetchingModel", f"{counted}; others download the model")
     return Judgement("WeightsLoaded", False, "Loading", counted)
 
 
@@ -229,7 +234,10 @@ def _serving(pods: list[Pod], expected: int, loaded: Judgement) -> Judgement:
     if not loaded.holds:
         return Judgement("Serving", False, loaded.reason, loaded.message)
     return Judgement(
-        "Serving", False, "RendezvousPending", f"{ready} of {expected} pods are ready; ranks meet"
+        "Serving",
+        False,
+        "RendezvousPending",
+        f"{ready} of {expected} pods are ready; the rendezvous of the ranks is under way",
     )
 
 
@@ -238,9 +246,9 @@ def _degraded(observed: Observed, pods: list[Pod], expected: int) -> Judgement:
     for pod in (*observed.pods, *(observed.earlier_pods if len(pods) < expected else ())):
         node = observed.nodes.get(pod.node or "")
         if node is not None and node.unreachable_since is not None:
-            text = f"node {pod.node} of pod {pod.name} is not heard of"
+            text = f"node {pod.node} of pod {pod.name} does not report"
             if observed.any_heard_since is None:
-                text += ", nor is any other: is the control plane cut off? No pod is replaced until one is heard of"
+                text += ", nor does any other: the control plane may be cut off. No pod is replaced until a node reports"
                 return Judgement("Degraded", True, "NoNodeHeard", text)
             return Judgement("Degraded", True, "NodeUnreachable", text)
     if observed.status.newest_member is not None and expected:
@@ -265,7 +273,7 @@ def _draining(observed: Observed) -> Judgement:
     if observed.deployment is None:
         reason, why = why_it_stays(observed)
         return Judgement("Draining", True, reason, f"{text}; {why}")
-    told = f"{text}; it serves on until its deployment has another replica"
+    told = f"{text}; the replica serves until its deployment has another one"
     return Judgement("Draining", True, "AwaitingReplacement", told)
 
 

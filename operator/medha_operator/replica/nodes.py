@@ -76,9 +76,15 @@ def waits_for_room(observed: Observed) -> bool:
 def why_it_stays(observed: Observed) -> tuple[str, str]:
     """Return the reason of `Draining` while such a replica waits, and the text that says for what."""
     if observed.room is not None and observed.room.again_seconds is not None:
-        return SETTLES, f"room is looked for {SETTLE_SECONDS:g} s after the last node was cordoned"
-    lacks = "room elsewhere has yet to be looked for" if observed.room is None else observed.room.lacks
-    return STAYS, f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend ends it"
+        return (
+            SETTLES,
+            f"the operator checks other nodes for room {SETTLE_SECONDS:g} s after the last node was cordoned",
+        )
+    lacks = "other nodes have not been checked for room yet" if observed.room is None else observed.room.lacks
+    return (
+        STAYS,
+        f"the replica stays: {lacks}. It moves once all of its pods find room; spec.suspend removes its pods",
+    )
 
 
 def open_since(observed: Observed, now: float) -> float | None:
@@ -98,7 +104,7 @@ def open_since(observed: Observed, now: float) -> float | None:
 def has_left_node(observed: Observed) -> bool:
     """Return whether the recorded gang was permitted to leave a cordoned node, and evictors took its pods.
 
-    The pods may be gone before the next reconcile: then the budget, or the condition written last, tells that
+    The pods may be gone before the next reconcile: then the budget, or the condition written last, shows that
     it was permitted.
     """
     if observed.deployment is not None and not may_drain(observed):
@@ -128,7 +134,7 @@ def on_lost_nodes(observed: Observed, node_lost_seconds: float, now: float) -> t
     deleted, e.g. by the garbage collector.
 
     Silence counts only while some other node is heard from. If none is, the control plane is cut off, and the
-    pods may well serve. Kubernetes' node controller holds back likewise, and starts its count anew when it
+    pods may well serve. Kubernetes' node controller holds back likewise, and restarts its count when it
     hears from nodes again.
     """
     lost: list[Pod] = []

@@ -81,7 +81,7 @@ class Pod:
     """True if its startup probe has passed: weights are loaded and the rendezvous is complete."""
     is_ready: bool = False
     asks_restart: bool = False
-    """True if its ranks have given up on the rendezvous, and it has not started again since."""
+    """True if its ranks have ended their attempts at a rendezvous, and it has not started again since."""
     trouble: tuple[str, str] | None = None
     """Reason and message of what keeps it from starting."""
     is_fetching: bool = False
@@ -133,7 +133,7 @@ class Observed:
     while the node of one of its pods is silent."""
     unmade: tuple[str, str] | None = None
     """Reason and message of why a StatefulSet creates no pods, from its events; None if these were not
-    read, or do not tell."""
+    read, or do not show it."""
     room: Room | None = None
     """Room on other nodes; None if not asked for. It is asked for if a pod's node is being emptied and no
     deployment brings up another replica first."""
@@ -298,7 +298,7 @@ def _starting(
 ) -> tuple[str, str] | None:
     """Return what a kubelet is doing before a container of the pod runs.
 
-    Only the pod's events tell why it makes no progress.
+    Only the pod's events show why it makes no progress.
     """
     waiting = [
         entry["name"]
@@ -310,8 +310,8 @@ def _starting(
     if is_set_up is not None and is_set_up["status"] == "False":
         text = "its volumes or its network are not set up yet"
     else:
-        text = f"container {waiting[0]} is not created yet, its image may be on its way"
-    return "StartingContainers", f"{text}; if it stays so, see the pod's events"
+        text = f"container {waiting[0]} is not created yet; its image may still be downloading"
+    return "StartingContainers", f"{text}; if this persists, check the pod's events"
 
 
 def _last_words(container: Object) -> str:

@@ -132,7 +132,7 @@ class Confirm:
     """Read the resource again, and end the reconcile if it has changed since it was observed.
 
     The deletion of a resource may be reported late or never, unlike that of its children, which the garbage
-    collector deletes: missing children must then not be created anew for a resource that is gone.
+    collector deletes: missing children must then not be created again for a resource that is gone.
     """
 
 
@@ -170,7 +170,9 @@ def plan(observed: Observed, now: float, settings: OperatorSettings) -> Plan:
     except ValidationError as error:
         return _refused(observed, lost, again, "Invalid", problems_in(error), now)
     if spec.placement.gang in KINDS and spec.placement.gang not in settings.gang_apis:
-        told = f"placement.gang {spec.placement.gang} needs that name in the operator's setting gang_apis"
+        told = (
+            f"placement.gang is {spec.placement.gang}, which the operator's setting gang_apis does not list"
+        )
         return _refused(observed, lost, again, "GangUnavailable", told, now)
     opened = open_since(observed, now)
     budget = _budget(owner, opened, observed)
@@ -415,7 +417,7 @@ def _gang(
         if left > 0:
             return [], status, left
         told = Tell(LET_GO, f"node {cordoned.node} is being emptied: the replica moves")
-        ending = _end(alive, "its node is being emptied")
+        ending = _end(alive, "its node is cordoned")
         return [told, *ending], status.model_copy(update=_NO_GANG), None
     if len(alive) == expected and _is_later(status.newest_member, max(pod.created for pod in alive)):
         status = status.model_copy(
@@ -450,7 +452,7 @@ def _gang(
                 "last_restart_time": timestamp(now),
             }
         )
-        actions.append(Tell("GangRestarted", f"{broken}; all pods start anew", is_warning=True))
+        actions.append(Tell("GangRestarted", f"{broken}; all pods restart", is_warning=True))
     return [*actions, *_end(members, broken)], status, None
 
 
@@ -465,7 +467,7 @@ def _broken(alive: list[Pod], expected: int, newest: float) -> str | None:
         if pod.is_failed:
             return f"pod {pod.name} has ended"
         if pod.asks_restart:
-            return f"the ranks of pod {pod.name} cannot meet the others"
+            return f"the ranks of pod {pod.name} cannot reach the others"
     return None if len(alive) >= expected else f"{expected - len(alive)} pods are gone"
 
 
@@ -475,7 +477,7 @@ def _from_lost_nodes(observed: Observed, now: float) -> tuple[list[Action], floa
     lost, again = on_lost_nodes(observed, limit, now)
     actions: list[Action] = []
     for pod in lost:
-        reason = f"node {pod.node} is not heard of for {limit:g} s"
+        reason = f"node {pod.node} has not reported for {limit:g} s"
         actions.append(Delete("Pod", pod.name, pod.uid, pod.resource_version, reason, is_forced=True))
         actions.append(Tell("NodeLost", f"{reason}: pod {pod.name} is replaced", is_warning=True))
     return actions, again
@@ -667,7 +669,7 @@ def _failing(observed: Observed, status: ReplicaStatus) -> tuple[Action, ...]:
     reason = begins_to_fail(observed.status.conditions, status.conditions)
     if reason is None:
         return ()
-    text = f"pods of revision {status.revision} fail again and again; the message of the condition Ready says which, and how"
+    text = f"pods of revision {status.revision} fail repeatedly; the message of the condition Ready names them and the error"
     return (Tell(reason, text, is_warning=True),)
 
 

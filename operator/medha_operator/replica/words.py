@@ -46,18 +46,18 @@ def refusal_of(words: str) -> tuple[str, str] | None:
     if "violates PodSecurity" in words:
         if "hostPath" in words:
             fix = (
-                "give the model by model.source.pvc, huggingFace or image, for the namespace's level of Pod Security allows "
-                "no hostPath; or label the namespace pod-security.kubernetes.io/enforce=privileged"
+                "use model.source.pvc, huggingFace or image, because the namespace's Pod Security level allows no hostPath; "
+                "or label the namespace pod-security.kubernetes.io/enforce=privileged"
             )
         else:
-            fix = "mend spec.template, or lower the namespace's label pod-security.kubernetes.io/enforce"
+            fix = "correct spec.template, or lower the namespace's label pod-security.kubernetes.io/enforce"
         return POD_SECURITY, fix
     if "exceeded quota" in words:
-        return QUOTA, "raise that ResourceQuota of the namespace, or make room in it"
+        return QUOTA, "raise that ResourceQuota of the namespace, or free some of it"
     if "failed quota" in words:
         return QUOTA, "name in spec.resources what that ResourceQuota counts"
     if re.search(r"denied (the )?request|is forbidden: (?!User )", words):
-        return ADMISSION, "ask who looks after that policy, or mend spec.template or spec.resources"
+        return ADMISSION, "correct spec.template or spec.resources, or ask the owner of that policy"
     return None
 
 
@@ -77,7 +77,7 @@ def schema_problem(words: str) -> str | None:
 
 
 def in_doubt(observed: Observed) -> Doubt | None:
-    """Return the object whose events may tell why the replica makes no progress; None if all is clear."""
+    """Return the object whose events may explain why the replica makes no progress; None if all is clear."""
     if any(pod.is_deleting for pod in (*observed.pods, *observed.earlier_pods)):
         return None  # their names are still in use
     names = {pod.name for pod in observed.pods}
@@ -109,7 +109,7 @@ def explained(observed: Observed, doubt: Doubt, words: str) -> Observed:
         return observed
     if doubt.pod is None:
         told = words.rpartition("failed error: ")[2]
-        reason, fix = refusal_of(told) or ("CreatingPods", "see the events of the StatefulSets")
+        reason, fix = refusal_of(told) or ("CreatingPods", "check the events of the StatefulSets")
         return replace(observed, unmade=(reason, f"{told}: {fix}"))
     pods = (
         replace(pod, trouble=_trouble(observed, pod, words)) if pod.uid == doubt.uid else pod
