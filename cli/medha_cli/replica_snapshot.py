@@ -58,7 +58,7 @@ class Target:
             ConfigInvalid: more than one argument is given, the address is invalid, or there is no run or more than one.
         """
         if sum(given is not None for given in (name, run_directory, url)) > 1:
-            raise ConfigInvalid("a name, --run-dir and --url all say what to look at; give one of them")
+            raise ConfigInvalid("a name, --run-dir and --url each select a replica; give one of them")
         self._url = None if url is None else _base(url)
         self._run: Run | None = None if url is not None else find(name, run_directory)
 
@@ -100,7 +100,7 @@ class Target:
             status = ReplicaStatus.model_validate_json(body)
         except ValidationError as error:
             raise PartFailed(
-                f"what answers at {url.partition('?')[0]} is no controller of this version of medha: "
+                f"the server at {url.partition('?')[0]} is not a controller of this version of medha: "
                 f"{error.errors()[0]['msg']}; give the address under which it serves its metrics"
             ) from error
         return Look(status=status, router=self._router())

@@ -39,7 +39,7 @@ def require_writable(option: str, *files: Path, inputs: Sequence[Path] = ()) -> 
                 wrong = "is a file" if target.parent.exists() else "does not exist"
                 raise ConfigInvalid(f"{option} is {file}, whose folder {wrong}; make it or choose another")
             if target.exists() and not target.is_file():
-                raise ConfigInvalid(f"{option}: {file} is there already and is no plain file; choose another")
+                raise ConfigInvalid(f"{option}: {file} exists and is not a plain file; choose another")
             if target in [given.resolve() for given in inputs]:
                 raise ConfigInvalid(f"{option}: {file} is read by this command; choose another, to keep it")
             partial = _partial(target)

@@ -180,7 +180,7 @@ def find(name: str | None, run_directory: Path | None) -> Run:
     everything = running()
     if not everything:
         raise ConfigInvalid(
-            "nothing runs: no medha up of yours was found on this machine; start one (medha up FILE), or name the "
+            "no running medha up of yours was found on this machine; start one (medha up FILE), or name the "
             "controller of a replica elsewhere with --url"
         )
     runs = [run for run in everything if name in (None, run.name)]
@@ -188,7 +188,7 @@ def find(name: str | None, run_directory: Path | None) -> Run:
     if not runs:
         raise ConfigInvalid(f"no replica named {name!r} runs here; those that do ({known})")
     if len(runs) > 1:
-        raise ConfigInvalid(f"{len(runs)} replicas run here; say which one is meant, by name or by ({known})")
+        raise ConfigInvalid(f"{len(runs)} replicas run here; select one by name or by ({known})")
     return runs[0]
 
 
@@ -218,7 +218,7 @@ def _run_file(directory: Path) -> Iterator[TextIO]:
     with os.fdopen(os.open(path, flags), encoding="utf-8") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or {found.st_uid, directory.stat().st_uid} != {os.getuid()}:
-            raise PermissionError(f"{path} is no run file of this user's")
+            raise PermissionError(f"{path} is not a run file of this user")
         yield file
 
 

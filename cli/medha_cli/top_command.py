@@ -185,7 +185,7 @@ class Screen:
         shown, height = self._shown, self._console.height
         footer = Text(f"{KEYS}   every {shown.interval:g} s", style="dim")
         if shown.paused:
-            footer = Text("paused; p goes on   ", style="bold yellow") + footer
+            footer = Text("paused; p continues   ", style="bold yellow") + footer
         if self._problem:
             footer = Text(self._problem, style="bold red")
         footer.no_wrap, footer.overflow = True, "ellipsis"

@@ -304,7 +304,7 @@ def _warn_of_strangers(console: Console, replica: MedhaReplica) -> None:
     if all(ip_address(address).is_loopback for address in addresses):
         return
     text = (
-        f"warning: router.host is {host}: whoever reaches port {port} of this machine can use the model and read /metrics, for "
+        f"warning: router.host is {host}: anybody who reaches port {port} of this machine can use the model and read /metrics, because "
         "the router asks for no key; set it to 127.0.0.1, or let only a proxy that asks for keys reach the port"
     )
     console.print(text, style="yellow", markup=False, soft_wrap=True)
@@ -339,7 +339,7 @@ def _require_private(directory: Path) -> None:
     if found.st_mode & 0o022:
         raise ConfigInvalid(
             f"--run-dir {directory} has mode {found.st_mode & 0o777:04o}, so others can write there; chmod 700 it, or name a "
-            "directory that is not there yet"
+            "new directory"
         )
 
 

@@ -52,11 +52,11 @@ def enrolment_secret(router: Mapping[str, bytes]) -> dict[str, bytes]:
     key = router.get(ROUTER_KEY, b"").strip()
     if not is_key(key):
         raise ConfigInvalid(
-            f"the router's Secret holds no key under {ROUTER_KEY!r}; delete it to have it made anew"
+            f"the router's Secret holds no key under {ROUTER_KEY!r}; delete the Secret, and the operator makes a new one"
         )
     if not tokens:
         raise ConfigInvalid(
-            f"the router's Secret holds no token under {TOKENS!r}; delete it to have it made anew"
+            f"the router's Secret holds no token under {TOKENS!r}; delete the Secret, and the operator makes a new one"
         )
     return {ROUTER_PUBLIC: _line(KeyPair.of_secret(key).public), TOKEN: _line(tokens[0])}
 

@@ -58,7 +58,7 @@ class RankDrops:
         """Return the messages by (link, reason) since the last report, without links and reasons of another release.
 
         Raises:
-            WireInvalid: a total is not a number of messages. Nothing of the report is counted.
+            WireInvalid: a total is not a number of messages. No part of the report is counted.
         """
         for link, reason, messages in totals:
             if not 0 <= messages <= MOST_MESSAGES:

@@ -24,7 +24,7 @@ from medha.errors import ConfigInvalid
 
 SHORTEST_TOKEN = 32  # characters: 192 bits as `secrets.token_urlsafe` writes them
 KEY_BYTES = 32
-_REMAKE = "make the files of a pair anew, together (docs/security.md)"
+_REMAKE = "make both files of the pair again (docs/security.md)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     for number, line in enumerate(lines, start=1):
         if len(line) < SHORTEST_TOKEN or not line.isascii():
             raise ConfigInvalid(
-                f"{path}: line {number} is no enrolment token: at least {SHORTEST_TOKEN} ASCII characters; make one "
+                f"{path}: line {number} is not an enrolment token: it needs at least {SHORTEST_TOKEN} ASCII characters; make one "
                 "with python -c 'import secrets; print(secrets.token_urlsafe(32))'"
             )
     return tuple(line.decode("ascii") for line in lines)
@@ -172,7 +172,7 @@ def _lines(path: Path, what: str) -> list[bytes]:
         lines = [line.strip() for line in path.read_bytes().splitlines()]
     except OSError as error:
         raise ConfigInvalid(
-            f"{path}: {what} cannot be read: {error.strerror}; mount or make the file (docs/security.md)"
+            f"{path}: {what} cannot be read: {error.strerror}; mount or create the file (docs/security.md)"
         ) from error
     found = [line for line in lines if line]
     if not found:
@@ -184,13 +184,13 @@ def _require_private(path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & stat.S_IRWXO:
         raise ConfigInvalid(
-            f"{path}: has mode {mode:04o}, so that anybody may read it; chmod 600, or defaultMode 0440 of a Secret's volume"
+            f"{path}: has mode {mode:04o}, so anybody can read it; run chmod 600, or set defaultMode 0440 on a Secret's volume"
         )
 
 
 def _require_key(path: Path, number: int, line: bytes) -> None:
     if not is_key(line):  # a secret must not end up in a log: name the line, do not show it
-        raise ConfigInvalid(f"{path}: line {number} is no key: expected 40 characters of Z85; {_REMAKE}")
+        raise ConfigInvalid(f"{path}: line {number} is not a key: expected 40 characters of Z85; {_REMAKE}")
 
 
 def is_key(line: bytes) -> bool:

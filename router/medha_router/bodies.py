@@ -102,9 +102,7 @@ class Body:
                     enough = due + len(self.content) / LEAST_BYTES_PER_SECOND
                     patience.reschedule(min(enough, loop.time() + limits.patience_seconds))
         except TimeoutError as error:
-            text = (
-                f"the body came too slowly: {len(self.content)} bytes so far; send it faster, or less of it"
-            )
+            text = f"the body arrives too slowly: {len(self.content)} bytes so far; send it faster, or less of it"
             raise ApiError(408, text, code="request_timeout") from error
         except ClientDisconnect as error:
             raise ClientGone from error

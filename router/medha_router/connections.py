@@ -69,7 +69,7 @@ class Connections:
         self._turned_away += 1
         if self._turned_away & (self._turned_away - 1) == 0:  # powers of two: nobody can fill the log
             log.warning(
-                "no room for a connection of %s: %d of %d are open, %d of them its own (%d turned away so far)",
+                "no room for a connection of %s: %d of %d are open, %d of them its own (%d refused so far)",
                 address,
                 self.open,
                 self.limit,
@@ -139,7 +139,7 @@ class Connection(HttpToolsProtocol):
             if not isinstance(
                 error.__context__, _Stop
             ):  # else raised by a callback: all that uvicorn parses is the target
-                what = str(error)[:200] if error.__context__ is None else "its target is no path or URL"
+                what = str(error)[:200] if error.__context__ is None else "its target is not a path or URL"
                 text = f"this is no HTTP/1 request: {what}"
                 self._refuse("malformed", ApiError(400, text, code="invalid_http"))
             return
@@ -205,7 +205,7 @@ class Connection(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         error = None
         if self._unused_bytes:
-            text = f"no whole request head came within {self._all.head_seconds:g} s"
+            text = f"the request's head did not arrive within {self._all.head_seconds:g} s"
             error = ApiError(408, text, code="request_timeout")
         self._refuse("slow", error)
 

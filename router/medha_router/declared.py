@@ -54,7 +54,11 @@ class DeclaredFiles:
         try:
             self._models[name] = from_text(path.read_bytes(), str(path))
         except (ConfigInvalid, OSError) as error:
-            kept = "its last readable content counts" if name in self._models else "nothing is known of it"
+            kept = (
+                "its last readable content stays in force"
+                if name in self._models
+                else "its models are unknown"
+            )
             log.error("the models of a manifest cannot be read, so %s: %s", kept, error)  # noqa: TRY400
             return
         names = ", ".join(model.name for model in self._models[name]) or "none"

@@ -305,7 +305,7 @@ def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
         if field == "best_of" and _is_among(value, (body.get("n") or 1,)):
             continue
         raise RequestInvalid(
-            f"`{field}` is {shown(value)}, which this server does not serve here; {_FIXES.get(field, 'leave it out')}",
+            f"`{field}` is {shown(value)}, which this server does not support here; {_FIXES.get(field, 'leave it out')}",
             param=field,
             code="unsupported_parameter",
         )
@@ -313,7 +313,7 @@ def refuse_unsupported(kind: type[_Request], body: Mapping[str, Any]) -> None:
     if isinstance(options, dict) and not _is_among(options.get("include_obfuscation"), _OFF):
         raise RequestInvalid(
             f"`stream_options.include_obfuscation` is {shown(options['include_obfuscation'])}, which this server does not "
-            "serve; leave it out",
+            "support; leave it out",
             param="stream_options.include_obfuscation",
             code="unsupported_parameter",
         )
@@ -341,7 +341,7 @@ def _refuse_unsupported_message(message: object, where: str) -> None:
     for field in ("tool_calls", "function_call", "audio", "refusal"):
         if message.get(field):
             raise RequestInvalid(
-                f"`{where}.{field}` is {shown(message[field])}, which this server does not serve; leave it out",
+                f"`{where}.{field}` is {shown(message[field])}, which this server does not support; leave it out",
                 param=f"{where}.{field}",
                 code="unsupported_parameter",
             )
@@ -350,7 +350,7 @@ def _refuse_unsupported_message(message: object, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise RequestInvalid(
-                f"`{where}.content.{part_index}.type` is {shown(kind)}; this server takes text only",
+                f"`{where}.content.{part_index}.type` is {shown(kind)}; this server accepts text only",
                 param=f"{where}.content.{part_index}.type",
                 code="unsupported_parameter",
             )

@@ -54,7 +54,7 @@ class SitePolicy:
         for host in hosts:
             if path not in _OPEN_PATHS and not self._is_own(_name(host)):
                 text = (
-                    f"the Host header is {host[:200]!r}, and this server is not called so: call it localhost or 127.0.0.1, "
+                    f"the Host header is {host[:200]!r}, which is not a name of this server: use localhost or 127.0.0.1, "
                     "or add the name to `router.allowedHosts`"
                 )
                 return ApiError(403, text, code="forbidden_host")
@@ -62,7 +62,7 @@ class SitePolicy:
             if not self._is_allowed(origin.lower(), hosts):
                 text = (
                     f"pages of {origin[:200]!r} may not use this server: add the origin to `router.allowedOrigins` "
-                    "if they are meant to"
+                    "if they should"
                 )
                 return ApiError(403, text, code="forbidden_origin")
         return None

@@ -119,9 +119,9 @@ def require_plausible(card: Announce) -> None:
         numbers += [("prefill_points", number, POSITIVE) for number in point]
     for name, number, bound in numbers:
         if not (isfinite(number) and number >= bound):
-            raise WireInvalid(f"the card of replica {card.replica:.80} says {name} {number}")
+            raise WireInvalid(f"replica {card.replica:.80} announces {name} {number}")
     if not all(before[0] < after[0] for before, after in pairwise(card.prefill_points)):
-        raise WireInvalid(f"the card of replica {card.replica:.80} has prefill_points that do not rise")
+        raise WireInvalid(f"replica {card.replica:.80} announces prefill_points that do not increase")
 
 
 def require_in_vocabulary(emit: Emit, vocab_size: int) -> None:

@@ -144,13 +144,13 @@ async def _drained(door: Door, limit_seconds: float, end: asyncio.Event) -> None
     while door.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
         await asyncio.sleep(0.02)
     if door.open_requests:
-        log.warning("%d requests are cut off", door.open_requests)
+        log.warning("the drain time is over; %d open requests are aborted", door.open_requests)
 
 
 async def _parent_gone(parent_pid: int | None) -> None:
     while parent_pid is None or os.getppid() == parent_pid:  # noqa: ASYNC110 - the kernel has no event for it
         await asyncio.sleep(_PARENT_POLL_SECONDS)
-    log.warning("the process that started this router has gone")
+    log.warning("the parent process has ended, so this router ends")
 
 
 @click.command()

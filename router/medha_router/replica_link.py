@@ -252,13 +252,13 @@ class ReplicaLink:
             self._handle(Tick())
 
     async def _receive_tokens(self) -> None:
-        """Receive `Announce`s, the only messages on this link: they tell which replica a connection belongs to."""
+        """Receive `Announce`s, the only messages on this link: they identify the replica of a connection."""
         while True:
             frames = await self._tokens.recv_multipart()
             try:
                 identity, message, _ = self._read(frames)
                 if not isinstance(message, Announce):
-                    raise WireInvalid("on the token link only Announce is expected", reason="unexpected")
+                    raise WireInvalid("only Announce is expected on the token link", reason="unexpected")
                 self._peers.heard_on_tokens(message.replica, identity)
             except WireInvalid as error:
                 self._drops.drop("tokens", error)
@@ -302,7 +302,9 @@ class ReplicaLink:
             case BundlePart() as part if payload is not None:
                 self._bundle_part(identity, part, payload)
             case other:
-                raise WireInvalid(f"{type(other).__name__} is not expected of a replica", reason="unexpected")
+                raise WireInvalid(
+                    f"{type(other).__name__} is not expected from a replica", reason="unexpected"
+                )
 
     def _announced(self, card: Announce) -> None:
         if self._peers.is_whole(card.replica):
@@ -314,7 +316,7 @@ class ReplicaLink:
         if part.digest != self._peers.card(identity).digest:
             raise WireInvalid(f"bundle {part.digest:.12} is not the one that was announced")
         if part.name not in BUNDLE_FILES:  # a name becomes a file name: accept no other
-            raise WireInvalid(f"{part.name:.80} is no file of a bundle")
+            raise WireInvalid(f"{part.name:.80} is not a file of a bundle")
         parts = self._parts.setdefault((identity, part.digest), {})
         parts[part.name] = bytes(payload)
         if sum(map(len, parts.values())) > MAX_BUNDLE_BYTES:
@@ -328,7 +330,7 @@ class ReplicaLink:
 
     async def _load_bundle(self, digest: str, files: dict[str, bytes]) -> None:
         if bundle_digest(files) != digest:
-            error = WireInvalid(f"bundle {digest:.12} does not have the content that its digest names")
+            error = WireInvalid(f"bundle {digest:.12} does not match its digest")
             self._drops.drop("control", error)
             return
         try:

@@ -90,6 +90,6 @@ class RouterSettings(BaseModel):
         if room_for_large(self.bodies_room_bytes) < self.max_body_bytes:
             raise ValueError(
                 f"max_bodies_bytes {self.max_bodies_bytes} leaves no room for a body of max_body_bytes "
-                f"{self.max_body_bytes}, for an eighth is kept for small ones; raise the one or lower the other"
+                f"{self.max_body_bytes}, because an eighth is reserved for small ones; raise the one or lower the other"
             )
         return self

@@ -131,7 +131,7 @@ class Tokenizing:
         except (OSError, EOFError) as error:  # most likely out of memory
             message = (
                 "tokenising this request failed twice; it may be too large for the router's memory or take too long: send "
-                "a shorter one, or ask again later"
+                "a shorter one, or try again later"
             )
             raise ApiError(500, message, code="internal_error") from error
 
@@ -143,7 +143,7 @@ class Tokenizing:
             OSError, EOFError: the process was lost, or took too long, and was killed.
         """
         if self._closed:
-            raise EOFError("the router ends")
+            raise EOFError("the router is stopping")
         process = self._idle_process()
         try:
             prepared = process.prepare(header, body)

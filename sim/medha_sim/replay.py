@@ -491,13 +491,13 @@ def _recorded(path: Path, number: int, text: str) -> Recorded:
         raise ConfigInvalid(f"{path}:{number}: has no `now` or no `event`")
     if not -_NO_TIME_SECONDS < now < _NO_TIME_SECONDS:  # also true for NaN
         raise ConfigInvalid(
-            f"{path}:{number}: now is {now}, which is no time; delete the line and those behind it"
+            f"{path}:{number}: now is {now}, which is not a time; delete the line and those after it"
         )
     if event.get("type") == "Drain":
         return Recorded(number, float(now), Drain(), commands)
     message = _message(path, number, json.dumps(event))
     if not isinstance(message, Submit | Cancel | StageFree | Done):
-        raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is no event of a controller")
+        raise ConfigInvalid(f"{path}:{number}: {type(message).__name__} is not an event of a controller")
     return Recorded(number, float(now), message, commands)
 
 

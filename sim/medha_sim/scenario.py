@@ -215,7 +215,7 @@ def named_hardware(name: str) -> Hardware:
         ConfigInvalid: there is no such description.
     """
     if name not in HARDWARE:
-        raise ConfigInvalid(f"hardware is {name!r}; descriptions exist of {', '.join(HARDWARE)}")
+        raise ConfigInvalid(f"hardware is {name!r}; choose one of {', '.join(HARDWARE)}")
     return HARDWARE[name]
 
 
@@ -226,7 +226,7 @@ def named_model(name: str) -> ModelShape:
         ConfigInvalid: there is no such shape.
     """
     if name not in MODELS:
-        raise ConfigInvalid(f"model is {name!r}; shapes are known of {', '.join(MODELS)}")
+        raise ConfigInvalid(f"model is {name!r}; choose one of {', '.join(MODELS)}")
     return MODELS[name]
 
 

@@ -176,7 +176,7 @@ def test_a_router_that_other_machines_reach_is_warned_of_once(
         "up", checkpoint_manifest, "--record", "no/such/folder/events"
     )  # which ends it before anything starts
     assert result.exit_code == 2
-    said = f"warning: router.host is {host}: whoever reaches port"
+    said = f"warning: router.host is {host}: anybody who reaches port"
     assert result.output.count(said) == warns, result.output
     assert ("asks for no key" in result.output) == warns
 

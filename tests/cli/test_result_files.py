@@ -25,7 +25,7 @@ def test_what_cannot_be_written_is_refused_by_option_file_and_mend(tmp_path: Pat
     for file, words in (
         (tmp_path / "none" / "a.html", "whose folder does not exist; make it or choose another"),
         (tmp_path / "file" / "a.html", "whose folder is a file; make it or choose another"),
-        (tmp_path / "taken.json", "is there already and is no plain file; choose another"),
+        (tmp_path / "taken.json", "exists and is not a plain file; choose another"),
         (tmp_path / "circle" / "a.html", "name a file in a folder that can be written"),
         (tmp_path / ("n" * 250), r"\(File name too long\); name a file in a folder that can be written"),
     ):

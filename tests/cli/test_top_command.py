@@ -304,7 +304,7 @@ def medha(
 def test_without_a_replica_the_error_says_how_to_get_one(command: str, tmp_path: Path) -> None:
     done = medha(command, folder=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "nothing runs" in done.stderr
+    assert "no running medha up" in done.stderr
     assert "medha up FILE" in done.stderr
 
 

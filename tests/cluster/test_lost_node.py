@@ -140,7 +140,7 @@ def test_the_pods_of_a_frozen_node_are_replaced_and_its_old_ranks_are_refused_wh
     assert sorted(after) == sorted(before)
     node.thaw(with_kubelet=False)  # which would end the old ranks before they are heard of
     eventually(
-        lambda: cluster.kubectl("logs", "tiny-l0-0"), lambda log: "is not let in" in log, READY_SECONDS
+        lambda: cluster.kubectl("logs", "tiny-l0-0"), lambda log: "is not admitted" in log, READY_SECONDS
     )
     node.start_kubelet()
     node.wait_until_ready()

@@ -260,7 +260,7 @@ def test_a_container_that_is_started_again_reads_what_the_newer_operator_has_ren
         60,
     )
     cluster.kubectl("annotate", "pod", "tiny-l1-0", "medha.test/looked-at=1")  # has the kubelet sync it now
-    told = "this release does not know, and leaves out: spec.lookahead"
+    told = "this release does not know these fields and ignores them: spec.lookahead"
     eventually(lambda: cluster.kubectl("logs", "tiny-l1-0"), lambda text: told in text, READY_SECONDS)
     supervisor = medha.rank_processes(cluster)["tiny-l1-0"].parent()
     assert supervisor is not None

@@ -90,7 +90,9 @@ def test_what_is_no_key_is_refused_by_its_line_and_not_shown(tmp_path: Path, con
     path.write_bytes(content)
     path.chmod(0o600)
     for read in (KeyPair.read, read_public_key):
-        with pytest.raises(ConfigInvalid, match="line 1 is no key: expected 40 characters of Z85") as caught:
+        with pytest.raises(
+            ConfigInvalid, match="line 1 is not a key: expected 40 characters of Z85"
+        ) as caught:
             read(path)
         assert content.decode("latin-1") not in str(caught.value)
 
@@ -109,6 +111,8 @@ def test_a_token_that_can_be_guessed_is_refused_and_not_shown(tmp_path: Path, to
     path = tmp_path / "tokens"
     path.write_text("x" * 40 + "\n" + token)
     path.chmod(0o600)
-    with pytest.raises(ConfigInvalid, match=r"line 2 is no enrolment token.*secrets.token_urlsafe") as caught:
+    with pytest.raises(
+        ConfigInvalid, match=r"line 2 is not an enrolment token.*secrets.token_urlsafe"
+    ) as caught:
         read_tokens(path)
     assert token not in str(caught.value)

@@ -50,7 +50,7 @@ def test_reasons_say_what_each_part_waits_for(watch: PodWatch) -> None:
     tell(watch, "calling", 1.0, "rank 1")
     tell(watch, "gathering", 1.0, "controller", detail="waiting for rank 2, 3")
     assert watch.ready().reasons == (
-        "controller waits for the others (waiting for rank 2, 3)",
+        "controller waits for the other ranks (waiting for rank 2, 3)",
         "rank 0 loads its weights",
         "rank 1 calls the leader, grid-l0-0.grid.tests.svc",
     )
@@ -96,7 +96,7 @@ def test_ranks_that_have_weights_and_do_not_meet_in_time_ask_for_a_restart(watch
     assert watch.look(20.0 + READY_SECONDS) is None
     found = watch.look(20.1 + READY_SECONDS)
     assert isinstance(found, GiveUp)
-    assert (found.exit_status, "rank 1 waits for the others" in found.reason) == (75, True)
+    assert (found.exit_status, "rank 1 waits for the other ranks" in found.reason) == (75, True)
 
 
 def test_a_start_that_takes_too_long_is_no_reason_to_replace_the_others(watch: PodWatch) -> None:

@@ -131,7 +131,7 @@ def test_pods_of_a_former_set_are_refused_and_ask_to_be_replaced(replica: Replic
     for pod in replica.pods.values():
         pod.start()
     assert thawed.wait(60) == 75
-    assert thawed.message.startswith("RendezvousFailed: rank 3 is not let in: it was last in epoch ")
+    assert thawed.message.startswith("RendezvousFailed: rank 3 is not admitted: its last epoch is ")
     shutil.rmtree(thawed.folder)
     thawed.start()
     replica.wait_ready()

@@ -52,7 +52,7 @@ def test_fields_of_a_newer_operator_are_left_out_and_named_in_one_warning(
         assert read_replica(path).spec == SPEC
     (warning,) = caplog.messages
     assert warning.endswith(
-        "leaves out: audit, spec.lifecycle.restart.jitter, spec.model.source.hostPath.kind, "
+        "ignores them: audit, spec.lifecycle.restart.jitter, spec.model.source.hostPath.kind, "
         "spec.scheduling.lookahead, spec.serviceClasses.1.weight, spec.speculation"
     )
 

@@ -34,7 +34,7 @@ def test_a_pod_whose_leader_never_answers_asks_for_a_restart(alone: Replica) -> 
     assert pod.ask("/live")[0] == 200
     alone.write(lifecycle={"readySeconds": 0.5})  # a live field
     assert pod.wait() == 75
-    assert pod.message.startswith("RendezvousFailed: the ranks did not meet within 0.5 s")
+    assert pod.message.startswith("RendezvousFailed: there was no rendezvous of the ranks within 0.5 s")
     assert calls in pod.message
 
 

@@ -268,5 +268,7 @@ def test_a_socket_that_a_killed_supervisor_has_left_is_replaced(tmp_path: Path) 
 def test_a_run_directory_whose_path_is_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120)
     deep.mkdir()
-    with pytest.raises(ConfigInvalid, match=r"d/notify: cannot be made a socket .*path of at most 100 bytes"):
+    with pytest.raises(
+        ConfigInvalid, match=r"d/notify: cannot be used as a socket .*path of at most 100 bytes"
+    ):
         Listener(deep, Beats(), lambda *_: None)

@@ -123,8 +123,8 @@ def test_a_part_that_ends_once_a_minute_is_not_started_again_for_ever() -> None:
         state, commands = handle(state, Exited("rank 0", -9), now)
         said += [command.text for command in commands if isinstance(command, Say)]
     assert len(said) == MOST_DEATHS_SLOW - 1
-    assert said[0].endswith("starting it again")
-    assert said[1].endswith("starting it again (it ended 2 times within an hour)")
+    assert said[0].endswith("restarting it")
+    assert said[1].endswith("restarting it (it ended 2 times within an hour)")
     assert "it ended 20 times in 3600 s" in state.failure
 
 
@@ -279,9 +279,9 @@ def test_a_silent_part_is_killed_while_draining_if_open_requests_need_it() -> No
 def test_a_silent_part_is_named_once_while_the_replica_starts_and_left_alone() -> None:
     starting, _ = run()
     state, commands = handle(starting, Silent("rank 1", 2.1), 3.0)
-    assert commands == [Say("rank 1 shows no sign of life for 2.1 s")]
+    assert commands == [Say("rank 1 has sent no heartbeat for 2.1 s")]
     assert handle(state, Silent("rank 1", 3.1), 4.0) == (state, [])
-    assert handle(state, Silent("rank 0", 5.1), 5.0)[1] == [Say("rank 0 shows no sign of life for 5.1 s")]
+    assert handle(state, Silent("rank 0", 5.1), 5.0)[1] == [Say("rank 0 has sent no heartbeat for 5.1 s")]
 
 
 def test_parts_that_another_pod_drains_are_asked_only_when_it_is_silent_too_long() -> None:

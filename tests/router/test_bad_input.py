@@ -189,12 +189,12 @@ SAYS = [
     (
         CHAT,
         {"tools": [{"type": "function"}]},
-        '`tools` is [{"type":"function"}], which this server does not serve',
+        '`tools` is [{"type":"function"}], which this server does not support',
     ),
     (CHAT, {"logit_bias": {"5": None}}, "`logit_bias.5` is null; it must be a number"),
     (CHAT, {"top_logprobs": 3}, "`top_logprobs` is 3, which needs `logprobs: true`"),
     (CHAT, {"reasoning_effort": "low"}, "put it into `chat_template_kwargs`"),
-    (TEXT, {"best_of": 3}, "`best_of` is 3, which this server does not serve here; make it equal to `n`"),
+    (TEXT, {"best_of": 3}, "`best_of` is 3, which this server does not support here; make it equal to `n`"),
 ]
 
 

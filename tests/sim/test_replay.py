@@ -325,11 +325,11 @@ def test_a_log_that_was_cut_off_is_used_up_to_there(tmp_path: Path) -> None:
         (1, '{"v":1,"type":"Cancel","body":{"id":"a"}}', ":2: is a Cancel"),
         (3, "[]", ":4: is a JSON list"),
         (3, '{"now": 1.0}', ":4: has no `now` or no `event`"),
-        (3, '{"now": NaN, "event": {"type": "Drain"}}', ":4: now is nan, which is no time"),
-        (3, '{"now": 1e999, "event": {"type": "Drain"}}', ":4: now is inf, which is no time"),
-        (3, '{"now": 1e30, "event": {"type": "Drain"}}', ":4: now is 1e+30, which is no time"),
+        (3, '{"now": NaN, "event": {"type": "Drain"}}', ":4: now is nan, which is not a time"),
+        (3, '{"now": 1e999, "event": {"type": "Drain"}}', ":4: now is inf, which is not a time"),
+        (3, '{"now": 1e30, "event": {"type": "Drain"}}', ":4: now is 1e+30, which is not a time"),
         (3, '{"now": 1.0, "event": {"v":1,"type":"Nonsense","body":{}}}', ":4: unknown message type"),
-        (3, '{"now": 1.0, "event": {"v":1,"type":"Shutdown","body":{}}}', ":4: Shutdown is no event"),
+        (3, '{"now": 1.0, "event": {"v":1,"type":"Shutdown","body":{}}}', ":4: Shutdown is not an event"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: int, text: str, words: str) -> None:

@@ -435,7 +435,7 @@ def test_settings_that_no_epoch_could_begin_with_are_told_and_the_replica_serves
         change(stage, **edit)
         assert stage.process.stderr is not None
         told = next(line for line in stage.process.stderr if "settings" in line)
-        assert "settings stay as they were" in told
+        assert "the previous ones stay in force" in told
         stage.send_tokens()
         stage.submit("a")
         assert stage.step().epoch == 0
@@ -669,7 +669,7 @@ def test_a_record_for_which_there_is_no_room_ends_without_the_replica(stage: Sta
     stage.send_tokens("later")
     stage.submit("b", prompt="later")
     assert stage.step().epoch == 1
-    assert stage.kill().count("the record ends here: [Errno 27] File too large") == 1
+    assert stage.kill().count("the recording ends here: [Errno 27] File too large") == 1
     assert [path.name for path in stage.record.parent.glob("record*")] == ["record.jsonl"]
 
 

@@ -1,4 +1,4 @@
-"""Check that this process may read a checkpoint's files, with an error that tells how to fix it."""
+"""Check that this process may read a checkpoint's files, with an error that says how to fix it."""
 
 from __future__ import annotations
 

@@ -414,7 +414,7 @@ class RouterCore:
                 return None
             return (
                 "too_long",
-                f"the KV cache holds {longest} tokens; prompt and first output token are {asked}",
+                f"the KV cache holds {longest} tokens; prompt and first output token need {asked}",
             )
         if (self._declared or self._announced) and self.known(request.model) is None:
             return "model_not_found", f"The model `{request.model}` does not exist."
@@ -757,7 +757,7 @@ class RouterCore:
         """End a sequence that kills its replicas, and with it the suspects that are samples of the same prompt."""
         detail = (
             f"{sequence.losses} replicas in a row were lost within {self._limits.trial_seconds:g} s of being sent this "
-            "request, while they computed it; it is taken for the cause and not tried again"
+            "request, while they computed it; it is assumed to be the cause, and is not tried again"
         )
         commands: list[RouterCommand] = [self._fail(sequence, "internal", detail)]
         for other in list(self._sequences.values()):

@@ -88,7 +88,7 @@ def decode(frames: Sequence[bytes | memoryview]) -> tuple[Message, memoryview | 
     version, kind = header.get("v"), header.get("type")
     if type(version) is not int or version not in (VERSION, VERSION - 1):
         raise WireInvalid(
-            f"version {version!r} is not read here: expected {VERSION - 1} or {VERSION}", reason="version"
+            f"version {version!r} is not supported: expected {VERSION - 1} or {VERSION}", reason="version"
         )
     if not isinstance(kind, str) or kind not in _VALIDATORS:
         raise WireInvalid(f"unknown message type {kind!r}", reason="type")

@@ -130,7 +130,7 @@ class Listener:
         except OSError as error:
             self._socket.close()
             raise ConfigInvalid(
-                f"{self.address}: cannot be made a socket ({error.strerror or error}); name a run directory that can be "
+                f"{self.address}: cannot be used as a socket ({error.strerror or error}); name a run directory that can be "
                 "written, with a path of at most 100 bytes"
             ) from error
         self._wake = os.eventfd(0, os.EFD_CLOEXEC)
@@ -140,9 +140,9 @@ class Listener:
     def trouble(self) -> str:
         """Return why parts can no longer be heard; empty as long as they can."""
         if not self._thread.is_alive():
-            return f"the thread that listens for the parts' signs of life has ended ({self._failure})"
+            return f"the thread that receives the parts' heartbeats has ended ({self._failure})"
         if _identity(self._path) != self._file:
-            return f"{self.address}, on which the parts show signs of life, was removed"
+            return f"{self.address}, the socket for the parts' heartbeats, was removed"
         return ""
 
     def close(self) -> None:

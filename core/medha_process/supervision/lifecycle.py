@@ -15,7 +15,7 @@ Transitions::
 
     DRAINING or STOPPING --Ctrl-C again--> KILLING (exit 130)
     STOPPING --grace is over--> KILLING
-    STARTING or SERVING --what watches the parts gives up--> STOPPING (its exit status)
+    STARTING or SERVING --the watch of the parts ends them--> STOPPING (its exit status)
 
 DRAINING asks the parts to stop in order, one group after the other: the router first, because it knows the
 open requests and ends when the last is finished; then the controller, then the ranks. STOPPING asks all at
@@ -196,11 +196,11 @@ def handle(state: Lifecycle, event: Event, now: float) -> tuple[Lifecycle, list[
         case Exited() if event.part in state.running:
             return _exited(replace(state, running=state.running - {event.part}), event, now)
         case Silent(part, seconds) if part in state.running and _is_needed(state, part):
-            return state, [Say(f"{part} shows no sign of life for {seconds:g} s; killing it"), Kill(part)]
+            return state, [Say(f"{part} has sent no heartbeat for {seconds:g} s; killing it"), Kill(part)]
         case Silent(part, seconds) if state.phase is Phase.STARTING and part not in state.silent:
             # It may read weights from a slow disk. The deadline bounds that, and this line names the part.
             state = replace(state, silent=state.silent | {part})
-            return state, [Say(f"{part} shows no sign of life for {seconds:g} s")]
+            return state, [Say(f"{part} has sent no heartbeat for {seconds:g} s")]
         case TimePassed() if now >= state.deadline:
             return _too_late(state, now)
     return state, []
@@ -279,24 +279,24 @@ def _start_again(state: Lifecycle, event: Exited, now: float) -> tuple[Lifecycle
         deaths = sum(now - at < seconds for at in own)
         if deaths >= most:
             times = f"{deaths} times in {seconds:g} s"
-            return _fail(state, now, f"{_how(event)}; it ended {times}, and is not started again")
+            return _fail(state, now, f"{_how(event)}; it ended {times}, and is not restarted")
     state = replace(state, running=state.running | {event.part}, deaths=(*recent, (event.part, now)))
     times = f" (it ended {len(own)} times within an hour)" if len(own) > 1 else ""
-    return state, [Say(f"{_how(event)}; starting it again{times}"), Start(event.part)]
+    return state, [Say(f"{_how(event)}; restarting it{times}"), Start(event.part)]
 
 
 def _too_late(state: Lifecycle, now: float) -> tuple[Lifecycle, list[Command]]:
     match state.phase:
         case Phase.STARTING:
             reason = (
-                f"not ready after {state.ready_seconds:g} s; look at the last lines above, "
+                f"not ready after {state.ready_seconds:g} s; see the last lines above, "
                 "or raise spec.lifecycle.readySeconds"
             )
             return _fail(state, now, reason)
         case Phase.DRAINING if not state.asked:
             state, commands = _stop(state, now, GRACE_SECONDS)
             return state, [
-                Say("the leader did not say in time that the replica is drained; stopping"),
+                Say("the leader did not report in time that the replica is drained; stopping"),
                 *commands,
             ]
         case Phase.DRAINING:

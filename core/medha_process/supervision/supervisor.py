@@ -4,7 +4,7 @@ Each part leads its own session, so that a terminal's Ctrl-C reaches only the su
 that a part has started can be ended with it. Two threads per part only wait: one for its output, one for its
 end. Output, ends, signals and reported states become events in one queue, which the main thread handles one
 by one; it writes through `Shown`, which has a thread of its own. Silent parts are found by polling
-(`heartbeat`). The states that parts report go to a `Watch`, which may give up.
+(`heartbeat`). The states that parts report go to a `Watch`, which may end all parts.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Watch(Protocol):
 
 
 class Unwatched:
-    """The watch of `medha up`, which never gives up: the supervisor has all parts, and polls the router."""
+    """The watch of `medha up`, which never ends the parts: the supervisor has all parts, and polls the router."""
 
     def told(self, part: str, state: PartState, now: float) -> None: ...
 

@@ -70,7 +70,9 @@ class Shown:
             self._left_out += 1
             return
         if self._left_out:
-            self.say(f"{self._left_out} lines of the parts are left out here: nobody has read those before")
+            self.say(
+                f"{self._left_out} lines of the parts are omitted here, because earlier lines were not read"
+            )
             self._left_out = 0
         self._waiting.put(lambda: self._display.line(part, text, at))
 

@@ -40,7 +40,7 @@ class LiveFile(Generic[_Settings]):
         try:
             return self._read(self._path)
         except (ConfigInvalid, ValidationError) as error:
-            self._log.error("settings stay as they were: %s", error)
+            self._log.error("the new settings cannot be read; the previous ones stay in force: %s", error)
             return None
 
     def _version(self) -> tuple[int, int, int] | None:

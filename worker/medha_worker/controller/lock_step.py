@@ -47,7 +47,7 @@ class LockStep:
         if not part.lanes or not set(part.lanes) <= set(step.lanes):
             return f"lanes {part.lanes} of step {part.step_id}, which runs on {step.lanes}"
         if isinstance(part, StageFree):
-            return None if part.stage == 0 else f"stage {part.stage} does not say when it is free"
+            return None if part.stage == 0 else f"stage {part.stage} does not report when it is free"
         if not (isfinite(part.compute_seconds) and part.compute_seconds >= 0):
             return f"step {part.step_id} took {part.compute_seconds} seconds"
         if set(part.lanes) & {lane for one in self._done.get(part.step_id, ()) for lane in one.lanes}:
@@ -56,13 +56,13 @@ class LockStep:
         running = {entry.id for entry in step.entries}
         drawn = [sample.id for sample in part.samples]
         if len(set(drawn)) < len(drawn) or not sampling.issuperset(drawn):
-            return f"step {part.step_id} does not draw one token each for {drawn[:8]} on lanes {part.lanes}"
+            return f"step {part.step_id} does not sample one token each for {drawn[:8]} on lanes {part.lanes}"
         outside = [sample.token for sample in part.samples if not 0 <= sample.token < vocab_size]
         if outside:
-            return f"step {part.step_id} drew token {outside[0]} of {vocab_size}"
+            return f"step {part.step_id} sampled token {outside[0]} of {vocab_size}"
         if not running.issuperset(failure.id for failure in part.failures):
             return f"step {part.step_id} does not run all of {[one.id for one in part.failures][:8]}"
-        return "block hashes are not the ranks' to say" if part.block_hashes else None
+        return "ranks may not send block hashes" if part.block_hashes else None
 
     def undrawn(self, part: Done) -> list[str]:
         """Return the requests that have neither a token nor a failure when a step ends with `part`.

@@ -87,7 +87,7 @@ class Membership:
             return f"another process is rank {hello.rank} now"
         if hello.last_epoch is not None and hello.last_epoch < self._oldest_epoch:
             return (
-                f"it was last in epoch {hello.last_epoch}, and this replica's pods begin with epoch {self._oldest_epoch}: "
+                f"its last epoch is {hello.last_epoch}, and this replica's pods begin with epoch {self._oldest_epoch}: "
                 "all of them were replaced since"
             )
         return ""

@@ -238,7 +238,7 @@ class Controller:
             derive(spec, self._slowest)
             _profile(spec)
         except ConfigInvalid as error:
-            _log.error("settings stay as they were: %s", error)
+            _log.error("the new settings cannot be read; the previous ones stay in force: %s", error)
             return False
         return True
 
@@ -299,10 +299,10 @@ class Controller:
             self._observer.refused(link, refused)
         match self._router.look(time.monotonic()):
             case "came":
-                _log.info("the router is there")
+                _log.info("the router is connected")
                 self._announce(force=True)
             case "gone":
-                _log.warning("the router has gone: all its requests end here")
+                _log.warning("the connection to the router has ended, and with it all of its requests")
                 self._end_all()
             case "refused":
                 _log.error(
@@ -416,7 +416,7 @@ class Controller:
 
     def _stop_recording(self, error: OSError) -> None:
         """Stop recording for good after an I/O error, so that the replica goes on; what was written stays."""
-        _log.error("the record ends here: %s", error)
+        _log.error("the recording ends here: %s", error)
         if self._record is not None:
             with suppress(OSError):  # closing tries once more to write the buffer
                 self._record.close()

@@ -239,7 +239,7 @@ class RankLinks:
         else:
             is_own = received.peer == self._identities.get(rank)
         if not is_own:
-            link.drop(WireInvalid(f"{received.peer!r} speaks for rank {rank}", reason="peer"))
+            link.drop(WireInvalid(f"{received.peer!r} sent a message as rank {rank}", reason="peer"))
         return is_own
 
     def _join(self, part: StageFree | Done) -> StageFree | Done | None:
@@ -275,7 +275,7 @@ class RankLinks:
         refusal = self._membership.refuses(hello)
         if refusal:
             if name == "control":
-                _log.warning("%s is not let in: %s", peer.decode(errors="replace"), refusal)
+                _log.warning("%s is not admitted: %s", peer.decode(errors="replace"), refusal)
                 with suppress(zmq.ZMQError):  # the peer has gone already
                     self._control.send(Shutdown(reason=refusal, refused=True), peer=peer)
             return
@@ -312,7 +312,7 @@ class RankLinks:
     def _lost(self, reason: str) -> None:
         """End the epoch. The router keeps the open requests, and submits them to the next one."""
         if self._membership.epoch is not None:
-            _log.warning("epoch %d is lost: %s; waiting for all ranks", self._membership.epoch, reason)
+            _log.warning("epoch %d has ended: %s; waiting for all ranks", self._membership.epoch, reason)
         self._membership.lose()
         self._gone.clear()
         if self._lock_step is not None:
@@ -357,4 +357,4 @@ class RankLinks:
         if overdue is not None and not was_away:
             self._lost(f"step {overdue} does not end")
         elif silent:
-            self._lost(f"nothing is heard of rank {', '.join(map(str, silent))}")
+            self._lost(f"no heartbeat of rank {', '.join(map(str, silent))}")

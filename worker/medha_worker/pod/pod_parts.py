@@ -88,7 +88,7 @@ class Place:
         shape = spec.parallelism
         if not (0 <= self.lane < shape.kv and 0 <= self.stage < shape.stream):
             raise ConfigInvalid(
-                f"MEDHA_LANE={self.lane}, MEDHA_STAGE={self.stage} is no place in a grid of {shape.kv} lanes and "
+                f"MEDHA_LANE={self.lane}, MEDHA_STAGE={self.stage} is outside of a grid of {shape.kv} lanes and "
                 f"{shape.stream} stages (spec.parallelism)"
             )
 
@@ -118,7 +118,11 @@ def read_replica(path: Path) -> MedhaReplica:
     except ValueError as error:  # of pydantic or of json
         raise ConfigInvalid(f"--replica {path} is not a MedhaReplica: {error}") from error
     names = ", ".join(sorted(".".join(str(part) for part in field) for field in unknown))
-    _log.warning("%s is of a newer operator; this release does not know, and leaves out: %s", path, names)
+    _log.warning(
+        "%s is from a newer operator; this release does not know these fields and ignores them: %s",
+        path,
+        names,
+    )
     return replica
 
 

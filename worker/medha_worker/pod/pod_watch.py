@@ -1,7 +1,7 @@
 """State of a pod, from the states of its parts: started, ready, live, and able to go on. No I/O, no clock.
 
-A pod gives up and asks the operator to restart all pods of the replica (EX_TEMPFAIL) when that can help: a
-rendezvous of the ranks has failed three times within ten minutes, the ranks did not meet within
+A pod ends and asks the operator to restart all pods of the replica (EX_TEMPFAIL) when that can help: a
+rendezvous of the ranks has failed three times within ten minutes, there was no rendezvous of the ranks within
 `lifecycle.readySeconds`, or the controller refuses them as ranks of an earlier set of pods.
 """
 
@@ -78,13 +78,13 @@ class PodWatch:
         self._turned_at = now
         for part, state in self.states.items():
             if state.refused:
-                return GiveUp(f"RendezvousFailed: {part} is not let in: {state.refused}", ASKS_RESTART)
+                return GiveUp(f"RendezvousFailed: {part} is not admitted: {state.refused}", ASKS_RESTART)
         lately = [(at, why) for at, why in self._unmet.values() if now - at < UNMET_SECONDS]
         if len(lately) >= MOST_UNMET:
             why = max(lately)[1]
             return GiveUp(
-                f"RendezvousFailed: ranks were called together {len(lately)} times in {UNMET_SECONDS:g} s and did not "
-                f"find each other; the last time: {why}",
+                f"RendezvousFailed: the rendezvous of the ranks failed {len(lately)} times in {UNMET_SECONDS:g} s; "
+                f"the last time: {why}",
                 ASKS_RESTART,
             )
         if self._apart_since is not None and now - self._apart_since > self.ready_seconds:
@@ -95,7 +95,10 @@ class PodWatch:
         awaited = "; ".join(self._awaited())
         limit = f"{self.ready_seconds:g} s (spec.lifecycle.readySeconds)"
         if all(self._phase(part) not in (None, "loading") for part in self.parts):
-            return GiveUp(f"RendezvousFailed: the ranks did not meet within {limit}: {awaited}", ASKS_RESTART)
+            return GiveUp(
+                f"RendezvousFailed: there was no rendezvous of the ranks within {limit}: {awaited}",
+                ASKS_RESTART,
+            )
         return GiveUp(f"StartTooSlow: not ready within {limit}: {awaited}", 1)
 
     def _notice(self, now: float) -> None:
@@ -126,7 +129,7 @@ class PodWatch:
         silent = now - self._turned_at
         if silent <= LIVE_SECONDS:
             return Answer(True)
-        return Answer(False, (f"the supervisor's loop has not turned for {silent:.0f} s",))
+        return Answer(False, (f"the supervisor's loop has not run for {silent:.0f} s",))
 
     def is_calling(self) -> bool:
         """Return whether a part has not reached the controller yet."""
@@ -150,8 +153,8 @@ class PodWatch:
 _DOING = {
     "loading": "loads its weights",
     "calling": "calls the leader, {leader}",
-    "gathering": "waits for the others",
-    "meeting": "meets the others",
+    "gathering": "waits for the other ranks",
+    "meeting": "is in the rendezvous",
 }
 
 
