@@ -176,7 +176,7 @@ def steps_listing(steps: Sequence[StepStatus]) -> Listing:
             what.append(f"{step.decodes:,} decode{'s' * (step.decodes > 1)}")
         rows.append([
             f"#{step.step}", " ".join(map(str, step.lanes)), "first" if step.in_first_stage else "later",
-            "" if step.since_seconds is None else span(step.since_seconds), span(step.predicted_seconds),
+            span(step.since_seconds), span(step.predicted_seconds),
             line(" + ".join(what)),
         ])  # fmt: skip
     return Listing(columns, rows)

@@ -13,6 +13,7 @@ import pytest
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
 from medha.topology import Topology
 from medha.wire.messages import StepProfile, StepTimes, Trace, TracePart
 from medha_worker.controller import trace as trace_module
@@ -39,7 +40,7 @@ def new_core(epoch: int = 0) -> ReplicaController:
 def inspection(monkeypatch: pytest.MonkeyPatch) -> Iterator[Inspection]:
     monkeypatch.setattr(trace_module, "IDLE_SECONDS", 0.001)
     inspection = Inspection("grid", "tiny", None)
-    inspection.begin_epoch(new_core(), 0.0)
+    inspection.begin_epoch(new_core(), History(), 0.0)
     yield inspection
     inspection.close()
 
@@ -92,7 +93,7 @@ def test_a_trace_ends_with_its_reader(inspection: Inspection) -> None:
 def test_the_ranks_of_the_next_epoch_go_on_with_a_trace(inspection: Inspection) -> None:
     ask(inspection, AskTrace(50.0), 0.0)
     assert inspection.asks_of_ranks(0.0) == Trace(50.0)
-    inspection.begin_epoch(new_core(1), 10.0)
+    inspection.begin_epoch(new_core(1), History(), 10.0)
     assert inspection.asks_of_ranks(10.0) == Trace(40.0)
 
 
@@ -101,7 +102,7 @@ def test_a_file_is_written_from_the_first_epoch_on_and_none_is_overwritten(
     tmp_path: Path, epoch: int, name: str
 ) -> None:
     inspection = Inspection("grid", "tiny", tmp_path / "trace.json")
-    inspection.begin_epoch(new_core(epoch), 1.0)
+    inspection.begin_epoch(new_core(epoch), History(), 1.0)
     told = inspection.asks_of_ranks(1.0)
     assert told is not None
     assert told.seconds == pytest.approx(FOREVER_SECONDS)

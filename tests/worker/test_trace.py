@@ -11,6 +11,7 @@ import pytest
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
 from medha.topology import Topology
 from medha.wire.messages import (
     Cancel,
@@ -46,11 +47,12 @@ class Traced:
 
     def __init__(self) -> None:
         self.core = ReplicaController(CONFIG, StepProfile(1e-3, 1e-6, 1e-9, 1e-5))
+        self.history = History()
         self.tracing = Tracing(TOPOLOGY, "here", 100.0, 200.0)
 
     def take(self, event: ControllerEvent, now: float) -> Step | None:
         commands = self.core.handle(event, now)
-        self.tracing.observe(event, commands, self.core, now)
+        self.tracing.observe(self.history.take(self.core, event, commands, now), self.core)
         return next((command for command in commands if isinstance(command, Step)), None)
 
     def submit(self, name: str, tokens: int, now: float) -> Step:

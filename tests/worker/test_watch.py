@@ -10,6 +10,7 @@ import pytest
 from medha.api.replica import SchedulingSpec, ServiceClass
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History
 from medha.topology import Topology
 from medha.wire.messages import Cancel, ControllerEvent, Done, Sample, Sampling, Step, StepProfile, Submit
 from medha_worker.controller.watch import WINDOW_SECONDS, Watch
@@ -36,13 +37,14 @@ class Beside:
 
     def begin(self, epoch: int, now: float = 0.0) -> None:
         self.core = ReplicaController(CONFIG, StepProfile(1e-3, 1e-6, 1e-9, 1e-5), epoch)
+        self.history = History()
         self.steps.clear()
-        self.watch.begin_epoch(now)
+        self.watch.begin_epoch(self.history, now)
 
     def take(self, event: ControllerEvent, now: float) -> Step | None:
         """The step that runs then."""
         commands = self.core.handle(event, now)
-        self.watch.observe(event, commands, self.core, now)
+        self.watch.observe(self.history.take(self.core, event, commands, now))
         self.steps += (command for command in commands if isinstance(command, Step))
         return self.steps[0] if self.steps else None
 
@@ -108,8 +110,8 @@ def test_nothing_is_remembered_of_requests_that_have_ended(beside: Beside) -> No
     step = beside.submit("b", 4.0)
     beside.take(Cancel("b"), 4.1)
     beside.finish(beside.finish(step, 4.2), 4.3)
-    assert beside.watch._open == {}
-    assert beside.watch._prefill_tokens == {}
+    assert beside.history.open == {}
+    assert beside.history.launched == {}
 
 
 def test_a_lost_epoch_is_told_and_what_was_counted_stays(beside: Beside) -> None:

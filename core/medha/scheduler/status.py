@@ -1,9 +1,7 @@
 """The status of a running replica as data: lanes, steps in flight, queues, and the most urgent requests.
 
-`status` reads a controller and changes nothing. A controller does not keep facts that no decision needs, such
-as when a step was launched or a request got its first token. The caller observes these and passes them as
-`Seen`. The result is bounded, however many requests wait: at most `most_requests` requests, and as many steps
-as fit into the pipelines.
+`status` reads a controller and its history, and changes nothing. The result is bounded, however many requests
+wait: at most `most_requests` requests, and as many steps as fit into the pipelines.
 
 It identifies requests by their ids, and contains neither token ids nor text.
 """
@@ -11,35 +9,25 @@ It identifies requests by their ids, and contains neither token ids nor text.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from heapq import nsmallest
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import History, Launched, OpenPhase
 from medha.scheduler.request import Request
 from medha.scheduler.validation import class_name
-from medha.wire.messages import Step, StepEntry
 
 MOST_REQUESTS = 1000
 """Most requests that one status may list."""
 
-Phase = Literal["waiting", "prefill", "decode", "ending"]
+Phase = OpenPhase | Literal["ending"]
 """Phase of a request: waiting for KV, computing its prompt, decoding, or ended with a step in flight."""
 
 Order = Literal["urgency", "age", "prompt", "kv", "output"]
 """Sort order of requests: least slack first (decoding ones last), oldest first, or largest first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Times observed from outside a controller, on the clock of `now` (seconds)."""
-
-    launched_at: Mapping[int, float] = field(default_factory=dict)  # by step
-    first_token_at: Mapping[str, float] = field(default_factory=dict)  # by request
-    last_token_at: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Model(BaseModel):
@@ -89,7 +77,7 @@ class StepStatus(_Model):
     lanes: tuple[int, ...]
     in_first_stage: bool
     """True if the step is in the first stage or on its way there; otherwise it is in a later one."""
-    since_seconds: float | None
+    since_seconds: float
     predicted_seconds: float
     chunks: tuple[ChunkStatus, ...]
     decodes: int
@@ -173,13 +161,16 @@ class CoreStatus(_Model):
 
 def status(
     core: ReplicaController,
+    history: History,
     now: float,
-    seen: Seen = Seen(),
     *,
     order: Order = "urgency",
     most_requests: int = 50,
 ) -> CoreStatus:
-    """Return the state of `core` at `now`, on the clock of its `handle` (seconds)."""
+    """Return the state of `core` at `now`, on the clock of its `handle` (seconds).
+
+    `history` has taken all of its events.
+    """
     config, load = core.config, core.load()
     requests = list(core.requests())
     most = max(0, min(most_requests, MOST_REQUESTS))
@@ -197,9 +188,9 @@ def status(
         waiting=load.waiting,
         pending_prefill_seconds=load.pending_prefill_seconds,
         lanes=_lanes(core, requests),
-        steps=tuple(_step(core, step, seen, now) for step in core.steps_in_flight if step.entries),
+        steps=tuple(_step(core, one, now) for one in history.launched.values() if one.step.entries),
         classes=_classes(core, requests, now),
-        requests=tuple(_request(core, request, seen, now) for request in first),
+        requests=tuple(_request(core, request, history, now) for request in first),
     )
 
 
@@ -212,78 +203,58 @@ def phase(request: Request) -> Phase:
     return "decode" if request.is_decoding else "prefill"
 
 
-def written_blocks(core: ReplicaController, requests: Iterable[Request]) -> Counter[int]:
-    """Return how many blocks have KV of these requests, by lane; a shared block counts once per request."""
-    written = Counter[int]()
+def kv_by_lane(core: ReplicaController, requests: Sequence[Request]) -> list[KvStatus]:
+    """Return the blocks of each lane's pool, by state; `requests` are all of `core`."""
+    written = Counter[int]()  # by lane; a shared block counts once per request
     for request in requests:
         if request.shard_map is not None:
             for lane, tokens in request.shard_map.local_lengths(request.computed).items():
                 written[lane] += core.pools.ledger(lane).blocks_for(tokens)
-    return written
+    found = []
+    for lane in range(core.pools.lanes):
+        ledger = core.pools.ledger(lane)
+        used = min(ledger.held_blocks, written[lane])
+        found.append(
+            KvStatus(
+                blocks=ledger.blocks,
+                used=used,
+                reserved=ledger.held_blocks - used,
+                cached=ledger.remembered_blocks,
+                free=ledger.free_blocks,
+            )
+        )
+    return found
 
 
 def _lanes(core: ReplicaController, requests: Sequence[Request]) -> tuple[LaneStatus, ...]:
     phases = Counter((request.lane, phase(request)) for request in requests)
-    written = written_blocks(core, requests)
-    found = []
-    for lanes in core.lanes.coupled:
-        for index in lanes:
-            lane, ledger = core.lanes[index], core.pools.ledger(index)
-            used = min(ledger.held_blocks, written[index])
-            found.append(
-                LaneStatus(
-                    lane=index,
-                    moves_with=lanes,
-                    first_stage_free=lane.stage_free,
-                    steps_in_flight=len(lane.in_flight_seconds),
-                    decoding=phases[index, "decode"],
-                    prefilling=phases[index, "prefill"],
-                    kv=KvStatus(
-                        blocks=ledger.blocks,
-                        used=used,
-                        reserved=ledger.held_blocks - used,
-                        cached=ledger.remembered_blocks,
-                        free=ledger.free_blocks,
-                    ),
-                )
-            )
-    return tuple(sorted(found, key=lambda lane: lane.lane))
-
-
-def _step(core: ReplicaController, step: Step, seen: Seen, now: float) -> StepStatus:
-    chunks = []
-    decodes = 0
-    for entry in step.entries:
-        request = core.find(entry.id)
-        if request is None or is_decode(entry, request.submit.tokens):
-            decodes += 1
-            continue
-        extent = entry.extents[0]
-        chunks.append(
-            ChunkStatus(
-                request=entry.id,
-                lane=entry.lane,
-                start=extent.start,
-                tokens=entry.token_count,
-                prompt_tokens=request.submit.tokens,
-            )
+    moves_with = {lane: lanes for lanes in core.lanes.coupled for lane in lanes}
+    return tuple(
+        LaneStatus(
+            lane=lane.index,
+            moves_with=moves_with[lane.index],
+            first_stage_free=lane.stage_free,
+            steps_in_flight=len(lane.in_flight_seconds),
+            decoding=phases[lane.index, "decode"],
+            prefilling=phases[lane.index, "prefill"],
+            kv=kv,
         )
+        for lane, kv in zip(core.lanes, kv_by_lane(core, requests), strict=True)
+    )
+
+
+def _step(core: ReplicaController, launched: Launched, now: float) -> StepStatus:
+    step = launched.step
     lane = core.lanes[step.lanes[0]]
-    launched_at = seen.launched_at.get(step.step_id)
     return StepStatus(
         step=step.step_id,
         lanes=step.lanes,
         in_first_stage=lane.stages == 1 or (lane.newest_step == step.step_id and not lane.stage_free),
-        since_seconds=None if launched_at is None else now - launched_at,
+        since_seconds=now - launched.at,
         predicted_seconds=step.predicted_seconds,
-        chunks=tuple(chunks),
-        decodes=decodes,
+        chunks=tuple(ChunkStatus(**chunk._asdict()) for chunk in launched.chunks),
+        decodes=len(launched.decodes),
     )
-
-
-def is_decode(entry: StepEntry, prompt_tokens: int) -> bool:
-    """Return whether an entry computes a sampled token and not one of the prompt's `prompt_tokens` tokens."""
-    return entry.extents[0].start >= prompt_tokens
 
 
 def _classes(core: ReplicaController, requests: Sequence[Request], now: float) -> tuple[ClassStatus, ...]:
@@ -325,11 +296,10 @@ def _key(core: ReplicaController, request: Request, order: Order, now: float) ->
             return (-request.emitted, request.tie)
 
 
-def _request(core: ReplicaController, request: Request, seen: Seen, now: float) -> RequestStatus:
+def _request(core: ReplicaController, request: Request, history: History, now: float) -> RequestStatus:
     due, deadline_in = core.due(request), request.deadline - now
     left = deadline_in - core.slack_seconds(request, now)
-    first, last = seen.first_token_at.get(request.id), seen.last_token_at.get(request.id)
-    spent = None if first is None or last is None or request.emitted < 2 else last - first
+    seen = history.open.get(request.id)
     return RequestStatus(
         id=request.id,
         service_class=class_name(core.config, request.submit),
@@ -350,9 +320,9 @@ def _request(core: ReplicaController, request: Request, seen: Seen, now: float) 
         promised_in_seconds=due - now if due > request.deadline else None,
         prefill_left_seconds=left,
         slack_seconds=deadline_in - left,
-        ttft_seconds=None if first is None else first - request.arrival,
+        ttft_seconds=seen.first_token_at - request.arrival if seen is not None and seen.emitted else None,
         tpot_target_seconds=request.targets.tpot_seconds,
-        tpot_seconds=None if spent is None else spent / (request.emitted - 1),
+        tpot_seconds=None if seen is None else seen.tpot_seconds,
     )
 
 

@@ -1,7 +1,7 @@
 """Status and traces of a running controller process, for its HTTP pages.
 
-Like the metrics' observer, `Inspection` sees the events and commands of the core. It answers the threads that
-serve HTTP (`medha_worker.controller.telemetry`) from the controller's own loop.
+Like the metrics' observer, `Inspection` sees the facts of the core's history. It answers the threads that serve
+HTTP (`medha_worker.controller.telemetry`) from the controller's own loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.controller import ReplicaController
-from medha.wire.messages import ControllerCommand, ControllerEvent, Trace, TracePart
+from medha.scheduler.history import Facts, History
+from medha.wire.messages import Trace, TracePart
 from medha_worker.controller.telemetry import AskStatus, AskTrace, Questions
 from medha_worker.controller.trace import Tracing
 from medha_worker.controller.watch import Watch
@@ -40,8 +41,8 @@ class Inspection:
             self._tracing.close()
             self._tracing.join()
 
-    def begin_epoch(self, core: ReplicaController, now: float) -> None:
-        """Begin an epoch with a fresh core; start the trace of `trace_file` in the first one."""
+    def begin_epoch(self, core: ReplicaController, history: History, now: float) -> None:
+        """Begin an epoch with a fresh core and its history; start the trace of `trace_file` in the first one."""
         if self._config is None and self._trace_file is not None:
             path = self._trace_file
             if core.epoch > 0:  # an earlier process has written the first file
@@ -49,20 +50,14 @@ class Inspection:
             self._tracing = Tracing(core.config.topology, machine(), now, now + FOREVER_SECONDS)
             self._tracing.write_to(path)
         self._config = core.config
-        self._watch.begin_epoch(now)
+        self._watch.begin_epoch(history, now)
         self._ranks_trace = False
 
-    def observe(
-        self,
-        event: ControllerEvent,
-        commands: Sequence[ControllerCommand],
-        core: ReplicaController,
-        now: float,
-    ) -> None:
-        """Record one event and the commands that it led to."""
-        self._watch.observe(event, commands, core, now)
+    def observe(self, facts: Facts, core: ReplicaController) -> None:
+        """Record the facts of one event; `core` is the state after it."""
+        self._watch.observe(facts)
         if self._tracing is not None:
-            self._tracing.observe(event, commands, core, now)
+            self._tracing.observe(facts, core)
 
     def part(self, part: TracePart, now: float) -> None:
         """Add a rank's times of its steps to the trace."""

@@ -34,6 +34,7 @@ from medha.errors import ConfigInvalid, MedhaError, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.config import ReplicaConfig, derive
 from medha.scheduler.controller import Load, ReplicaController
+from medha.scheduler.history import History
 from medha.wire.frames import TOKENS_PER_FRAME, digest, encode, tokens_from_frame, tokens_to_frame
 from medha.wire.messages import (
     Announce,
@@ -288,8 +289,9 @@ class Controller:
             self._carry_out(command)
         if isinstance(event, Submit) and not core.knows_prompt(event.prompt):
             self._prompts.forgotten(event.prompt)
-        self._observer.observe(event, commands, core, now, handle_seconds)
-        self._inspection.observe(event, commands, core, now)
+        facts = self._history.take(core, event, commands, now)
+        self._observer.observe(facts, handle_seconds)
+        self._inspection.observe(facts, core)
 
     # --- links --------------------------------------------------------------------------------------
 
@@ -388,7 +390,8 @@ class Controller:
         self._prompts = PromptStore(config.max_model_len, self._vocab_size, hasher)
         self._outputs = OutputHasher()
         self._open_record(profile, slowest)
-        self._inspection.begin_epoch(self._core, time.monotonic())
+        self._history = History()
+        self._inspection.begin_epoch(core, self._history, time.monotonic())
         if is_first:
             self._metrics_url = serve(
                 self._registry, self._inspection.questions, spec.metrics.host, spec.metrics.port

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, Full, Queue
@@ -23,21 +23,9 @@ from threading import Thread
 from typing import Any
 
 from medha.scheduler.controller import ReplicaController
-from medha.scheduler.status import is_decode
+from medha.scheduler.history import Chunk, Facts
 from medha.topology import Topology
-from medha.wire.messages import (
-    Cancel,
-    ControllerCommand,
-    ControllerEvent,
-    Done,
-    Emit,
-    Failed,
-    StageFree,
-    Step,
-    StepTimes,
-    Submit,
-    TracePart,
-)
+from medha.wire.messages import StepTimes, TracePart
 from medha_worker.rank.step_recorder import PREPARED
 
 MOST_BYTES = 256 * 2**20
@@ -63,7 +51,7 @@ class StepLaunched:
     epoch: int
     step_id: int
     lanes: tuple[int, ...]
-    chunks: tuple[tuple[str, int, int, int], ...]  # request, its lane, start, tokens
+    chunks: tuple[Chunk, ...]
     decodes: tuple[tuple[str, int], ...]  # request, its lane
     predicted_seconds: float
 
@@ -79,11 +67,11 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestMoved:
-    """A request has entered a phase: waiting, prefill or decode; None: it has ended."""
+    """A request is in a phase: waiting, prefill or decode; None: it has ended."""
 
     request: str
     phase: str | None
-    prompt_tokens: int = 0
+    prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,51 +113,24 @@ class Tracing:
         except Full:
             self._left_out += 1
 
-    def observe(
-        self,
-        event: ControllerEvent,
-        commands: Sequence[ControllerCommand],
-        core: ReplicaController,
-        now: float,
-    ) -> None:
-        """Queue the happenings of one event and of the commands that it led to."""
-        match event:
-            case StageFree(step_id=step_id, stage=0):
-                self.put(now, StepEnded(core.epoch, step_id, is_done=False))
-            case Done(step_id=step_id):
-                self.put(now, StepEnded(core.epoch, step_id, is_done=True))
-            case Submit(id=request, tokens=tokens) if core.find(request) is not None:
-                self.put(now, RequestMoved(request, "waiting", tokens))
-            case Cancel(id=request):
-                self.put(now, RequestMoved(request, None))
-        for command in commands:
-            match command:
-                case Step():
-                    self._launched(command, core, now)
-                case Emit(id=request, finish_reason=reason):
-                    self.put(now, RequestMoved(request, "decode" if reason is None else None))
-                case Failed(id=request):
-                    self.put(now, RequestMoved(request, None))
-        if now - self._counted_at >= COUNTER_SECONDS:
-            self._counted_at = now
-            self._count(core, now)
-
-    def _launched(self, step: Step, core: ReplicaController, now: float) -> None:
-        chunks, decodes = [], []
-        for entry in step.entries:
-            request = core.find(entry.id)
-            if request is None or is_decode(entry, request.submit.tokens):
-                decodes.append((entry.id, entry.lane))
-            else:
-                chunks.append((entry.id, entry.lane, entry.extents[0].start, entry.token_count))
-        self.put(
-            now,
-            StepLaunched(
-                core.epoch, step.step_id, step.lanes, tuple(chunks), tuple(decodes), step.predicted_seconds
-            ),
-        )
-        for admit in step.admits:
-            self.put(now, RequestMoved(admit.id, "prefill", admit.tokens))
+    def observe(self, facts: Facts, core: ReplicaController) -> None:
+        """Queue the happenings of one event; `core` is the state after it."""
+        if facts.left_first_stage is not None:
+            self.put(facts.now, StepEnded(facts.epoch, facts.left_first_stage, is_done=False))
+        if facts.completed is not None:
+            step_id = facts.completed.launched.step.step_id
+            self.put(facts.now, StepEnded(facts.epoch, step_id, is_done=True))
+        for request, phase, prompt_tokens in facts.moves:
+            self.put(facts.now, RequestMoved(request, phase, prompt_tokens))
+        for launched in facts.launched:
+            step, decodes = launched.step, tuple((entry.id, entry.lane) for entry in launched.decodes)
+            happening = StepLaunched(
+                step.epoch, step.step_id, step.lanes, launched.chunks, decodes, step.predicted_seconds
+            )
+            self.put(facts.now, happening)
+        if facts.now - self._counted_at >= COUNTER_SECONDS:
+            self._counted_at = facts.now
+            self._count(core, facts.now)
 
     def _count(self, core: ReplicaController, now: float) -> None:
         load = core.load()
@@ -419,13 +380,13 @@ def _on_lane(step: StepLaunched | None, lane: int) -> StepLaunched | None:
         return None
     return replace(
         step,
-        chunks=tuple(chunk for chunk in step.chunks if chunk[1] == lane),
+        chunks=tuple(chunk for chunk in step.chunks if chunk.lane == lane),
         decodes=tuple(decode for decode in step.decodes if decode[1] == lane),
     )
 
 
 def _label(step: StepLaunched, nothing: str = "update") -> str:
-    prefill, decodes = sum(tokens for _, _, _, tokens in step.chunks), len(step.decodes)
+    prefill, decodes = sum(chunk.tokens for chunk in step.chunks), len(step.decodes)
     parts = [f"prefill {prefill}"] * bool(step.chunks) + [f"decode {decodes}"] * bool(decodes)
     return " + ".join(parts) or nothing
 
@@ -433,7 +394,7 @@ def _label(step: StepLaunched, nothing: str = "update") -> str:
 def _args(step: StepLaunched) -> Event:
     return {
         "lanes": list(step.lanes),
-        "chunks": [f"{name}: {start} to {start + tokens}" for name, _, start, tokens in step.chunks],
+        "chunks": [f"{one.request}: {one.start} to {one.start + one.tokens}" for one in step.chunks],
         "decodes": [name for name, _ in step.decodes[:MOST_NAMED]],
         "predicted_ms": round(1e3 * step.predicted_seconds, 3),
     }
