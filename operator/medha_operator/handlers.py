@@ -38,6 +38,7 @@ async def start(settings: kopf.OperatorSettings, memo: kopf.Memo, **_: Any) -> N
     settings.queueing.idle_timeout = 0.1  # one worker a resource, which has little to do
     settings.networking.request_timeout = 30
     settings.watching.server_timeout = 270
+    settings.watching.chunk_size = 500  # it would hold a whole list
     program = Program(read_settings(), identity())
     memo.program = program
     memo.task = asyncio.create_task(_run(program))
