@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,10 +22,15 @@ class TorchKVWriter:
         self._device = device
 
     def plan(self, slots: npt.NDArray[np.int64]) -> StepWrite:
-        ends = np.flatnonzero(np.diff(slots) != 1) + 1  # of runs, by rows, but for the last one's
-        if (len(ends) + 1) * _ROWS_PER_SLICE_COPY > len(slots):
+        breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1  # rows at which a run begins, but the first
+        if (len(breaks) + 1) * _ROWS_PER_SLICE_COPY > len(slots):
             return _Scatter(torch.from_numpy(slots).to(self._device))
-        return _Slices(np.split(slots, ends))
+        return _Slices(
+            [
+                (slice(first, stop), slice(int(slots[first]), int(slots[stop - 1]) + 1))
+                for first, stop in pairwise((0, *breaks.tolist(), len(slots)))
+            ]
+        )
 
 
 class _Scatter:
@@ -38,12 +45,8 @@ class _Scatter:
 
 
 class _Slices:
-    def __init__(self, runs: list[npt.NDArray[np.int64]]) -> None:
-        stops = np.cumsum([len(run) for run in runs]).tolist()
-        self._runs = [
-            (slice(stop - len(run), stop), slice(int(run[0]), int(run[-1]) + 1))
-            for stop, run in zip(stops, runs, strict=True)
-        ]
+    def __init__(self, runs: list[tuple[slice, slice]]) -> None:
+        self._runs = runs  # rows, and their slots
 
     def write(
         self, pool_keys: torch.Tensor, pool_values: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
