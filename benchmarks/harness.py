@@ -28,7 +28,6 @@ STUDENT_T = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262}  # two-sided, 95
 STOPPED = 130  # exit status after Ctrl-C
 
 Row = dict[str, Any]
-Clock = Callable[[], float]
 
 
 def parser(
@@ -92,38 +91,37 @@ def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(values), half
 
 
-class Loop:
-    """A fixed loop of pure Python and numpy, and the times that it took between the measurements of one run.
+def calibrate() -> float:
+    """Return the CPU seconds that a fixed loop of pure Python and numpy takes now.
 
-    It visits 40,000 objects in leaps and an array of 1.6 MB, as a decision over a long queue does. So it becomes slower, too,
-    where other processes take the caches away.
+    The loop stays in the processor's caches, so that other load slows a decision down more than it: let nothing else run.
     """
+    started = time.thread_time()
+    seen: dict[int, tuple[int, float]] = {}
+    for number in range(3000):
+        key = number * 7919 % 1009
+        count, total = seen.get(key, (0, 0.0))
+        seen[key] = (count + 1, total + number)
+    values = np.arange(10_000, dtype=np.float64)
+    for _ in range(18):
+        values = np.where(values > 5000.0, values - 3.0, values + 2.0)
+        np.cumsum(values)
+    return time.thread_time() - started
 
-    def __init__(self, clock: Clock = time.thread_time) -> None:
-        self._clock = clock
-        self._objects = [[number, 0.5 * number] for number in range(40_000)]
-        self._column = np.arange(200_000, dtype=np.float64)
+
+class Loop:
+    """The calibrated loop's times, taken between the measurements of one run."""
+
+    def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.calibrate()  # warms up caches and the interpreter
+        self.sample()  # warms up caches and the interpreter
         self.seconds.clear()
 
-    def calibrate(self, count: int = 25) -> float:
+    def sample(self, count: int = 25) -> float:
         """Run the loop some more times; returns their median (seconds)."""
-        taken = [self._once() for _ in range(count)]
+        taken = [calibrate() for _ in range(count)]
         self.seconds += taken
         return statistics.median(taken)
-
-    def _once(self) -> float:
-        started, total = self._clock(), 0.0
-        for number in range(2000):
-            one = self._objects[number * 7919 % 40_000]
-            total += one[1]
-            one[1] = float(number)
-        values = self._column[::20]
-        for _ in range(13):
-            values = np.where(values > total % 1e4, values - 3.0, values + 2.0)
-            np.cumsum(values)
-        return self._clock() - started
 
     def ratio(self, seconds: float) -> float:
         """Return a time as a multiple of the loop's median in this run."""

@@ -144,10 +144,10 @@ def main() -> int:
         "router, 1,000 wait (us)": lambda: routing(1_000, 16),
         "router, 10,000 wait (us)": lambda: routing(10_000, 16),
     }
-    loop, figures = Loop(time.process_time), dict[str, Figures]()
+    loop, figures = Loop(), dict[str, Figures]()
     for title, measure in measured.items():
         progress(title)
-        loop.calibrate()
+        loop.sample()
         figures[title] = {name: round(value, 2) for name, value in measure().items()}
     table(("", "", "time"), ((title, *one) for title, row in figures.items() for one in row.items()))
     return report(claims(figures, loop), arguments.json, figures)

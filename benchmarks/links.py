@@ -129,7 +129,7 @@ def measure(transport: str, rounds: int, steps: int, frames: int, loop: Loop) ->
         }
 
         def once(pair: Pair) -> tuple[list[float], float]:
-            loop.calibrate(5)
+            loop.sample(5)
             return pair.step_seconds(steps), pair.bytes_per_second(frames)
 
         found = in_turn(rounds, {name: partial(once, pair) for name, pair in pairs.items()})

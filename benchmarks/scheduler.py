@@ -297,9 +297,9 @@ def main() -> int:
 def own_figures(policies: tuple[str, ...], launches: int, *, is_compiled: bool) -> list[Row]:
     """Quantiles of this interpreter's launches, and the loop's median before and after them (milliseconds)."""
     loop, figures = Loop(), list[Row]()
-    before = loop.calibrate()
+    before = loop.sample()
     for policy, queue, decodes, seconds in rows(policies, launches):
-        after = loop.calibrate()
+        after = loop.sample()
         p50, p99, most = (1e3 * float(value) for value in np.percentile(seconds, (50, 99, 100)))
         row = {"scheduler": policy, "queued": queue, "decodes": decodes, "compiled": is_compiled}
         row |= {"p50_ms": p50, "p99_ms": p99, "max_ms": most, "loop_ms": 500 * (before + after)}

@@ -259,7 +259,7 @@ def main() -> int:
     streams = [1, 8] if arguments.quick else [1, 8, 32]
     lengths = [1024] if arguments.quick else [1024, 4096, 8192, 16384, 32768]
     if arguments.quick:
-        rounds, outputs = 1, 16
+        rounds, outputs = 1, 8
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="medha-serve-")))
         checkpoint = folder / MODEL

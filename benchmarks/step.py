@@ -192,7 +192,7 @@ def measure(shape: str, decoded: int, rounds: int, loop: Loop) -> list[dict[str,
 
 def _ask(url: str, decoded: int, rounds: int, loop: Loop) -> None:
     for seed, context in enumerate(CONTEXTS * rounds):
-        loop.calibrate(10)
+        loop.sample(10)
         ids = [7 + (seed + position) % 97 for position in range(context)]
         is_first_round = seed < len(CONTEXTS)
         for tokens in (decoded, 1) if is_first_round else (decoded,):  # the second time the prompt is cached
@@ -276,7 +276,7 @@ def main() -> int:
     for shape in arguments.shape or (["1 rank"] if arguments.quick else list(SHAPES)):
         progress(shape)
         decoded, rounds = (DECODED // 2, 1) if arguments.quick else (DECODED, arguments.rounds)
-        loop = Loop(time.perf_counter)
+        loop = Loop()
         ranks = measure(shape, decoded, rounds, loop)
         found = {context: figures(ranks, context) for context in CONTEXTS}
         for context, row in found.items():
