@@ -52,15 +52,17 @@ $(CHECKPOINT)/config.json: | $(STAMP)
 test: lint types imports tests ## every check that CI makes
 
 .PHONY: check
-check: lint types imports ## the checks that take seconds: style, types, layers
+check: lint types imports words ## the checks that take seconds: style, types, layers, words
 
-.PHONY: lint types imports tests
+.PHONY: lint types imports words tests
 lint: $(STAMP)
 	@.ci/row lint bash -c '$(BIN)/ruff check . && $(BIN)/ruff format --check .'
 types: $(STAMP)
 	@.ci/row types $(BIN)/mypy
 imports: $(STAMP)
 	@.ci/row imports $(BIN)/lint-imports
+words: $(STAMP)
+	@.ci/row words $(BIN)/python -m pytest -q tests/contracts/test_words.py
 tests: $(STAMP)
 	@$(BIN)/python .ci/tests.py
 

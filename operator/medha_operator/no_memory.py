@@ -1,4 +1,4 @@
-"""Storages that make kopf keep nothing of the resources that it observes.
+"""Storages for kopf that store no part of the resources that it observes.
 
 Otherwise kopf would copy each document, to find out what has changed since a handler last saw it, and record
 that on the resource. No handler here asks for a change, and the copies took a tenth of the operator's CPU.
@@ -12,7 +12,7 @@ import kopf
 
 
 class NoDifferences(kopf.DiffBaseStorage):
-    """Keeps nothing of what was handled last."""
+    """Does not store the last handled state."""
 
     def build(self, **_: Any) -> Any:
         return {}

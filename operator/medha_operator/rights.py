@@ -1,7 +1,7 @@
 """Everything that the operator may do, as RBAC rules.
 
 The chart's roles say the same; a test compares the two. The operator can read what it watches, and events,
-which tell why pods are not created or do not start. It can create Secrets, and never read those of replicas.
+which say why pods are not created or do not start. It can create Secrets, and never read those of replicas.
 Of a MedhaDeployment it can write only the status and finalizers. RBAC cannot distinguish the replicas of
 deployments, which the operator manages, from those of users.
 """

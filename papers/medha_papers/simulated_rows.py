@@ -123,7 +123,7 @@ class Rows:
     ) -> Figure:
         """Return a figure from means over seeds, at nominal capacity and at the ends of the band.
 
-        `order` tells whether the claimed order holds for a value of one seed.
+        `order` says whether the claimed order holds for a value of one seed.
         """
         means: dict[float, float] = {}
         every: list[float] = []

@@ -63,5 +63,5 @@ def test_what_a_kubelet_misses_is_told_with_the_field_that_names_it(api: Api, na
     assert found is not None
     (ready,) = (one for one in found["status"]["conditions"] if one["type"] == "Ready")
     assert words in ready["message"]
-    assert condition(found, "Stalled")[0] == "False", "it mends itself once that is there"
+    assert condition(found, "Stalled")[0] == "False", "it recovers once that is there"
     api.delete(REPLICA, name)

@@ -87,7 +87,7 @@ def test_metadata_of_kubernetes_is_ignored_where_it_means_nothing_here() -> None
 
 _MODEL: dict[str, Any] = {"name": "m", "source": {"path": "checkpoint"}}
 BAD = [
-    # the spec's fields, and everything that the message must name: field, value or limit, mend
+    # the spec's fields, and everything that the message must name: field, value or limit, fix
     ({"parallelism": {"tensor": 0}}, ["spec.parallelism.tensor", "greater than or equal to 1", "found 0"]),
     (
         {"parallelism": {"stream": 32, "kv": 32}},

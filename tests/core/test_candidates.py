@@ -76,7 +76,7 @@ def test_a_given_up_long_one_claims_no_share_of_longs_before_its_promise_has_bee
     request = late_request(1, is_long=True)
     table.add(request, Alone(1.0, 0.0), request.deadline, 5)
     crowded, full = Room(10, 10, of_longs=4), Room(4, 4)
-    assert table.late_without_room(crowded, NOW, 1.0) is None, "whether it is given up is not decided yet"
+    assert table.late_without_room(crowded, NOW, 1.0) is None, "whether it is demoted is not decided yet"
     table.plan.due[0] = NOW + 10.0
     assert table.late_without_room(crowded, NOW, 1.0) is None
     assert table.late_without_room(full, NOW, 1.0) is request, "KV that is free is another matter"

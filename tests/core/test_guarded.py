@@ -208,7 +208,7 @@ class Table:
         return Table(columns, Plan(deadline.copy(), np.full(len(rows), np.inf), by_due))
 
     def promise(self, row: int, at: float) -> None:
-        """As if `row` had been given up before."""
+        """As if `row` had been demoted before."""
         self.plan.due[row] = self.plan.promise[row] = at
         self.plan.by_due[:] = np.argsort(self.plan.due, kind="stable")
 
@@ -245,7 +245,7 @@ def test_a_promise_is_the_work_given_up_so_far_over_the_share() -> None:
 
 
 def test_a_promise_binds_who_is_kept() -> None:
-    """The given-up needs nearly all the time until its promise, so one that wants it too must go."""
+    """The demoted request needs nearly all the time until its revised deadline, so another that needs it, too, must be demoted."""
     table = Table.of((0, 5, 5), (94, 4, 99))
     table.promise(0, at=100)
     assert table.order(now=94) == [0, 1]
@@ -276,7 +276,7 @@ def test_one_given_up_gets_its_deadline_back_when_there_is_room_again() -> None:
     table.columns.remaining_seconds[0] = 1  # as if it were nearly all cached
     assert table.order(now=0.5) == [0, 1]
     assert table.given_up == []
-    assert np.isfinite(table.plan.promise[1]), "what was promised stands, should it be given up again"
+    assert np.isfinite(table.plan.promise[1]), "the revised deadline stays, in case it is demoted again"
 
 
 def test_when_there_is_room_for_many_again_they_return_over_several_decisions() -> None:
@@ -325,7 +325,7 @@ def test_far_dues_are_looked_at_in_some_decisions_and_near_ones_in_all(seed: int
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes: int) -> None:
     generator = np.random.default_rng(lanes)
-    as_it_stood = {"nobody given up": 0, "first by due": 0, "first of the given up": 0}
+    as_it_stood = {"nobody demoted": 0, "first by due": 0, "first of the demoted": 0}
     for _ in range(100):
         count = int(generator.integers(1, 12))
         work = generator.choice([0.0, 0.01, 0.2, 3.0], count) * generator.random(count)
@@ -348,8 +348,8 @@ def test_few_rows_looked_at_one_by_one_lead_to_the_same_plan_as_arrays_do(lanes:
             ):
                 assert found.tolist() == expected.tolist()
             if stands:
-                given_up = "first by due" if first is None else "first of the given up"
-                as_it_stood[given_up if table.given_up else "nobody given up"] += 1
+                given_up = "first by due" if first is None else "first of the demoted"
+                as_it_stood[given_up if table.given_up else "nobody demoted"] += 1
             served = int(table.plan.by_due[0]) if first is None else first
             left = table.columns.remaining_seconds
             left[served] = max(left[served] - 0.1, 0.0)

@@ -1,4 +1,4 @@
-"""Who gets KV when it is short: late requests claim it, whatever kept them out, and given-up long ones leave it to others."""
+"""Who gets KV when it is short: late requests claim it, whatever kept them out, and demoted long ones leave it to others."""
 
 from __future__ import annotations
 
@@ -413,7 +413,7 @@ def test_longs_of_one_document_count_it_once_against_their_share(
 def test_guarded_gives_late_ones_a_share_of_the_places_where_places_are_short(
     replica_of: Any, submit_of: Any
 ) -> None:
-    """Four run at a time, and more than four come: whoever was given up would be behind the next ones for ever."""
+    """Four run at a time, and more than four come: whoever was demoted would be behind the next ones for ever."""
     replica = replica_of(policy="guarded", max_running=4, kv_blocks=1000, step_seconds=0.1)
     for index in range(4):
         replica.submit(submit_of(f"holder {index}", 4, 40))

@@ -356,7 +356,7 @@ def test_ranks_know_what_was_used_of_a_prefix_that_another_sequence_had_publishe
     for name in ("first", "other", "like it"):
         pools.release(name)
     assert admit("new", 200).evictions == (), "what `like it` held is free"
-    pools.computed("new", 8)  # never used by one that has ended, and yet not given up while it runs
+    pools.computed("new", 8)  # never used by one that has ended, and yet not evicted while it runs
     assert len(admit("newer", 300).evictions) == 1
     assert pools.expected(8, hasher.hashes(np.arange(8, dtype=np.int32)))[0] == 4, "the older one has gone"
 

@@ -147,7 +147,7 @@ def test_cached_blocks_count_as_free_and_give_way_to_requests(replica_of: Any, s
     assert pools.cached_blocks == 8
     assert pools.free_tokens == replica.controller.load().kv_tokens_free == 40
     submit_ids(replica, submit_of("b", 36, 4), tuple(range(100, 136)))
-    assert last_step(replica).admits[0].evictions, "what is in the way is given up, and the ranks are told"
+    assert last_step(replica).admits[0].evictions, "what is in the way is evicted, and the ranks are told"
     replica.run().check_empty()
     submit_ids(replica, submit_of("c", 36, 4), tuple(range(100, 136)))
     assert last_step(replica).admits[0].cached_tokens == 32
@@ -384,7 +384,7 @@ def test_nobody_waits_for_a_leader_that_is_given_up(replica_of: Any, submit_of: 
     submit_ids(replica, submit_of("urgent", 1500, 2, deadline_after_seconds=2.0), tuple(range(5000, 6500)))
     for _ in range(3):
         replica.advance()
-    assert replica.controller.due(replica.controller.find("leader")) > 3.5, "it is given up"
+    assert replica.controller.due(replica.controller.find("leader")) > 3.5, "it is demoted"
     assert not replica.controller.find("question").is_held
     while not replica.emitted.get("question"):
         replica.advance()

@@ -1,4 +1,4 @@
-"""What a pod answers to probes, and when it gives up, from what its parts say; without processes and without a clock."""
+"""What a pod answers to probes, and when it ends, from what its parts say; without processes and without a clock."""
 
 from __future__ import annotations
 

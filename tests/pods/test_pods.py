@@ -1,4 +1,4 @@
-"""A replica made of pods: it serves, mends what dies inside of a pod, asks for help where it cannot, and drains."""
+"""A replica made of pods: it serves, restarts what dies inside of a pod, asks for help where it cannot, and drains."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def test_a_replica_counts_only_after_it_was_ready_for_as_long_as_asked() -> None
 
 
 def test_what_is_ready_and_not_yet_available_is_taken_down_at_once() -> None:
-    """Nobody counts on it: neither removing it nor mending a bad change waits for `minReadySeconds`."""
+    """Nobody counts on it: neither removing it nor fixing a bad change waits for `minReadySeconds`."""
     world = DeploymentWorld(2, minReadySeconds=3600)
     for _ in range(4):
         world.do(world.plan().actions)

@@ -88,30 +88,30 @@ def lost(cluster: FakeCluster, name: tuple[str, str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "name", "mends"),
+    ("harm", "name", "fixes"),
     [(lost, OWN, [SHARED]), (spoilt, OWN, [OWN, SHARED]), (spoilt, SHARED, [SHARED])],
     ids=["keys lost", "keys spoilt", "enrolment spoilt"],
 )
 def test_secrets_by_which_nobody_can_join_are_told_of_and_left_as_they_are_until_somebody_deletes_them(
     harm: Callable[[FakeCluster, tuple[str, str, str]], None],
     name: tuple[str, str, str],
-    mends: list[tuple[str, str, str]],
+    fixes: list[tuple[str, str, str]],
 ) -> None:
     cluster = FakeCluster()
     install(cluster)
     look(cluster)
     harm(cluster, name)
     look_and_hear(cluster)  # what is lost is made
-    for mend in mends:
+    for fix in fixes:
         before = data(cluster)
         again, (told,) = look_and_hear(cluster)
         assert again == AGAIN_SECONDS
         assert (told.reason, told.is_warning) == (KEYS_UNUSABLE, True)
-        assert mend[2] in told.message
+        assert fix[2] in told.message
         assert "delete" in told.message
         assert data(cluster) == before
-        lost(cluster, mend)
-        if mend != mends[-1]:
+        lost(cluster, fix)
+        if fix != fixes[-1]:
             look_and_hear(cluster)
     look(cluster)
     look(cluster)

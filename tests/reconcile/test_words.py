@@ -1,4 +1,4 @@
-"""Why pods are not made or do not start is told apart by the words of those who refuse them, with what mends it."""
+"""Why pods are not made or do not start is told apart by the words of those who refuse them, with what fixes it."""
 
 from __future__ import annotations
 

@@ -428,7 +428,7 @@ BAD = {
         Made("byte level", config={"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"]}),
         r"tokenizer_config\.json: fast_tokenizer_files names 'tokenizer\.4\.0\.0\.json'",
     ),
-    "a pre-tokenizer that is mended when loaded": (
+    "a pre-tokenizer that is fixed when loaded": (
         Made("byte level", model_type="mistral", config={"fix_mistral_regex": True}),
         r"tokenizer_config\.json: fix_mistral_regex is set",
     ),

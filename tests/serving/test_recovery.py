@@ -112,7 +112,7 @@ class Breaking(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("asks_again", [False, True])
 def test_only_clients_of_a_router_that_failed_ask_again(recovery: ModuleType, asks_again: bool) -> None:
-    """With any other failure, a stream that breaks is lost: nobody may mend it behind the benchmark's back."""
+    """With any other failure, a stream that breaks is lost: nobody may repair it behind the benchmark's back."""
 
     class Once(Breaking):
         """Counts for this test alone."""

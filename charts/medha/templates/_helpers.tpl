@@ -96,7 +96,7 @@ priorityClassName: {{ . }}
 {{- toJson $routers -}}
 {{- end -}}
 
-{{/* Namespaces that are looked after, as JSON; none: all of them. */}}
+{{/* Namespaces that the operator manages, as JSON; an empty list stands for all. */}}
 {{- define "medha.namespaces" -}}
 {{- if and .Values.operator.clusterWide .Values.operator.namespaces -}}
 {{- fail "operator.clusterWide is set, and operator.namespaces too: leave one of them out" -}}

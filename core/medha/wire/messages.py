@@ -354,7 +354,7 @@ class Meet:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Report the times of every step in `TracePart`s for `seconds` seconds; 0 ends it. Sent anew in each epoch."""
+    """Report the times of every step in `TracePart`s for `seconds` seconds; 0 ends it. Sent again in each epoch."""
 
     seconds: float
 

@@ -162,7 +162,7 @@ class Listener:
                 selector.register(self._wake, selectors.EVENT_READ)
                 while all(key.fileobj is self._socket for key, _ in selector.select()):
                     self._receive()
-        except Exception as error:  # noqa: BLE001 - whatever it is, `trouble` tells it
+        except Exception as error:  # noqa: BLE001 - whatever it is, `trouble` reports it
             self._failure = f"{type(error).__name__}: {error}"
 
     def _receive(self) -> None:

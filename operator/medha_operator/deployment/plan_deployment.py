@@ -8,8 +8,8 @@ replicas at once.
 
 Every plan for a valid spec keeps two bounds. No replica is created beyond N + maxSurge, and no available
 replica is taken down unless N - maxUnavailable others are available. A replica that is not available may
-always be changed, since nobody waits for it. A replica of which nothing tells whether it serves does not
-count as available, but is taken down as carefully as if it served.
+always be changed, since nobody waits for it. If it is not known whether a replica serves, it does not
+count as available, but is taken down as carefully as one that serves.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _plan_refused(
     """Return the plan for a spec that the schema accepts and the models do not.
 
     The replicas stay as they are. A cordoned node is emptied all the same, one replica after the other, as
-    the spec does not tell how many may be missing.
+    the spec does not say how many may be missing.
     """
     replicas = 1 + max((child.index for child in observed.children if child.is_ours), default=-1)
     rollout = RolloutSpec(max_surge=0, max_unavailable=1)

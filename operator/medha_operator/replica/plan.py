@@ -358,7 +358,7 @@ def _delete(kind: str, found: Any, reason: str) -> list[Action]:
 def _stays(observed: Observed, status: ReplicaStatus) -> Plan:
     """Return the event of a replica that begins to wait for room, and when to check for room again.
 
-    `status` tells whether it waits.
+    `status` says whether it waits.
     """
     if not waits_for_room(observed):
         return Plan(())

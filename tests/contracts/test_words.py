@@ -1,0 +1,169 @@
+"""Prose uses the field's words (docs/glossary.md): no banned word in pages, docstrings, comments, messages and charts."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+THIS = "tests/contracts/test_words.py"
+CODE = ("core", "worker", "router", "operator", "sim", "cli", "papers", "dashboards", "charts")
+TEXTS = (
+    "docs",
+    "charts",
+    "crds",
+    "examples",
+    ".ci",
+    "README.md",
+    "CONTRIBUTING.md",
+    "Makefile",
+    "Dockerfile",
+)
+
+BANNED = {
+    r"mend(s|ed|ing)?": "fix, correct or repair",
+    r"muster(s|ed|ing)?|doorkeepers?": "membership, authenticator",
+    r"(gives?|gave|given|giving)[ -]up": "demote; or end, stop",
+    r"(?<!to )(?<!cannot )(tells?|told|telling)\b(?! (\w+ ){0,3}(apart|from)\b)": "report, notify, show or say",
+    r"(draws?|drawn|drew) (a |the |its |one |next )?tokens?|tokens? (is |are |was |were )?(drawn|drew)": "sample",
+    r"(meets?|meeting|met) (again|anew|each other)|(ranks|pods) (meet|met)": "rendezvous",
+    r"(a|the|each|next|every|one|this|last|of|which) looks?(?! (at|like|for|up)\b)": "reconcile, poll, snapshot",
+    r"anew|it is said|no more(?=[.,;:)]|$)|whereupon": "again, new; log; no longer",
+    r"nothing of (the|it|what)|looked after|looks? after": "no part of; manage",
+}
+"""Patterns of words in the senses that the glossary replaces, with the words to use."""
+IN_TESTS = frozenset(list(BANNED)[:3])
+"""Patterns that also hold for the tests, whose prose is otherwise free."""
+
+HEADLESS = re.compile(
+    r'(?<!\n)\n *# (Of|Who|Whom|Whose|Whether)\b[^?\n]*$|\b(help|description|says)=f?"(Of|Who|Whom|Whose|Whether|What|How)\b'
+    r'[^?"]*"',
+    re.MULTILINE,
+)
+"""Start of a comment, a help text or a description without a subject and a verb."""
+
+ALLOWED = {
+    "core/medha/scheduler/": "anew, told: a validation message of sampling.logprobs",
+    "operator/medha_operator/kube/": "told, anew: messages of the store",
+    "worker/medha_worker/cpu/": "nothing of",
+    "worker/medha_worker/kernels/": "nothing of",
+    "worker/medha_worker/model/": "tokens drawn: `sampler.draw`, `Drawn`, `Undrawable`",
+    "worker/medha_worker/rank/": "tokens drawn, gives up, told: `executor._draw`, `mesh`",
+    "worker/medha_worker/controller/trace.py": "draw: the name of a slice in traces",
+    "docs/reproduction.md": "drawn: written by papers/medha_papers/reproduction.py",
+}
+"""Places whose identifiers still have such words, or that are rewritten as a whole, with the words."""
+
+
+def tracked(*folders: str) -> Iterator[tuple[str, str]]:
+    """Yield name and text of the files in these folders that git knows."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--", *folders], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for name in listed.split("\0"):
+        if name and name != THIS and not name.startswith(tuple(ALLOWED)) and (ROOT / name).is_file():
+            yield name, (ROOT / name).read_text(encoding="utf-8", errors="replace")
+
+
+def without_code(text: str) -> str:
+    """Return `text` with identifiers in backticks and blocks of code replaced, so that lines keep their numbers."""
+    return re.sub(
+        r"```.*?```|`[^`\n]*`", lambda found: re.sub(r"[^\n]", "x", found[0]), text, flags=re.DOTALL
+    )
+
+
+def prose_of(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every comment and every string of a Python file, docstrings and messages included."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def banned_in(text: str, patterns: frozenset[str] = frozenset(BANNED)) -> list[tuple[int, str]]:
+    """Return line and advice for each banned word of a text."""
+    text = without_code(text)
+    return [
+        (text.count("\n", 0, match.start()), f"{match[0]!r}: {BANNED[pattern]}")
+        for pattern in patterns
+        for match in re.finditer(rf"\b(?:{pattern})\b", text, re.IGNORECASE)
+    ]
+
+
+def found_in(name: str, text: str, patterns: frozenset[str] = frozenset(BANNED)) -> list[str]:
+    """Return place and advice for each banned word in the prose of a file."""
+    if not name.endswith(".py"):
+        return [f"{name}:{line + 1}: {advice}" for line, advice in banned_in(text, patterns)]
+    if not banned_in(text.replace("`", " "), patterns):  # nearly always: then there is no need to parse it
+        return []
+    return [
+        f"{name}:{first + line}: {advice}"
+        for first, prose in prose_of(text)
+        for line, advice in banned_in(prose, patterns)
+    ]
+
+
+def test_prose_has_no_banned_word() -> None:
+    found = [hit for name, text in tracked(*CODE, *TEXTS) for hit in found_in(name, text)]
+    assert found == [], "\n".join(found)
+
+
+def test_prose_of_tests_has_no_word_of_ours() -> None:
+    found = [
+        hit
+        for name, text in tracked("tests")
+        if name.endswith(".py")
+        for hit in found_in(name, text, IN_TESTS)
+    ]
+    assert found == [], "\n".join(found)
+
+
+def test_comments_and_help_texts_have_a_subject() -> None:
+    found = [
+        f"{name}: {match[0].strip()}"
+        for name, text in tracked(*CODE)
+        if name.endswith(".py")
+        for match in HEADLESS.finditer(text)
+    ]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("page.md", "It mends itself."),
+        ("page.md", "The router is told of it."),
+        ("values.yaml", "# -- Names anew"),
+        ("code.py", 'raise ValueError("mend it")'),
+        ("code.py", "x = 1  # until it gives up"),
+        ("code.py", 'def f():\n    """One token is drawn."""'),
+    ],
+)
+def test_a_banned_word_is_noticed(name: str, text: str) -> None:
+    assert found_in(name, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("page.md", "Settings call it `give up`, and nobody can tell one from the other."),
+        ("code.py", "mend = 1\nassert drawn.token"),
+    ],
+)
+def test_identifiers_and_other_senses_are_not_noticed(name: str, text: str) -> None:
+    assert not found_in(name, text)
+
+
+@pytest.mark.parametrize("text", ["\n    # Whether it runs.\n", 'option(help="Of the weights: float32.")'])
+def test_a_text_without_a_subject_is_noticed(text: str) -> None:
+    assert HEADLESS.search(text)
+    assert not HEADLESS.search(text.replace("Whether", "True if").replace("Of the", "The"))
