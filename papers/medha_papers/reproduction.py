@@ -17,7 +17,10 @@ from medha_papers.comparison import comparisons, goals, offered_loads
 from medha_papers.simulated_rows import Rows, calibration, strength
 from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS
 
-_HEAD = """# What of the papers holds here
+_HEAD = """# The papers' claims, reproduced or refuted
+
+This page shows which claims of three papers hold for Medha, by simulation or by formula, with
+the figures behind each verdict.
 
 Written by `{command}` from `{file}`; do not edit. Mode **{mode}**, code of commit `{commit}` (digest of the simulated
 sources: `{sources}`): {done} of {planned} runs{errors}, {core_hours:.2f} core hours{took}.{adopted}{warning}
@@ -27,21 +30,21 @@ Left Behind", paper C Meta's "Context Parallelism for Scalable Million-Token Inf
 
 ## How to read the verdicts
 
-One rule holds for every figure, whether a formula or a simulation stands behind it:
+The verdicts have the same meaning for formulas and for simulations:
 
-- **reproduced**: the paper's figure, or part of the range that it states, lies inside our band. The band is what our
-  figure becomes when capacities (FLOP/s, memory bandwidth, link bandwidth, memory size) are 10 % lower or higher. For
-  formulas they move one with another; for simulations the ranks are 10 % slower or faster than the controller believes.
-- **direction only**: it does not, but the order that the paper claims holds in all seeds and points, for a formula at
-  every corner of the band.
-- **refuted**: the order does not hold either, or there is none that could: "equal", "like", a plain figure that its sentence
-  compares with nothing. Of one that it does compare, the order stands beside it as "direction: ...". It may follow from a
-  formula's form (T16, T17, T29); then "direction only" says that the model has it, and nothing of any machine.
+- **reproduced**: the paper's figure, or part of the range that it states, lies inside our band. The band is the range of our
+  figure when capacities (FLOP/s, memory bandwidth, link bandwidth, memory size) are 10 % lower or higher. In formulas,
+  all of them change together; in simulations, the ranks are 10 % slower or faster than the controller predicts.
+- **direction only**: the paper's figure lies outside, but the order that the paper claims holds in all seeds and
+  points; for a formula, at every corner of the band.
+- **refuted**: the order does not hold either, or the claim states no order ("equal", "like", or a figure that is compared
+  with nothing). If a figure is compared, its order is shown beside it as "direction: ...". The order may follow from the
+  form of a formula (T16, T17, T29); then "direction only" is a statement about the model, not about any machine.
 - **not testable**: an input is not published, or the runs are not part of this campaign.
 
-A row has the verdict of its weakest figure that could be tested. Constants are fitted once and named with the rows
-that use them; none is tuned per row. The papers' load points of 0.75 requests/s and above lie at or past
-saturation, where medians move by large factors for 10 % of capacity: that is what the bands show.
+The verdict of a row is that of its weakest figure that could be tested. Constants are fitted once and named with the
+rows that use them; none is tuned for a row. The papers' load points of 0.75 requests/s and above are at or beyond
+saturation. There, 10 % of capacity change medians by large factors, as the bands show.
 """
 
 _MET = {True: "yes", False: "**no**", None: "window too short to tell"}
@@ -49,10 +52,10 @@ _MET = {True: "yes", False: "**no**", None: "window too short to tell"}
 _SIMPLIFICATIONS = """## What the simulations leave out
 
 - Costs are rooflines with efficiencies fitted to public profiles of GEMMs and collectives; attention at long contexts
-  is extrapolated. The same costs stand behind every system, so no system computes faster by assumption.
-- Requests are drawn from fits: ShareGPT-like prompts and outputs, and Medha-SWE-like long ones through the only two
-  percentiles that are published. Arrivals are Poisson; the papers do not say theirs.
-- TTFT quantiles are of requests that got a first token in the window, as the papers count ("unfinished dropped").
+  is extrapolated. Every system has the same costs, so no system computes faster by assumption.
+- Requests are sampled from fits: ShareGPT-like prompts and outputs, and Medha-SWE-like long ones, fitted to the only
+  two percentiles that are published. Arrivals are Poisson; the papers do not state theirs.
+- TTFT quantiles include only requests that got a first token in the window, as in the papers ("unfinished dropped").
 - Each baseline's simplifications are in its module, `sim/medha_sim/baselines/`.
 """
 
@@ -95,11 +98,13 @@ def page(campaign: dict[str, Any]) -> str:
         scale = SCALES[mode]
         warning = (
             f"\n\n**This is a {mode} run**: windows of {scale.window_seconds:g} s, {scale.paper_seeds} seed"
-            f"{'s' * (scale.paper_seeds > 1)}, {'a' if scale.band else 'no'} capacity band. It shows that everything "
-            "works; its simulated figures are noise beside those of `make simulations`."
+            f"{'s' * (scale.paper_seeds > 1)}, {'a' if scale.band else 'no'} capacity band. It only shows "
+            "that everything works; its simulated figures are too noisy to use."
         )
     elif shown["done"] < shown["planned"]:
-        warning = "\n\nThe campaign ended before all runs were done; figures are of the seeds that were."
+        warning = (
+            "\n\nThe campaign ended before all runs were done; figures are those of the seeds that were run."
+        )
     parts = [
         _HEAD.format(
             command="make simulations" if mode == "full" else f"make simulations MODE={mode}",
@@ -137,9 +142,9 @@ def _adoption(adoption: dict[str, Any]) -> str:
     left_out = adoption.get("except", [])
     whose = f" of all deployments but {' and '.join(left_out)}, for which it was meant" if left_out else ""
     return (
-        f"\n\nResults were taken over from sources `{adoption['sources']}` (commit `{adoption['commit']}`), which a change "
-        f"followed that must not change decisions{whose}: {len(adoption['again'])} runs of all kinds, drawn by the two digests, "
-        "were simulated again behind it, with the capacities, and gave the same figures to the last digit."
+        f"\n\nResults were taken over from sources `{adoption['sources']}` (commit `{adoption['commit']}`), after a change "
+        f"that must not change decisions{whose}. {len(adoption['again'])} runs of all kinds, selected by the two digests, and "
+        "the capacities were simulated again after it and gave the same figures to the last digit."
     )
 
 

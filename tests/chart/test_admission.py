@@ -402,7 +402,7 @@ def test_a_replica_that_nobody_looks_after_is_admitted_with_a_warning(
     text = json.dumps(replica(FORBIDDEN["host network"]))
     said = accepting.kubectl("create", "--dry-run=server", "-n", "team-a", "-f", "-", stdin=text)
     assert "Warning" in said
-    assert "does not look after this namespace" in said
+    assert "does not manage this namespace" in said
     assert "operator.namespaces" in said
     assert refused(user, "POST", REPLICA.path(JUDGED), replica(Case())) is None
 
