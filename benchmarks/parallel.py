@@ -206,14 +206,14 @@ class RankProcess:
             stop = min(start + chunk, tokens)
             steps.append(prefill_step(len(steps) + 1, shards, start, stop, strategy, samples=stop == tokens))
         executor = self.executor("a", shards, tokens)
-        executor._sequences["a"].computed = cached
+        executor._state.sequences["a"].computed = cached
         return self.run(executor, steps)
 
     def decode(self, tokens: int, steps: int) -> dict[str, Any]:
         """Decodes behind `tokens` tokens of random KV; the first one, which warms up, is not counted."""
         shards = place_prompt(tokens, tokens + steps + 1, self.member.kv, OWNER_COMPUTE)
         executor = self.executor("a", shards, tokens)
-        executor._sequences["a"].computed = tokens - 1
+        executor._state.sequences["a"].computed = tokens - 1
         plans = [
             Step(
                 1 + index, 0,
@@ -249,7 +249,7 @@ class RankProcess:
         executor.prepare(Step(0, 0, ()))
         executor.execute(Step(0, 0, (), admits=tuple(admits), lanes=(self.lane,)))
         for name in owners:
-            executor._sequences[name].computed = tokens - 1
+            executor._state.sequences[name].computed = tokens - 1
         plans = [
             Step(
                 1 + index, 0,

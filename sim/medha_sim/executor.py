@@ -197,8 +197,7 @@ class Executor:
         samples = []
         for entry in step.entries:
             if entry.samples:
-                last = entry.extents[-1]
-                position = last.start + (last.count - 1) * last.stride + 1
+                position = entry.extents[-1].last + 1
                 end = ends_at.get(entry.id)
                 if end is None:
                     end = ends_at[original_id(entry.id)]

@@ -21,8 +21,9 @@ from medha_worker.kernels.protocol import Kernels
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
 from medha_worker.model.weights import Shard
-from medha_worker.rank.executor import Executor, PlannedStep
+from medha_worker.rank.executor import Executor
 from medha_worker.rank.kv_parallel_plan import positions
+from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.mesh import Grid
 
 from .models import kernels_of_a_rank, load_model
@@ -145,7 +146,7 @@ class Ranks:
                 pipeline=grid if self.topology.ranks > 1 else None,
             )
             samples: list[Sample] = []
-            planned: deque[PlannedStep] = deque()
+            planned: deque[LanePlan] = deque()
             to_plan = iter(steps)
             for _ in steps:
                 for step in islice(to_plan, 1 + steps_ahead - len(planned)):

@@ -17,7 +17,7 @@ from medha_links.drops import Drops
 from medha_links.key_files import KeyPair
 from medha_links.sockets import Doorkeeper, bind
 from medha_worker.link import Context, Link, rank_identity
-from medha_worker.rank.executor import PlannedStep
+from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.prefetch import Ahead
 
 SECONDS = 10.0
@@ -73,12 +73,12 @@ def both(tmp_path: Path) -> Iterator[Both]:
 class Planner:
     """Plans steps, and notes when and on which thread."""
 
-    def __init__(self, outcome: Callable[[Step], PlannedStep | None] = PlannedStep) -> None:
+    def __init__(self, outcome: Callable[[Step], LanePlan | None] = LanePlan) -> None:
         self._outcome = outcome
         self.planned: list[int] = []
         self.threads: set[int] = set()
 
-    def __call__(self, step: Step) -> PlannedStep | None:
+    def __call__(self, step: Step) -> LanePlan | None:
         self.planned.append(step.step_id)
         self.threads.add(threading.get_ident())
         return self._outcome(step)
@@ -104,7 +104,7 @@ def test_steps_that_come_while_one_runs_are_planned_on_another_thread_in_their_o
         assert step.step_id == number
         prepared = both.ahead.take(step)
         assert prepared is not None
-        assert prepared.planned == PlannedStep(step)
+        assert prepared.planned == LanePlan(step)
         assert began <= prepared.since <= prepared.until <= ended
 
 
@@ -121,10 +121,10 @@ def test_what_had_come_before_a_step_begins_is_planned_while_it_runs(both: Both)
 def test_one_that_cannot_be_planned_says_so_when_its_turn_comes_and_none_behind_it_is_planned(
     both: Both,
 ) -> None:
-    def outcome(step: Step) -> PlannedStep:
+    def outcome(step: Step) -> LanePlan:
         if step.step_id == 2:
             raise PartFailed("parted")
-        return PlannedStep(step)
+        return LanePlan(step)
 
     plan = Planner(outcome)
     with both.ahead.busy(plan):

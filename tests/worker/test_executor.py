@@ -19,7 +19,8 @@ from medha.wire.messages import Admit, Done, EntryFailed, Extent, Grow, Sampling
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.transformer import Transformer
-from medha_worker.rank.executor import Executor, PlannedStep
+from medha_worker.rank.executor import Executor
+from medha_worker.rank.lane_plan import LanePlan
 
 from .models import load_model
 
@@ -80,7 +81,7 @@ class Engine:
         assert done is not None
         return done
 
-    def plan(self, *entries: StepEntry, **changes: object) -> PlannedStep:
+    def plan(self, *entries: StepEntry, **changes: object) -> LanePlan:
         step = Step(self.steps, 0, entries, **changes)  # type: ignore[arg-type]
         self.steps += 1
         for name in step.releases:

@@ -34,23 +34,23 @@ def holds_a_block_too_many(executor: Executor) -> None:
 
 
 def has_another_version_of_a_map(executor: Executor) -> None:
-    shards = executor._lane.shards("a")
-    executor._lane._shards["a"] = ShardMap(shards.segments, shards.version + 1)
+    shards = executor._state.replica.shards("a")
+    executor._state.replica._shards["a"] = ShardMap(shards.segments, shards.version + 1)
 
 
 def has_a_map_of_another_length(executor: Executor) -> None:
     """Of as many blocks, so that no table tells."""
-    tokens = executor._lane.shards("a").tokens
+    tokens = executor._state.replica.shards("a").tokens
     assert executor.ledger.blocks_for(tokens - 1) == executor.ledger.blocks_for(tokens)
-    executor._lane._shards["a"] = ShardMap((Segment(0, 0, tokens - 1),))
+    executor._state.replica._shards["a"] = ShardMap((Segment(0, 0, tokens - 1),))
 
 
 def knows_a_token_too_many(executor: Executor) -> None:
-    executor._sequences["a"].planned_outputs += 1
+    executor._state.sequences["a"].planned_outputs += 1
 
 
 def has_computed_a_position_less(executor: Executor) -> None:
-    executor._sequences["a"].computed -= 1
+    executor._state.sequences["a"].computed -= 1
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
 from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw
 from medha_worker.rank import engine as engine_module
-from medha_worker.rank import executor
+from medha_worker.rank import sampled_tokens
 from medha_worker.rank.engine import Engine, Loaded, RankSettings
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.step_recorder import StepRecorder
@@ -143,7 +143,7 @@ def test_only_the_sequence_that_does_not_fit_fails_and_what_takes_its_blocks_is_
             assert drawn == [(one.id, one.token) for one in alone.samples]
 
 
-def test_a_row_for_whose_drawing_memory_runs_out_fails_and_the_others_draw_their_tokens(
+def test_a_row_for_whose_tokens_memory_runs_out_fails_and_the_others_draw_their_tokens(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the rank that draws knows of it, and others wait for a token of every row."""
@@ -154,7 +154,7 @@ def test_a_row_for_whose_drawing_memory_runs_out_fails_and_the_others_draw_their
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte")
         return draw(logits, samplers)
 
-    monkeypatch.setattr(executor, "draw", tight)
+    monkeypatch.setattr(sampled_tokens, "draw", tight)
     found = run(ranks, large=True, tight_rank=None, goes_ahead=True)
     failed = [[(one.id, one.reason) for one in done.failures] for done in found]
     assert failed[:2] == [[], [("large", "out_of_memory")]]

@@ -15,7 +15,8 @@ from medha.wire.messages import Admit, Extent, Sampling, Step, StepEntry, Tokens
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.model_config import ModelConfig
 from medha_worker.model.weights import Shard
-from medha_worker.rank.executor import Executor, Pipeline, PlannedStep
+from medha_worker.rank.executor import Executor, Pipeline
+from medha_worker.rank.lane_plan import LanePlan
 
 from .models import load_model
 
@@ -103,7 +104,7 @@ def run(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[s
     executor.run(plan(executor, number, *entries, admits=admits))
 
 
-def plan(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[str] = ()) -> PlannedStep:
+def plan(executor: Executor, number: int, *entries: StepEntry, admits: Sequence[str] = ()) -> LanePlan:
     for name in admits:
         ids = np.arange(10, 10 + PROMPTS[name], dtype=np.int32)
         executor.add_tokens(Tokens(prompt=name, offset=0, total=len(ids)), ids)
@@ -137,11 +138,13 @@ def test_chunks_that_draw_nothing_wait_for_no_token(stage: tuple[Executor, First
 
 def test_a_decode_embeds_the_token_that_was_drawn_elsewhere(stage: tuple[Executor, FirstStage]) -> None:
     executor, pipeline = stage
-    run(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
-    assert [part.hidden for part in executor._expected[0]] == [None], "it would keep those of the whole step"
+    planned = plan(executor, 0, chunk("short", 0, 8), admits=["short", "long"])
+    executor.run(planned)
+    (waiting,) = executor._tokens._expected
+    assert waiting[0] is planned.entries[0], "hidden states would keep those of the whole step"
     pipeline.tokens = [77, digest(0, ["short"], [77])]
     run(executor, 1, chunk("short", 8, 1), chunk("long", 0, 8))
-    assert executor._sequences["short"].tokens(8, 9).tolist() == [77]
+    assert executor._state.sequences["short"].tokens(8, 9).tolist() == [77]
     assert [len(hidden) for hidden in pipeline.sent] == [8, 9]
 
 

@@ -296,6 +296,10 @@ class Extent:
     count: int
     stride: int = 1
 
+    @property
+    def last(self) -> int:
+        return self.start + (self.count - 1) * self.stride
+
 
 @dataclass(slots=True, unsafe_hash=True)  # made often: benchmarks/scheduler.py
 class StepEntry:

@@ -57,8 +57,7 @@ class SpreadEntry:
     @property
     def holders(self) -> tuple[int, ...]:
         """Lanes that hold, or come to hold, something that a row of the entry sees."""
-        last = self.extents[-1].start + (self.extents[-1].count - 1) * self.extents[-1].stride
-        return self.shards.participants(last + 1)
+        return self.shards.participants(self.extents[-1].last + 1)
 
     def spans_on(self, holder: int, first_row: int, table: Ids | None = None) -> list[SequenceSpan]:
         """Return the attention of the entry's rows to what `holder` has.
@@ -100,8 +99,8 @@ class SpreadEntry:
     def _pieces(self, extent: Extent) -> Iterator[tuple[int, int, int, int]]:
         """Split an extent at lane boundaries; yield first position, count, lane and first local position."""
         stride = extent.stride
-        done, last = 0, extent.start + (extent.count - 1) * stride
-        for piece in self.shards.pieces(extent.start, last + 1):
+        done = 0
+        for piece in self.shards.pieces(extent.start, extent.last + 1):
             count = -(-(piece.stop - extent.start) // stride) - done
             if count > 0:
                 first = extent.start + done * stride

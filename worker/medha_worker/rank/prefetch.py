@@ -24,9 +24,9 @@ import zmq
 
 from medha.wire.messages import Message, Step
 from medha_worker.link import Link, Received
-from medha_worker.rank.executor import PlannedStep
+from medha_worker.rank.lane_plan import LanePlan
 
-Prepare = Callable[[Step], PlannedStep | None]
+Prepare = Callable[[Step], LanePlan | None]
 """Function that plans a step, or returns None if planning has to wait."""
 
 _LOOK_SECONDS = 0.1  # how long the thread may continue to wait once nothing runs any more
@@ -37,7 +37,7 @@ class Prepared:
     """A step that was read ahead: the result of planning it, and when it was planned."""
 
     step: Step
-    planned: PlannedStep | Exception
+    planned: LanePlan | Exception
     since: float  # seconds of the monotonic clock
     until: float
 
@@ -138,7 +138,7 @@ class Ahead:
                 if self._prepared and isinstance(self._prepared[-1].planned, Exception):
                     return
                 since = self._clock()
-                planned: PlannedStep | Exception | None
+                planned: LanePlan | Exception | None
                 try:
                     planned = self._prepare(step)
                 except Exception as error:  # noqa: BLE001 - raised again where the step is run

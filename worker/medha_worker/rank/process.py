@@ -44,7 +44,7 @@ from medha_process.watchdog import Watchdog
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
 from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, RankSettings, load
-from medha_worker.rank.executor import PlannedStep
+from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.prefetch import Ahead
 from medha_worker.rank.step_recorder import StepRecorder
 from medha_worker.timeouts import bound_seconds
@@ -295,7 +295,7 @@ class Rank:
         prepared = self._ahead.take(step)
         self._running_step = step.step_id
         self._recorder.begin(step.step_id)
-        planned: PlannedStep | Exception | None
+        planned: LanePlan | Exception | None
         if prepared is None:
             planned = self._plan(engine, step, TOKENS_TIMEOUT_SECONDS)
         else:
@@ -319,7 +319,7 @@ class Rank:
             self._ahead.send(done)
         self._recorder.end(ran=done is not None)
 
-    def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> PlannedStep | None:
+    def _plan(self, engine: Engine, step: Step, wait_seconds: float = 0.0) -> LanePlan | None:
         """Do a step's bookkeeping, possibly while another step runs; None if its ids do not arrive in time.
 
         Raises:

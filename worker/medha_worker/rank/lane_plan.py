@@ -1,0 +1,212 @@
+"""The plan of one lane for one step, resolved from the step and the lane's state; the executor only carries it out.
+
+A plan states which entries the lane runs and which positions each computes, the block tables and the parts of
+other lanes that they attend to, what is exchanged with those lanes, where a token is sampled, and which entries
+fail before anything is computed. Resolving it changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from medha.kv.blocks import BlockCopy
+from medha.kv.context_parallel import OWNER
+from medha.shards import ShardMap
+from medha.wire.frames import TokenIds
+from medha.wire.messages import EntryFailed, Extent, Step, StepEntry
+from medha_worker.kernels.sequence_span import SequenceSpan
+from medha_worker.model.spread import SpreadPlan
+from medha_worker.rank.kv_parallel_plan import LOCAL, STRATEGIES, Ids, SpreadEntry, plan_spread, positions
+from medha_worker.rank.lane_state import LaneState, SequenceState, diverged
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedEntry:
+    """An entry that the lane runs.
+
+    The step brings its sequence to `stop`, perhaps with entries on other lanes too. `table` is the sequence's
+    block table on this lane.
+    """
+
+    entry: StepEntry
+    sequence: SequenceState
+    stop: int
+    shards: ShardMap
+    table: Ids
+
+    def fed_tokens(self) -> list[TokenIds]:
+        """Return the ids of its rows, int32; those sampled in earlier steps must have arrived."""
+        return [
+            self.sequence.tokens(extent.start, extent.last + 1)[:: extent.stride]
+            for extent in self.entry.extents
+        ]
+
+    @property
+    def spread(self) -> SpreadEntry:
+        return _spread_entry(self.entry, self.shards, self.stop, self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Entries as one flat batch: positions, int64 [rows] in host memory, and what its rows attend to.
+
+    `spread` replaces `spans` where other lanes take part.
+    """
+
+    positions: Tensor
+    spans: list[SequenceSpan]
+    spread: SpreadPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """The part of one lane in a step; without a batch, nothing is computed here."""
+
+    step: Step
+    takes_part: bool = False  # whether the step names this lane
+    copies: tuple[BlockCopy, ...] = ()  # KV copies, made before anything is computed
+    entries: tuple[PlannedEntry, ...] = ()
+    failures: tuple[EntryFailed, ...] = ()
+    batch: Batch | None = None  # of all entries
+
+
+def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> LanePlan:
+    """Return the plan of a step whose changes to the ledger `state` has applied.
+
+    Raises:
+        PartFailed: the state of this rank and the controller's have diverged; or an entry cannot be run, but
+            other lanes run their share of it and could not be told in time.
+    """
+    if state.lane not in step.lanes:
+        return LanePlan(step, copies=copies)
+    runs = _runs(step)
+    entries: list[PlannedEntry] = []
+    failures: list[EntryFailed] = []
+    foreign: list[SpreadEntry] = []
+    for entry in step.entries:
+        if entry.lane == state.lane:
+            found = _own_entry(entry, runs.get(entry.id), step, state)
+            if isinstance(found, PlannedEntry):
+                entries.append(found)
+            elif found is not None:
+                failures.append(found)
+        # An entry that names no position is reported by the lane that is to compute it.
+        elif entry.strategy != LOCAL and entry.id in runs:
+            asked = _foreign_entry(entry, runs[entry.id], step, state)
+            if asked is not None:
+                foreign.append(asked)
+    block_tokens = state.ledger.block_size_tokens
+    batch = lay_out(state.lane, entries, foreign, block_tokens) if entries or foreign else None
+    return LanePlan(step, True, copies, tuple(entries), tuple(failures), batch)
+
+
+def lay_out(
+    lane: int, entries: Sequence[PlannedEntry], foreign: Sequence[SpreadEntry], block_tokens: int
+) -> Batch:
+    """Return the entries as one batch, in which `lane` also serves the `foreign` entries of other lanes."""
+    spread, spans = None, []
+    if foreign or any(one.entry.strategy != LOCAL for one in entries):
+        spread = plan_spread(lane, [one.spread for one in entries], foreign, block_tokens)
+    if spread is None:
+        row = 0
+        for one in entries:
+            count = one.entry.token_count
+            spans.append(SequenceSpan(row, count, one.entry.extents[0].start, one.table))
+            row += count
+    at = positions([extent for one in entries for extent in one.entry.extents])
+    return Batch(torch.from_numpy(at), spans, spread)
+
+
+def _own_entry(
+    entry: StepEntry, run: _Run | None, step: Step, state: LaneState
+) -> PlannedEntry | EntryFailed | None:
+    """Return the entry as planned, or its failure; None if another lane reports that."""
+    sequence = state.sequence(entry.id, step)
+    if run is None:
+        return EntryFailed(entry.id, "internal", "no position is named")
+    shards = state.shards(entry, step)
+    is_owner = shards.owner == state.lane
+    if sequence.fault is not None:  # known to all lanes; only one of them reports it
+        return EntryFailed(entry.id, "internal", sequence.fault) if is_owner else None
+    problem = run.problem
+    if problem is None and entry.strategy not in STRATEGIES:
+        problem = f"strategy {entry.strategy!r} is not known"
+    if problem is not None:
+        if run.lanes > 1:
+            raise diverged(step, f"{entry.id}: {problem}")
+        return EntryFailed(entry.id, "internal", problem)
+    # Only the owner of a request tracks how far all of it is computed.
+    computed = sequence.computed if is_owner else run.start
+    if not (run.start <= computed and run.stop <= min(sequence.length, shards.tokens)):
+        raise diverged(
+            step,
+            f"{entry.id}: positions {run.start} to {run.stop}: {computed} are computed, {sequence.length} tokens "
+            f"known, {shards.tokens} reserved",
+        )
+    last = entry.extents[-1].last
+    if entry.samples and last + 1 != sequence.length:
+        raise diverged(
+            step,
+            f"{entry.id}: a token is drawn after position {last}, but {sequence.length} tokens are known",
+        )
+    return PlannedEntry(entry, sequence, run.stop, shards, sequence.table)
+
+
+def _foreign_entry(entry: StepEntry, run: _Run, step: Step, state: LaneState) -> SpreadEntry | None:
+    """Return an entry that another lane runs if it concerns this lane."""
+    sequence, shards = state.sequence(entry.id, step), state.shards(entry, step)
+    asked = _spread_entry(entry, shards, run.stop, sequence.table)
+    # A ring needs all of its lanes, whatever they hold of one request.
+    concerns = entry.strategy != OWNER or state.lane in asked.holders
+    return asked if concerns and sequence.fault is None else None
+
+
+def _spread_entry(entry: StepEntry, shards: ShardMap, stop: int, table: Ids) -> SpreadEntry:
+    return SpreadEntry(shards, entry.lane, entry.extents, stop, table, entry.strategy, entry.id)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The positions of one sequence that a step computes on all lanes: `start .. stop` (exclusive)."""
+
+    start: int
+    stop: int
+    lanes: int
+    problem: str | None  # reason why the extents are not one run of positions
+
+
+def _runs(step: Step) -> dict[str, _Run]:
+    """Return the step's runs of positions by sequence id; sequences without a position are left out."""
+    runs: dict[str, _Run] = {}
+    entries: dict[str, list[StepEntry]] = {}
+    for entry in step.entries:
+        entries.setdefault(entry.id, []).append(entry)
+    for name, parts in entries.items():
+        if len(parts) == len(parts[0].extents) == 1:  # the common case: a decode, or a chunk of one lane
+            (only,) = parts[0].extents
+            if only.count >= 1 and only.stride == 1:
+                runs[name] = _Run(only.start, only.start + only.count, 1, None)
+                continue
+        if all(entry.extents for entry in parts):
+            runs[name] = _checked_run(parts)
+    return runs
+
+
+def _checked_run(parts: Sequence[StepEntry]) -> _Run:
+    extents = [extent for entry in parts for extent in entry.extents]
+    start, stop = min(one.start for one in extents), max(one.last for one in extents) + 1
+    is_run = sum(one.count for one in extents) == stop - start
+    is_run &= all(one.count >= 1 and one.stride >= 1 for one in extents)
+    is_run &= all(_is_ascending(entry.extents) for entry in parts)
+    is_run &= len(parts) > 1 or parts[0].extents[-1].last - start + 1 == parts[0].token_count
+    return _Run(start, stop, len(parts), None if is_run else f"{tuple(extents)} is not one run of positions")
+
+
+def _is_ascending(extents: Sequence[Extent]) -> bool:
+    """Return whether each extent begins behind the one before: a lane computes its positions in order."""
+    return all(after.start > before.last for before, after in pairwise(extents))

@@ -1,0 +1,174 @@
+"""Sampling of a step's tokens, and how the ranks that embed them learn of tokens that another rank samples.
+
+Sampled token ids matter only on the rank that samples them and on the first stage, which embeds them; elsewhere
+zeros stand for them. The tokens of a step carry a digest of all tokens sampled before and the sequences they
+belong to, so that two of those ranks never continue with different tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medha.errors import PartFailed
+from medha.wire.frames import TokenIds
+from medha.wire.messages import Admit, StepEntry
+from medha_worker.model.out_of_memory import ran_out
+from medha_worker.model.sampler import Drawn, LogitsMask, SequenceSampler, Undrawable, draw
+from medha_worker.rank.lane_plan import PlannedEntry
+from medha_worker.rank.lane_state import NewSampler
+
+_log = logging.getLogger("medha.executor")
+
+
+class TokenLink(Protocol):
+    """The way of sampled tokens between the stages, as one rank sees it."""
+
+    is_first_stage: bool
+    is_last_stage: bool
+    stages: int
+
+    def send_tokens(self, ids: Sequence[int]) -> None: ...
+
+    def receive_tokens(self, count: int) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """An entry that was computed, and the hidden state of its last position, [hidden]."""
+
+    planned: PlannedEntry
+    hidden: Tensor
+
+    @property
+    def entry(self) -> StepEntry:
+        return self.planned.entry
+
+
+Result = tuple[PlannedEntry, Drawn | Undrawable]
+
+
+class SampledTokens:
+    """Samples tokens, or expects those that another rank samples."""
+
+    def __init__(self, logits: Callable[[Tensor], Tensor | None], link: TokenLink | None) -> None:
+        """`logits` of hidden states [rows, hidden] is None on a rank that only contributes to another's."""
+        self._logits = logits
+        self._link = link
+        self._expected: deque[list[PlannedEntry]] = deque()  # by step; their tokens have not arrived yet
+        self._digest = 0  # of all tokens of this lane that are known here
+
+    def sample(self, computed: Sequence[Computed]) -> list[Result]:
+        """Sample the next token of each entry. If another rank samples, expect its tokens and return []."""
+        link, entries = self._link, [one.planned for one in computed]
+        samplers = [one.sequence.sampler for one in entries if one.sequence.sampler is not None]
+        logits = None
+        if link is None or link.is_last_stage:
+            logits = self._logits(torch.stack([one.hidden for one in computed]))
+        if logits is None:
+            assert link is not None
+            for one in entries:
+                one.sequence.expect()
+            if link.is_first_stage:
+                self._expected.append(entries)
+            return []
+        drawn = _drawn(logits, samplers)
+        if link is not None:
+            tokens = [-1 if isinstance(result, Undrawable) else result.token for result in drawn]
+            self._digest = _digest(self._digest, entries, tokens)
+            link.send_tokens([*tokens, self._digest])
+        return list(zip(entries, drawn, strict=True))
+
+    def learn_for(self, entries: Sequence[PlannedEntry]) -> None:
+        """Wait for the tokens that entries of the first stage are fed.
+
+        Tokens of steps that have left the pipeline are here already; they are taken so that they do not pile up.
+
+        Raises:
+            PartFailed: the tokens do not arrive, or are not those that were sampled.
+        """
+        link = self._link
+        if link is not None:
+            while len(self._expected) > link.stages or any(one.sequence.unknown for one in entries):
+                self._learn(link)
+
+    def learn_all(self) -> None:
+        """Wait for all outstanding tokens of steps that have run and that another rank samples.
+
+        Raises:
+            PartFailed: the tokens do not arrive, or are not those that were sampled.
+        """
+        while self._expected:
+            assert self._link is not None
+            self._learn(self._link)
+
+    def _learn(self, link: TokenLink) -> None:
+        """Receive the tokens of the oldest step that still expects some."""
+        entries = self._expected.popleft()
+        *tokens, digest = link.receive_tokens(len(entries) + 1)
+        self._digest = _digest(self._digest, entries, tokens)
+        if digest != self._digest:
+            raise PartFailed(
+                f"tokens came for {', '.join(one.entry.id for one in entries)} that are not those drawn for them: this "
+                "rank and the one that draws have parted"
+            )
+        for one, token in zip(entries, tokens, strict=True):
+            one.sequence.learn(token)
+
+
+def new_samplers(
+    vocab_size: int, eos_token_ids: tuple[int, ...], mask_for: Callable[[Admit], LogitsMask | None]
+) -> NewSampler:
+    """Return the function that makes the samplers of a model's sequences."""
+
+    def new(admit: Admit, ids: TokenIds) -> SequenceSampler | str:
+        if len(ids) != admit.tokens:
+            return f"the prompt has {len(ids)} ids, but {admit.tokens} were announced"
+        if len(ids) == 0 or ids.min() < 0 or ids.max() >= vocab_size:
+            return f"a token id is outside the vocabulary of {vocab_size}, or there is none"
+        try:
+            return SequenceSampler(
+                admit.sampling,
+                seed=admit.seed,
+                sample_index=admit.sample_index,
+                tokens=ids,
+                prompt_length=admit.prompt_length,
+                vocab_size=vocab_size,
+                eos_token_ids=eos_token_ids,
+                mask=mask_for(admit),
+            )
+        except ValueError as error:
+            return str(error)
+
+    return new
+
+
+def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | Undrawable]:
+    """Call `draw`, row by row if memory runs out.
+
+    Other ranks wait for a token of each row, so no row may raise.
+    """
+    try:
+        return draw(logits, samplers)
+    except (MemoryError, RuntimeError) as error:
+        if not ran_out(error):
+            raise
+        if len(samplers) == 1:
+            return [Undrawable(f"too little memory to draw a token: {error}", "out_of_memory")]
+        _log.warning("memory ran out to draw %d tokens, so each is drawn alone: %s", len(samplers), error)
+    # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
+    return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
+
+
+def _digest(before: int, entries: Sequence[PlannedEntry], tokens: Sequence[int]) -> int:
+    """Return the CRC-32 digest `before`, extended by the sequences that are sampled next and their tokens."""
+    names = "\0".join([one.entry.id for one in entries])
+    return zlib.crc32(np.array(tokens, dtype=np.int64).tobytes(), zlib.crc32(names.encode(), before))
