@@ -30,6 +30,7 @@ from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid, WireInvalid
 from medha.scheduler.config import ReplicaConfig, derive
 from medha.scheduler.controller import ReplicaController
+from medha.scheduler.history import Completed, History
 from medha.wire.frames import decode, digest
 from medha.wire.messages import (
     Cancel,
@@ -373,8 +374,8 @@ class _Reader:
         self._cost = PredictorCost(Predictor(record.profile, self._config.topology))
         self._reading = Reading(record)
         self._log = self._reading.log
-        self._launched: dict[int, tuple[Step, float, int]] = {}  # step, launch time, row in the log
-        self._free_at: dict[int, float] = {}  # lane -> time when its last step ended
+        self._history = History()
+        self._rows: dict[int, int] = {}  # step -> its row in the log
         self._steps: list[tuple[float, float]] = []  # predicted and observed seconds of a stage
         self._overheads: list[float] = []  # seconds from launch to `Done`, less compute time
 
@@ -384,15 +385,19 @@ class _Reader:
         for recorded in self._events:
             now = recorded.now - start
             if isinstance(recorded.event, Done):
-                launched = self._launched.get(recorded.event.step_id)
-                if launched is None or _strangers(recorded.event, launched[0]):
+                launched = self._history.launched.get(recorded.event.step_id)
+                if launched is None or _strangers(recorded.event, launched.step):
                     break
             self._log.window_seconds = now
             self._before(recorded.event, now)
-            for command in self._controller.handle(recorded.event, recorded.now):
+            commands = self._controller.handle(recorded.event, recorded.now)
+            facts = self._history.take(self._controller, recorded.event, commands, recorded.now)
+            for command in commands:
                 self._take(command, now)
             if isinstance(recorded.event, Submit):
                 self._note_targets(recorded.event)
+            if isinstance(recorded.event, Done) and facts.completed is not None:
+                self._done(recorded.event, facts.completed)
             self._sample(now, span / SERIES_POINTS)
         if self._steps:
             self._reading.ranks = LiveRanks.of(self._steps, max(0.0, float(np.median(self._overheads)) / 2))
@@ -405,8 +410,6 @@ class _Reader:
             case Cancel() if event.id in self._log.requests:
                 if self._log.requests[event.id].ended_at is None:
                     self._log.ended(event.id, "finished", now, "cancelled")
-            case Done():
-                self._done(event, now)
 
     def _submit(self, submit: Submit, now: float) -> None:
         self._reading.submits[submit.id] = submit
@@ -435,28 +438,27 @@ class _Reader:
             seen.ttft_target_seconds = max(0.001, request.targets.ttft_seconds - submit.age_seconds)
             seen.tpot_target_seconds = request.targets.tpot_seconds
 
-    def _done(self, done: Done, now: float) -> None:
-        step, launched_at, row = self._launched.pop(done.step_id)
-        begun_at = max(launched_at, *(self._free_at.get(lane, launched_at) for lane in step.lanes))
-        self._free_at |= dict.fromkeys(step.lanes, now)
-        timing = self._cost(step, launched_at)
+    def _done(self, done: Done, completed: Completed) -> None:
+        step, row = completed.launched.step, self._rows.pop(done.step_id)
+        timing = self._cost(step, completed.launched.at)
         if not step.entries or done.compute_seconds <= 0:
             return
         self._log.steps.busy_seconds[row] = done.compute_seconds
         predicted, stages = max(timing.stage_seconds), len(timing.stage_seconds)
+        observed = completed.observed_seconds
         if stages == 1:  # measured until the answer, so that time spent waiting for a CPU core is included
-            self._steps.append((predicted, now - begun_at))
+            self._steps.append((predicted, observed))
             self._overheads.append(0.0)
         else:  # that time would include waiting behind other steps, which the simulated pipeline adds itself
             self._steps.append((predicted, done.compute_seconds))
-            self._overheads.append(now - launched_at - stages * done.compute_seconds)
+            self._overheads.append(observed - stages * done.compute_seconds)
 
     def _take(self, command: ControllerCommand, now: float) -> None:
         match command:
             case Step():
                 if command.entries:
                     self._log.stepped(command, 0.0, now)
-                self._launched[command.step_id] = (command, now, len(self._log.steps.at) - 1)
+                self._rows[command.step_id] = len(self._log.steps.at) - 1
             case Emit():
                 seen = self._log.requests[command.id]
                 if command.tokens and seen.ended_at is None:
