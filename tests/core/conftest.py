@@ -210,7 +210,7 @@ class FakeReplica:
         assert list(self.controller.requests()) == []
         assert not self._sequences
         assert not self._prompts
-        assert not self.controller._roster.prompts
+        assert not self.controller._sharing.prompts
         for id_ in self._submits:
             assert len(self.endings.get(id_, [])) == 1, f"{id_} ended as {self.endings.get(id_)}"
 
@@ -256,7 +256,7 @@ class FakeReplica:
         for entry in step.entries:
             assert self._sequences[entry.id].next_position >= self._sequences[entry.id].admit.tokens
         for request in self.controller.requests():
-            is_full = len(self.controller._roster.running) >= self.config.scheduling.max_running
+            is_full = self.controller._table.running >= self.config.scheduling.max_running
             may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
             assert not request.waits or len(step.entries) == len(self._pipeline[0].step.entries), (

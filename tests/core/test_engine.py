@@ -689,7 +689,8 @@ def test_shorts_pass_a_late_request_that_waits_for_kv_and_it_still_gets_in(
         if "large" in replica.emitted:
             break
         if replica.now > 3 and "holder" not in replica.endings:
-            held = [name for name in replica.controller._roster.running if name.startswith("short")]
+            requests = replica.controller.requests()
+            held = [one for one in requests if one.id.startswith("short") and not one.waits]
             beside = max(beside, len(held))
             assert sum(4 for _ in held) <= 20 or replica.now < 5, "no more than the head-room"
     assert beside > 0, "a convoy stands behind it"

@@ -155,7 +155,7 @@ class Lanes:
         for entry in step.entries:
             sequence = self.sequences[entry.id]
             assert sequence.next_position >= sequence.admit.tokens
-        is_full = len(self.controller._roster.running) >= self.config.scheduling.max_running
+        is_full = self.controller._table.running >= self.config.scheduling.max_running
         for request in self.controller.requests():
             may_prefill = request.dispatched < request.submit.tokens and not (request.waits and is_full)
             assert request.ended or not may_prefill, f"{request.id} might have taken part"
@@ -517,7 +517,7 @@ class ControllerMachine(RuleBasedStateMachine):
         assert controller.pools.held_blocks == 0
         assert controller.load().pending_prefill_seconds == 0
         assert all(lane.decodes.targets is None and lane.quarantined == 0 for lane in controller._lanes)
-        assert not controller._roster.prompts
+        assert not controller._sharing.prompts
         self.check_replay()
 
 

@@ -53,13 +53,14 @@ def test_one_that_was_given_up_takes_no_kv_until_its_promise_is_near(crowded: An
     replica = crowded(blocks=40)
     replica.submit(submit_of("late", 100, 1, age_seconds=5.0))
     request = replica.controller.find("late")
+    work_seconds = request.deadline - replica.controller.slack_seconds(request, 0.0)
     promises = []
     while "late" not in admitted(replica):
         promises.append(replica.controller.due(request))
         assert replica.advance()
     # Promised with the first step behind its arrival: one is on its way, ahead of the one that runs.
     assert len(set(promises[2:])) == 1
-    near = promises[2] - 3 * request.work_seconds
+    near = promises[2] - 3 * work_seconds
     assert near <= replica.now <= near + replica.step_seconds
     assert len(promises) > 5
     replica.run().check_empty()
@@ -124,7 +125,7 @@ def test_a_late_request_whose_cached_prefix_was_evicted_while_it_waited_claims_a
         replica.advance()
     submit_ids(replica, submit_of("waits", 1, 4), range(204))
     request = replica.controller.find("waits")
-    assert request.wanted_blocks == 2, "beside 50 of the holder's"
+    assert replica.controller._table.wanted_blocks(request) == 2, "beside 50 of the holder's"
     for index in range(400):
         if index % 9 == 0:  # 15 blocks for 48 steps: five or six of them at a time
             replica.submit(submit_of(f"short {index}", 12, 48, deadline_after_seconds=0.2))
@@ -145,7 +146,8 @@ def test_a_prompt_of_whole_blocks_that_are_all_held_still_wants_one_for_its_last
     for _ in range(3):
         replica.advance()
     submit_ids(replica, submit_of("alike", 1, 160), range(200))
-    assert replica.controller.find("alike").wanted_blocks == 90 - 49
+    request = replica.controller.find("alike")
+    assert replica.controller._table.wanted_blocks(request) == 90 - 49
 
 
 class Lanes:

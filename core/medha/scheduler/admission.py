@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from medha.kv.pools import KvPools, Placed
-from medha.scheduler.candidates import Room
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.request import Request
+from medha.scheduler.table import RequestTable, Room
 from medha.wire.messages import Admit, Grow
 
 LATE_SHARE = 0.35
@@ -45,8 +46,9 @@ class _Claim:
 class Admission:
     """Lets requests into the KV pools."""
 
-    def __init__(self, config: ReplicaConfig) -> None:
+    def __init__(self, config: ReplicaConfig, table: RequestTable) -> None:
         scheduling = config.scheduling
+        self._table = table
         self.pools = KvPools(
             lanes=config.topology.kv,
             kv_blocks=config.kv_blocks,
@@ -64,8 +66,18 @@ class Admission:
         self._pool_blocks = config.topology.kv * config.kv_blocks
         self._headroom_blocks = int(scheduling.short_headroom * self._pool_blocks)
         self._claim: _Claim | None = None
+        # Share of running places that late requests get. Only `guarded` needs it: under other policies late
+        # requests come first anyway, except under `srpt`, which guarantees nothing to large ones.
+        share = scheduling.given_up_share if scheduling.policy == "guarded" else 0.0
+        self._others_per_late = round(1 / share) - 1 if share else inf
+        self._last_places = 0  # taken by others since a late request got one
 
     # --- room ---------------------------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """True if no more requests may hold KV (`max_running`)."""
+        return self._table.running >= self._config.scheduling.max_running
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size_tokens)
@@ -81,7 +93,7 @@ class Admission:
         )
         return wanted - min(held_by_others, (submit.tokens - 1) // self._config.block_size_tokens)
 
-    def free_room(self) -> Room:
+    def _free_room(self) -> Room:
         """Return the room on the emptiest lane, on all lanes, and in the share of longs, ignoring claims."""
         free = [self._free_blocks(lane) for lane in self._lanes]
         return Room(max(free), sum(free), self._left_for_longs(), self._starts_long())
@@ -102,7 +114,7 @@ class Admission:
         self, request: Request, lanes: Sequence[int], pending_seconds: Sequence[float]
     ) -> int | None:
         """Return which of `lanes` should take a waiting request now; None if none should or room is short."""
-        wanted, sibling = request.wanted_blocks, request.prompt.sharing
+        wanted, sibling = self._table.wanted_blocks(request), request.prompt.sharing
         if request.is_long and not self._has_share_for(request):
             return None
         lanes_open = self._lanes if self._claim is None else self._lanes_open_to(request)
@@ -127,7 +139,9 @@ class Admission:
     def _lanes_open_to(self, request: Request) -> Sequence[int]:
         """Return the lanes on which no claim keeps out the request; one that may spread needs all lanes."""
         claim = self._claim
-        if claim is None or claim.request is request or request.wanted_blocks <= self._room_beside(claim):
+        if claim is None or claim.request is request:
+            return self._lanes
+        if self._table.wanted_blocks(request) <= self._room_beside(claim):
             return self._lanes
         return () if request.may_spread else [lane for lane in self._lanes if lane not in claim.lanes]
 
@@ -135,7 +149,9 @@ class Admission:
 
     def _left_for_longs(self, claim: _Claim | None = None) -> int | None:
         """Return how many blocks another long request may take; None: any number."""
-        claimed = claim.request.wanted_blocks if claim is not None and claim.request.is_long else 0
+        claimed = 0
+        if claim is not None and claim.request.is_long:
+            claimed = self._table.wanted_blocks(claim.request)
         if not self._taken_by_longs and not claimed:
             return None
         share = 1 - self._config.scheduling.short_headroom
@@ -161,7 +177,7 @@ class Admission:
         """Return whether the caps on long requests admit this one."""
         claim = None if self.claimant is request else self._claim
         left = self._left_for_longs(claim)
-        return self._starts_long(claim) and (left is None or request.wanted_blocks <= left)
+        return self._starts_long(claim) and (left is None or self._table.wanted_blocks(request) <= left)
 
     # --- claims -------------------------------------------------------------------------------------
 
@@ -170,19 +186,36 @@ class Admission:
         """The late request that gets freed KV."""
         return None if self._claim is None else self._claim.request
 
-    def claim(self, request: Request) -> None:
-        """Give freed KV to `request` from now on, until it is admitted or gone."""
-        assert self._claim is None
-        emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
-        self._claim = _Claim(request, (emptiest,), request.wanted_blocks)
-        self.look_at_claim()
+    def find_claimant(self, now: float, correction: float) -> Request | None:
+        """Return the claimant; if there is none, a late request that needs to be one becomes it.
 
-    def look_at_claim(self) -> None:
+        That is one that lacks KV, or, since running places are shared by `given_up_share`, too, one that
+        lacks a place because others got the last ones.
+        """
+        claimant = self.claimant
+        if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
+            self._claim = None  # it will share that prefill and needs no KV until then
+            claimant = None
+        if claimant is None:
+            claimant = self._table.late_without_room(self._free_room(), now, correction)
+            if claimant is None and self._last_places >= self._others_per_late:
+                claimant = self._table.late(now, correction)
+            if claimant is not None:
+                self._begin_claim(claimant)
+        return claimant
+
+    def _begin_claim(self, request: Request) -> None:
+        """Give freed KV to `request` from now on, until it is admitted or gone."""
+        emptiest = max(self._lanes, key=lambda lane: (self._free_blocks(lane), -lane))
+        self._claim = _Claim(request, (emptiest,), self._table.wanted_blocks(request))
+        self.update_claim()
+
+    def update_claim(self) -> None:
         """Update the claim after a change in what the claimant wants or which request it forks."""
         claim = self._claim
         assert claim is not None
         request, sibling = claim.request, claim.request.prompt.sharing
-        claim.blocks = request.wanted_blocks
+        claim.blocks = self._table.wanted_blocks(request)
         if request.may_spread:
             claim.lanes = self._lanes
         elif sibling is not None:
@@ -216,6 +249,7 @@ class Admission:
         its own after `cached` tokens that need not be computed.
         """
         submit, sibling = request.submit, request.prompt.sharing
+        wanted = self._table.wanted_blocks(request)
         shared_tokens = 0
         placed: Placed | None
         if sibling is not None:
@@ -246,11 +280,14 @@ class Admission:
         request.cached_tokens = placed.cached_tokens
         if request.is_long:
             self._prefilling_longs.add(request.id)
-            self._taken_by_longs[request.id] = request.wanted_blocks
+            self._taken_by_longs[request.id] = wanted
         else:
             self._held_by_shorts += self.blocks_for(request.reserved_tokens)
+        is_claimant = self.claimant is request
         if self._claim is not None:
-            self._note_beside_claim(self._claim, request, request.wanted_blocks)
+            self._note_beside_claim(self._claim, request, wanted)
+        self._table.place(request)
+        self._last_places = 0 if is_claimant else self._last_places + self.is_full
         return Admit(
             id=submit.id,
             prompt=submit.prompt,

@@ -8,11 +8,12 @@ computed, the leader has ended, or the leader is demoted and due only after the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
 
 from medha.kv.prefix_cache import hash_at, hash_count
 from medha.scheduler.request import Request
+from medha.scheduler.table import RequestTable
 
 WORTH_TELLING_TOKENS = 256
 """Fewest additional cached tokens for which a request waits or is notified."""
@@ -23,9 +24,8 @@ MOST_ASKED = 32
 class Alike:
     """Waiting requests and running prefills with a hashed prompt, grouped by its first block."""
 
-    def __init__(self, block_size_tokens: int, due: Callable[[Request], float]) -> None:
-        """`due` returns the time by which a running prefill will be done."""
-        self._due = due
+    def __init__(self, block_size_tokens: int, table: RequestTable) -> None:
+        self._table = table
         self._size = block_size_tokens
         self._worth_blocks = -(-WORTH_TELLING_TOKENS // block_size_tokens)
         self._waiting: dict[str, dict[str, Request]] = {}
@@ -87,7 +87,7 @@ class Alike:
             other
             for followers in self._followers.values()
             for other, _ in followers.values()
-            if other.leader is not None and self._due(other.leader) > other.deadline
+            if other.leader is not None and self._table.dispatched_by(other.leader) > other.deadline
         ]
         for other in late:
             self._unfollow(other)
@@ -109,7 +109,7 @@ class Alike:
 
     def _find_leader(self, request: Request, candidates: Iterable[Request]) -> bool:
         for leader in islice(candidates, MOST_ASKED):
-            if leader.deadline > request.deadline or self._due(leader) > request.deadline:
+            if leader.deadline > request.deadline or self._table.dispatched_by(leader) > request.deadline:
                 continue  # it may be demoted, or is
             known = max(leader.computed, request.cached_tokens) // self._size
             shared = self._shared_blocks(leader, request, known)

@@ -23,9 +23,9 @@ The life of a request::
   next step, decodes *go ahead*: the step is launched before the tokens that it starts from are sampled.
   Anything that a sequence computes beyond its stop token is dropped.
 
-The parts: `validation` checks a request and derives its limits, `requests` keeps the requests,
-`candidates` holds the prefills, `order` sorts them, `admission` gives KV, `lanes` tracks which lanes can
-take a step, and `step_builder` fills the step with the `packer`.
+The parts: `validation` checks a request and derives its limits. `table` keeps the requests, and `sharing` what
+they may share. `lanes` tracks which lanes can take a step. `step_builder` fills it: it reads prefills in their
+`order`, `admission` gives them KV, and the `packer` sizes their chunks.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ from medha.kv.blocks import BlockLedger
 from medha.kv.pools import KvPools
 from medha.scheduler import validation
 from medha.scheduler.admission import Admission
-from medha.scheduler.candidates import Candidates
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.packer import Packed
 from medha.scheduler.request import Request
-from medha.scheduler.requests import Roster
+from medha.scheduler.sharing import Sharing
 from medha.scheduler.step_builder import Filler, Filling
+from medha.scheduler.table import RequestTable
+from medha.slo import targets
 from medha.wire.messages import (
     Admit,
     Cancel,
@@ -103,18 +104,19 @@ class ReplicaController:
         self.config = config
         self.epoch = epoch
         self.predictor = profile if isinstance(profile, Predictor) else _predictor(config, profile)
-        self._admission = Admission(config)
+        self._table = RequestTable(by_due=config.scheduling.policy == "guarded")
+        self._admission = Admission(config, self._table)
         self._pools = self._admission.pools
-        self._candidates = Candidates(by_due=config.scheduling.policy == "guarded")
-        self._roster = Roster(config, self.predictor, self._admission, self._candidates)
+        self._sharing = Sharing(self._table, self._admission, self.predictor, config.block_size_tokens)
         self._lanes = Lanes(config.topology.kv, config.topology.stream)
         self._filler = Filler(
-            config, self.predictor, self._admission, self._candidates, self._roster, self._lanes
+            config, self.predictor, self._table, self._admission, self._sharing, self._lanes
         )
         self._in_flight: dict[int, _Launched] = {}
         floors_seconds = [one.ttft_floor_seconds for one in config.service_classes.values()]
         self._short_seconds = SHORT_STEP * min(floors_seconds)
         self._draining = False
+        self._arrivals = 0
         self._next_step_id = 0
 
     # --- read-only state ----------------------------------------------------------------------------
@@ -126,13 +128,12 @@ class ReplicaController:
     @property
     def idle(self) -> bool:
         """True if no request waits or runs, no step is in flight, and nothing is to be sent to the ranks."""
-        roster = self._roster
-        return not (roster.waiting or roster.running or self._in_flight or self._has_news)
+        return self._table.is_empty and not (self._in_flight or self._has_news)
 
     @property
     def _has_news(self) -> bool:
         """True if ranks have yet to receive releases, cache insertions, or prompts to forget."""
-        return bool(self._roster.forgets) or self._pools.has_news
+        return bool(self._sharing.forgets) or self._pools.has_news
 
     @property
     def pools(self) -> KvPools:
@@ -146,15 +147,15 @@ class ReplicaController:
 
     def knows_prompt(self, prompt: str) -> bool:
         """Return whether a request here names this prompt."""
-        return prompt in self._roster.prompts
+        return prompt in self._sharing.prompts
 
     def requests(self) -> Iterable[Request]:
-        """Return every request known here, waiting ones first."""
-        return [*self._roster.waiting.values(), *self._roster.running.values()]
+        """Return every request known here, in the order of arrival."""
+        return list(self._table)
 
     def find(self, request_id: str) -> Request | None:
         """Return the request with this id, if it is here."""
-        return self._roster.find(request_id)
+        return self._table.find(request_id)
 
     @property
     def lanes(self) -> Lanes:
@@ -175,27 +176,21 @@ class ReplicaController:
 
         This is its deadline, or its revised deadline while it is demoted (`medha.scheduler.guarded`).
         """
-        return self._candidates.due(request)
+        return self._table.due(request)
 
     def load(self) -> Load:
         return Load(
-            running=self._roster.active,
-            waiting=len(self._roster.waiting),
+            running=self._table.active,
+            waiting=self._table.waiting,
             kv_tokens_free=self._pools.free_tokens,
             kv_blocks_held=self._pools.held_blocks,
-            pending_prefill_seconds=self._candidates.total_remaining_seconds() * self.predictor.correction,
+            pending_prefill_seconds=self._table.total_remaining_seconds() * self.predictor.correction,
         )
 
     def slack_seconds(self, request: Request, now: float) -> float:
         """Return deadline - now - remaining work of a request that has not finished its prefill."""
-        return request.deadline - now - self._remaining_seconds(request)
-
-    def relative_slack(self, request: Request, now: float) -> float:
-        """Return rho of a request that has not finished its prefill."""
-        return request.relative_slack(self._remaining_seconds(request), now)
-
-    def _remaining_seconds(self, request: Request) -> float:
-        return self._candidates.remaining_seconds(request) * self.predictor.correction
+        remaining_seconds = self._table.remaining_seconds(request) * self.predictor.correction
+        return request.deadline - now - remaining_seconds
 
     # --- entry point --------------------------------------------------------------------------------
 
@@ -234,7 +229,7 @@ class ReplicaController:
           steps, so a long one must have nothing left but the sampling;
         * while a decode lacks KV, or while a waiting request can take the place of one that ends.
         """
-        if self._roster.prefills or any(self._lanes[lane].decodes.starved for lane in lanes):
+        if self._might_prefill or any(self._lanes[lane].decodes.starved for lane in lanes):
             return False
         step_id = self._lanes.lone_step(lanes)
         if step_id is None:
@@ -246,7 +241,7 @@ class ReplicaController:
         if step.predicted_seconds > self._short_seconds and not self._lanes.are_free(lanes):
             return False
         going = [request for request in launched.filling.decodes if request.goes_on]
-        if len(going) < len(launched.filling.decodes) and self._roster.waiting:
+        if len(going) < len(launched.filling.decodes) and self._table.waiting:
             return False
         if not all(request.can_go_ahead for request in going):
             return False
@@ -256,9 +251,15 @@ class ReplicaController:
             self._lanes[request.lane].decodes.add(request)
         return bool(going)
 
+    @property
+    def _might_prefill(self) -> bool:
+        """True if a prefill could take part in a step: one that holds KV or may get some."""
+        waiting = self._table.waiting
+        return len(self._table.rows) > waiting or (waiting > 0 and not self._admission.is_full)
+
     def _launch(self, lanes: tuple[int, ...], now: float) -> list[ControllerCommand]:
         """Launch a step on `lanes` if there is something to compute or to send to the ranks."""
-        if not (len(self._candidates) or self._lanes.decode(lanes) or self._has_news):
+        if not (self._table.rows or self._lanes.decode(lanes) or self._has_news):
             self._filler.rested(lanes)
             return []
         grows, exhausted = self._grow(lanes)
@@ -292,7 +293,7 @@ class ReplicaController:
             epoch=self.epoch,
             entries=tuple(filling.entries),
             releases=self._pools.take_releases(),
-            forgets=tuple(self._roster.forgets),
+            forgets=tuple(self._sharing.forgets),
             grows=tuple(grows),
             admits=tuple(admits),
             predicted_seconds=filling.packed.predicted_seconds if filling.entries else 0.0,
@@ -302,7 +303,7 @@ class ReplicaController:
             state_hashes=hashes if len(hashes) > 1 else (),
         )
         self._next_step_id += 1
-        self._roster.forgets = {}
+        self._sharing.forgets = {}
         return step
 
     def _grow(self, lanes: tuple[int, ...]) -> tuple[list[Grow], list[Request]]:
@@ -331,52 +332,81 @@ class ReplicaController:
         return grows, exhausted
 
     def _admit_late(self, now: float) -> list[Admit]:
-        """Admit the claimant as soon as there is room for it; if there is none, choose one first.
-
-        A late request that lacks no KV also becomes the claimant if late requests are owed a place
-        (`owes_place`).
-        """
+        """Admit the claimant, which gets KV that becomes free, as soon as there is room for it."""
         admits: list[Admit] = []
-        if not self._roster.waiting or self._roster.is_full:
+        if not self._table.waiting or self._admission.is_full:
             return admits
-        claimant = self._admission.claimant
-        if claimant is not None and claimant.prompt.prefilling and not claimant.goes_alone:
-            self._admission.withdraw(claimant)  # it will share that prefill and needs no KV until then
-            claimant = None
-        if claimant is None:
-            room, correction = self._admission.free_room(), self.predictor.correction
-            claimant = self._candidates.late_without_room(room, now, correction)
-            if claimant is None and self._roster.owes_place:
-                claimant = self._candidates.late(now, correction)
-            if claimant is None:
-                return admits
-            self._admission.claim(claimant)
-        if not self._roster.wants_the_same(claimant):
-            self._roster.look_again(claimant)
-        self._admission.look_at_claim()
-        self._filler.admit(claimant, admits)
+        claimant = self._admission.find_claimant(now, self.predictor.correction)
+        if claimant is not None:
+            if self._admission.wanted_blocks(claimant) != self._table.wanted_blocks(claimant):
+                self._sharing.update(claimant)
+            self._admission.update_claim()
+            self._filler.admit(claimant, admits)
         return admits
 
     # --- arrivals, cancellations, ends --------------------------------------------------------------
 
     def _submit(self, submit: Submit, now: float) -> list[ControllerCommand]:
-        refusal = self._roster.refusal(submit)
-        if refusal is None and self._draining:
-            refusal = ("draining", "the replica is stopping")
+        refusal = self._refusal(submit)
         if refusal is not None:
             return [Refused(submit.id, *refusal)]
         if submit.tokens >= validation.limit_tokens(self.config, submit):  # resumed, nothing left to sample
             return [Emit(id=submit.id, tokens=(), finish_reason="length")]
-        self._roster.arrive(submit, now)
+        self._arrive(submit, now)
         return []
 
+    def _refusal(self, submit: Submit) -> validation.Refusal | None:
+        """Return why a request is refused, or None."""
+        if self._table.find(submit.id) is not None:
+            return "invalid", f"request {submit.id} is already here"
+        prompt = self._sharing.prompts.get(submit.prompt)
+        malformed = validation.malformed(submit, None if prompt is None else prompt.tokens)
+        if malformed is not None:
+            return "invalid", malformed
+        unservable = validation.unservable(self.config, submit)
+        if unservable is not None:
+            return unservable
+        if self._table.waiting >= self.config.scheduling.max_waiting:
+            return "capacity", f"{self._table.waiting} requests already wait"
+        return ("draining", "the replica is stopping") if self._draining else None
+
+    def _arrive(self, submit: Submit, now: float) -> None:
+        """Add an accepted request, which then waits for KV."""
+        config, predictor = self.config, self.predictor
+        may_spread = validation.may_spread(config, submit)
+        cached_tokens, _ = self._pools.expected(submit.tokens, submit.block_hashes, is_long=may_spread)
+        whole = left = predictor.uncorrected_prefill(0, submit.tokens)
+        if cached_tokens:
+            left = predictor.uncorrected_prefill(cached_tokens, submit.tokens)
+        # The target follows from the whole prompt, whatever is cached: a cache must not tighten a deadline.
+        work_seconds = whole.seconds * predictor.correction
+        service_class = config.service_classes[validation.class_name(config, submit)]
+        self._arrivals += 1
+        request = Request(
+            submit=submit,
+            id=submit.id,
+            prompt=self._sharing.prompt_of(submit.prompt, submit.tokens),
+            tie=self._arrivals,
+            arrival=now - submit.age_seconds,
+            targets=targets(
+                service_class, work_seconds, submit.deadline_after_seconds, submit.tpot_target_seconds
+            ),
+            is_long=submit.tokens - cached_tokens >= config.long_threshold_tokens,
+            length=submit.tokens,
+            limit_tokens=validation.limit_tokens(config, submit),
+            reservation_tokens=validation.reservation_tokens(config, submit),
+            may_spread=may_spread,
+            cached_tokens=cached_tokens,
+        )
+        self._sharing.arrive(request, work_seconds, left)
+
     def _cancel(self, request_id: str) -> None:
-        request = self._roster.find(request_id)
+        request = self._table.find(request_id)
         if request is None:
             return
         if request.waits:
             self._admission.withdraw(request)
-            self._roster.leave(request)
+            self._leave(request)
         else:
             self._end(request)
 
@@ -388,7 +418,8 @@ class ReplicaController:
         if request.is_decoding:
             self._lanes[request.lane].decodes.end(request)
         self._lanes.ended(request)
-        self._roster.stop(request)
+        self._table.stop(request)
+        self._sharing.stop(request)
 
     def _end(self, request: Request) -> None:
         """Give a running request no more steps, and release its KV once it is in no step in flight."""
@@ -398,7 +429,11 @@ class ReplicaController:
             for lane in request.held_lanes:
                 self._lanes[lane].quarantined -= 1
             self._admission.release(request)
-            self._roster.leave(request)
+            self._leave(request)
+
+    def _leave(self, request: Request) -> None:
+        self._table.remove(request)
+        self._sharing.leave(request)
 
     # --- progress of steps --------------------------------------------------------------------------
 
@@ -431,7 +466,7 @@ class ReplicaController:
             if emit is not None:
                 commands.append(emit)
         for request_id, hashes in done.block_hashes:
-            self._pools.extend(request_id, hashes, self._roster.running[request_id].known_tokens)
+            self._pools.extend(request_id, hashes, self._table[request_id].known_tokens)
         for request in (*launched.filling.decodes, *(request for request, _ in launched.filling.prefills)):
             if request.ended:
                 self._end(request)  # leaves quarantine if this was its last step
@@ -440,10 +475,10 @@ class ReplicaController:
     def _prefill_done(self, request: Request) -> None:
         """Record a computed chunk: its whole blocks can be shared, and a complete prompt can be forked."""
         self._pools.computed(request.id, request.computed)
-        self._roster.computed(request)
+        self._sharing.computed(request)
 
     def _take_sample(self, sample: Sample) -> Emit | None:
-        request = self._roster.running[sample.id]
+        request = self._table[sample.id]
         if request.ended:
             return None  # cancelled while the step ran, or sampled beyond its end
         went_ahead, request.goes_ahead = request.goes_ahead, False
@@ -469,7 +504,7 @@ class ReplicaController:
         )
 
     def _fail(self, failure: EntryFailed) -> list[ControllerCommand]:
-        request = self._roster.running[failure.id]
+        request = self._table[failure.id]
         if request.ended:
             return []
         self._stop(request)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from medha.api.replica import SchedulingSpec
-from medha.scheduler.candidates import Candidates
 from medha.scheduler.guarded import Guarded, GuardedSettings
 from medha.scheduler.policy import Bools, Floats, Ints, keys, urgent_first
+from medha.scheduler.table import RequestTable
 
 Ordered = Callable[[Bools], Iterator[int]]
 """Function from flags by row to the flagged rows, most urgent first."""
@@ -34,17 +34,17 @@ class Urgency:
         """True if the policy may make a prefill due later than its deadline."""
         return self._guarded is not None
 
-    def look_at(self, candidates: Candidates, correction: float, pace: float, now: float) -> Ordered:
+    def look_at(self, table: RequestTable, correction: float, pace: float, now: float) -> Ordered:
         """Determine the order of all rows once; the result is then applied to successive selections of rows.
 
         `guarded` sums work, so it uses the time that prefills keep a stage busy, divided by their measured
         `pace`. The other policies use the keys of the papers, with the time that each prefill takes alone.
         """
         if self._guarded is not None:
-            plan = candidates.plan
-            first = self._guarded.first(candidates.stage_columns, plan, now, correction / pace)
+            plan = table.plan
+            first = self._guarded.first(table.stage_columns, plan, now, correction / pace)
             return lambda chosen: _by_due(plan.by_due, first, chosen)
-        columns = candidates.columns(correction)
+        columns = table.columns(correction)
         urgency, tie = keys(self._policy, columns, now, self._lars_denominator), columns.tie
         return lambda chosen: _by_key(urgency, tie, chosen)
 

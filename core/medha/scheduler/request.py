@@ -22,7 +22,7 @@ from medha.slo import Targets
 from medha.wire.messages import Submit
 
 NOWHERE = -1
-"""Lane of a request that holds no KV, and row of a request that is not in the table of prefills."""
+"""Lane of a request that holds no KV, and row of a request that has none in the table."""
 
 
 @dataclass(slots=True)
@@ -48,14 +48,12 @@ class Request:
     tie: int  # unique; increases with each arrival here
     arrival: float  # on the controller's clock, with the age subtracted
     targets: Targets
-    work_seconds: float  # predicted time of the whole prefill if it runs alone
     is_long: bool
     length: int
     limit_tokens: int  # upper bound of prompt plus output
     reservation_tokens: int  # KV that it reserves at admission
     may_spread: bool = False  # its KV may be split over several lanes
-    wanted_blocks: int = 0  # free KV blocks that it needs to be admitted
-    row: int = NOWHERE  # in the table of candidates
+    row: int = NOWHERE  # in the table of requests, while it has prompt left to dispatch
     lane: int = NOWHERE  # the lane that computes it
     reserved_tokens: int = 0  # tokens that its blocks can hold
     shard_map: ShardMap | None = None  # once it holds KV
@@ -79,10 +77,6 @@ class Request:
         """The deadline a + d, on the controller's clock."""
         return self.arrival + self.targets.ttft_seconds
 
-    def relative_slack(self, remaining_seconds: float, now: float) -> float:
-        """Return rho: the slack as a share of the whole work."""
-        return (self.deadline - now - remaining_seconds) / max(self.work_seconds, 1e-6)
-
     @property
     def known_tokens(self) -> int:
         """Number of tokens whose ids exist."""
@@ -105,13 +99,6 @@ class Request:
     def is_decoding(self) -> bool:
         """True if its prefill is over, so that every further step computes one token."""
         return self.emitted > 0
-
-    @property
-    def is_held(self) -> bool:
-        """True if it should wait, because its prompt, or the beginning of it, is being computed."""
-        if self.prompt.prefilling and not self.goes_alone:
-            return True
-        return self.leader is not None and self.prompt.sharing is None
 
     @property
     def waits(self) -> bool:

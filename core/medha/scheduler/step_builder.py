@@ -12,14 +12,14 @@ import numpy as np
 from medha.cost.predictor import Predictor
 from medha.kv.context_parallel import ContextParallel
 from medha.scheduler.admission import Admission
-from medha.scheduler.candidates import NEAR_PROMISE, Candidates
 from medha.scheduler.config import ReplicaConfig
 from medha.scheduler.lanes import Lanes
 from medha.scheduler.order import Urgency
 from medha.scheduler.pace import Pace
 from medha.scheduler.packer import Batch, DecodeTargets, Limits, Packed, PrefillCandidate, Space
 from medha.scheduler.request import NOWHERE, Request
-from medha.scheduler.requests import Roster
+from medha.scheduler.sharing import Sharing
+from medha.scheduler.table import NEAR_PROMISE, RequestTable
 from medha.wire.messages import Admit, Extent, StepEntry
 
 Place = Callable[[PrefillCandidate], bool]
@@ -116,15 +116,15 @@ class Filler:
         self,
         config: ReplicaConfig,
         predictor: Predictor,
+        table: RequestTable,
         admission: Admission,
-        candidates: Candidates,
-        roster: Roster,
+        sharing: Sharing,
         lanes: Lanes,
     ) -> None:
         self._predictor = predictor
+        self._table = table
         self._admission = admission
-        self._candidates = candidates
-        self._roster = roster
+        self._sharing = sharing
         self._lanes = lanes
         self._all_lanes = tuple(range(len(lanes)))
         self._has_one_lane = len(lanes) == 1
@@ -145,7 +145,7 @@ class Filler:
         batch, targets = self._batch_of_decodes(lanes), self._tpot_targets(lanes)
         packed = pack(batch, targets, self._by_urgency(lanes, now), self._limits, place)
         decodes = [request for lane in lanes for request in self._lanes[lane].decodes.take(lanes)]
-        prefills = [(self._roster.running[id_], count) for id_, count in packed.chunks.items()]
+        prefills = [(self._table[id_], count) for id_, count in packed.chunks.items()]
         entries = self._decode_entries(decodes)
         alone_seconds, goes_on = self._dispatch(prefills, entries) if prefills else (0.0, False)
         if entries:
@@ -183,25 +183,26 @@ class Filler:
                 entries += self._ring_entries(request, count, self._context_parallel)
             else:
                 entries.append(_entry(request, count))
-        alone_seconds = self._candidates.busy_seconds([request for request, _ in prefills])
+        alone_seconds = self._table.busy_seconds([request for request, _ in prefills])
         dispatched: list[Request] = []
         for request, count in prefills:
             request.dispatch(count)
             if request.dispatched == request.length:
                 dispatched.append(request)
-        self._candidates.remove(dispatched)
+        self._table.prefilled(dispatched)
         for request in dispatched:
             if request.is_long:
                 self._admission.prefilled(request)
         go_on = [request for request, _ in prefills if request.row != NOWHERE]
-        self._roster.progressed(go_on)
-        alone_seconds -= self._candidates.busy_seconds(go_on)
+        for request in go_on:
+            self._progressed(request)
+        alone_seconds -= self._table.busy_seconds(go_on)
         return alone_seconds, bool(go_on)
 
     def _place(self, prefill: PrefillCandidate, lanes: tuple[int, ...], admits: list[Admit]) -> bool:
         """Give KV to a waiting prefill; return False if there is none, or if it cannot take part in this step."""
-        request = self._roster.waiting.get(prefill.id)
-        if request is None or not self.admit(request, admits):
+        request = self._table[prefill.id]
+        if not self.admit(request, admits):
             return False
         context, is_long = request.dispatched, request.dispatched >= self._long_threshold_tokens
         remaining = min(request.length, request.joins_at) - context
@@ -220,9 +221,8 @@ class Filler:
     def admit(self, request: Request, admits: list[Admit]) -> bool:
         """Give KV to a waiting request; return False if there is none for it."""
         pending_seconds = self._pending_seconds()
-        if self._roster.is_full:
+        if not request.waits or self._admission.is_full:
             return False
-        is_claimant = self._admission.claimant is request
         if self._admission.lane_for(request, self._all_lanes, pending_seconds) is None:
             return False
         tokens = request.submit.tokens
@@ -232,14 +232,21 @@ class Filler:
 
         admit = self._admission.admit(request, pending_seconds, remaining_seconds)
         if admit is None:  # cached blocks that it counted on are gone, or the room is not where it needs it
-            self._roster.look_again(request)
+            self._sharing.update(request)
             if self._admission.lane_for(request, self._all_lanes, pending_seconds) is not None:
-                self._candidates.misfits(request)
+                self._table.misfits(request)
             return False
         admits.append(admit)
-        self._roster.enter(request, late=is_claimant)
+        self._sharing.enter(request)
+        if request.cached_tokens:
+            self._progressed(request)
         self._lanes.remapped(request)
         return True
+
+    def _progressed(self, request: Request) -> None:
+        """Update the remaining work of a prefill with newly dispatched or cached positions."""
+        left = self._predictor.uncorrected_prefill(request.dispatched, request.submit.tokens)
+        self._table.progressed(request, left)
 
     def _decode_entries(self, decodes: Iterable[Request]) -> list[StepEntry]:
         """Return the entries of a step's decodes, and count these as dispatched."""
@@ -283,7 +290,7 @@ class Filler:
         """Return the prefill seconds ahead of a new request on each lane, steps in flight included."""
         if self._has_one_lane:
             return [0.0]
-        admitted = self._candidates.remaining_by_lane(len(self._lanes)) * self._predictor.correction
+        admitted = self._table.remaining_by_lane(len(self._lanes)) * self._predictor.correction
         return [
             seconds + sum(lane.in_flight_seconds.values())
             for lane, seconds in zip(self._lanes, admitted.tolist(), strict=True)
@@ -315,26 +322,26 @@ class Filler:
         When admissions have used up the room, the remaining candidates are selected anew instead of being
         tried one by one.
         """
-        table = self._candidates
-        if not len(table):
+        table = self._table
+        if not table.rows:
             return
         ordered = self._urgency.look_at(table, self._predictor.correction, self._pace.of_prefills, now)
         if self._urgency.gives_up:
-            self._roster.leave_given_up()
-        seen = np.zeros(len(table), dtype=np.bool_)
-        running = table.running(lanes)
+            self._sharing.leave_demoted()
+        seen = np.zeros(len(table.rows), dtype=np.bool_)
+        running = table.running_on(lanes)
         elsewhere = 0
         for turn in range(MOST_ORDERS):
             eligible = running
             asks = turn < MOST_ORDERS - 1 and elsewhere < MOST_ELSEWHERE
-            if asks and self._roster.waiting and not self._roster.is_full:
+            if asks and table.waiting and not self._admission.is_full:
                 eligible = running | table.admissible(self._admission.room(lanes))
             if turn:
                 eligible = eligible & ~seen
             if not eligible.any():
                 return
             for row in ordered(eligible):
-                request = table.requests[row]
+                request = table.rows[row]
                 seen[row] = True
                 lane: int | None = request.lane
                 if lane == NOWHERE:
@@ -357,14 +364,14 @@ class Filler:
 
         It does only until its revised deadline is near; then it is as urgent as any.
         """
-        due = self._candidates.dispatched_by(request)
+        due = self._table.dispatched_by(request)
         if due <= request.deadline or not self._admission.longs_crowd:
             return False
-        return due - now > NEAR_PROMISE * self._candidates.remaining_seconds(request)
+        return due - now > NEAR_PROMISE * self._table.remaining_seconds(request)
 
     def _lane_for(self, request: Request, lanes: Sequence[int]) -> int | None:
         """Return which of `lanes` has KV for a waiting request now, if any."""
-        if self._roster.is_full or request.is_held:
+        if self._admission.is_full or self._table.is_held(request):
             return None
         return self._admission.lane_for(request, lanes, self._pending_seconds())
 
@@ -377,8 +384,7 @@ class Filler:
         is_long = dispatched >= self._long_threshold_tokens
         relative_slack = 0.0
         if is_long:
-            remaining = self._candidates.remaining_seconds(request) * self._predictor.correction
-            relative_slack = request.relative_slack(remaining, now)
+            relative_slack = self._table.relative_slack(request, now, self._predictor.correction)
         candidate = PrefillCandidate(
             request.id,
             dispatched,

@@ -1,13 +1,27 @@
-"""The table of prefills: every request that has prompt positions left to dispatch, as a struct of arrays.
+"""The table of all requests of a replica: by id, and with a numpy column for each fact that decisions compare.
 
-A decision examines all of them at once, so each property that it needs is a numpy column. Rows are dense: the
-last row replaces a removed one. The order of the rows by due time is maintained as requests are added and
-removed, at the cost of a short `memmove` each.
+A request is here from its arrival until its KV is released. While it has prompt positions left to dispatch, it
+also has a row. A decision examines all rows at once, so each fact that it needs is a column. Facts that
+change while a request has a row (what it needs, how much work is left, when it is due) are in its columns
+and nowhere else; the constant ones are copied when the row is added, and its lane when it gets KV.
+
+    column                            written by
+    arrival, deadline, work, tie,     `add`: constant
+    long, spread
+    remaining, busy                   `add`, `needs`, `progressed`
+    busy_until                        `add`, `needs`
+    wanted, held, misfit              `add`, `needs`, `misfits`; while it waits
+    lane                              `add`, `place`
+    due, promise                      `add`, `needs`, and the policy `guarded` through `plan`
+    patience                          `late_without_room`
+
+Rows are dense: the last row replaces a removed one. The order of the rows by due time is maintained as rows
+are added and removed, at the cost of a short `memmove` each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TypeVar
@@ -38,13 +52,18 @@ class Room:
     starts_long: bool = True  # whether another long request may begin its prefill
 
 
-class Candidates:
-    """Waiting requests, and running ones whose prefill is not wholly dispatched."""
+class RequestTable:
+    """All requests of a replica: the one owner of who is here, who waits, and what each one still needs."""
 
     def __init__(self, *, by_due: bool = False) -> None:
         """`by_due`: maintain the order by due time, for a policy that reads it."""
         self._keeps_order = by_due
-        self.requests: list[Request] = []  # by row
+        self._by_id: dict[str, Request] = {}
+        self.waiting = 0
+        """Number of requests that hold no KV."""
+        self._ended = 0  # requests whose KV waits in quarantine
+        self.rows: list[Request] = []
+        """Requests by row: those that wait, and those whose prefill is not wholly dispatched."""
         # Columns of one type share one array, so that a row moves in four operations.
         self._seconds: Floats = np.zeros((9, _FIRST_CAPACITY), dtype=np.float64)
         self._counts: Ints = np.zeros((2, _FIRST_CAPACITY), dtype=np.int64)
@@ -54,9 +73,6 @@ class Candidates:
         self._most_wanted = 0  # upper bound of the blocks that any row wants
         self._any_misfit = False  # False only if no row is a misfit
         self._name_columns()
-
-    def __len__(self) -> int:
-        return len(self.requests)
 
     def _name_columns(self) -> None:
         arrival, deadline, work, remaining, busy, busy_until, due, promise, patience = self._seconds
@@ -85,20 +101,55 @@ class Candidates:
         self._by_due = _doubled(self._by_due)
         self._name_columns()
 
-    # --- adding, changing and removing rows ---------------------------------------------------------
+    # --- who is here --------------------------------------------------------------------------------
 
-    def add(self, request: Request, left: Alone, busy_until: float, wanted_blocks: int) -> None:
-        """Add a row; `left` is uncorrected, and its busy part should end by `busy_until`."""
-        row = len(self.requests)
+    def find(self, request_id: str) -> Request | None:
+        """Return the request with this id, if it is here."""
+        return self._by_id.get(request_id)
+
+    def __getitem__(self, request_id: str) -> Request:
+        return self._by_id[request_id]
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield every request, in the order of arrival."""
+        return iter(self._by_id.values())
+
+    @property
+    def running(self) -> int:
+        """Number of requests that hold KV, also of those that have ended."""
+        return len(self._by_id) - self.waiting
+
+    @property
+    def active(self) -> int:
+        """Number of requests that hold KV and have not ended."""
+        return self.running - self._ended
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._by_id
+
+    # --- the life of a request ----------------------------------------------------------------------
+
+    def add(
+        self, request: Request, work_seconds: float, left: Alone, busy_until: float, wanted_blocks: int
+    ) -> None:
+        """Add a request that waits for KV.
+
+        `work_seconds` is the predicted time of its whole prefill if it runs alone. `left`, the part that is
+        not computed yet, is uncorrected; its busy part should end by `busy_until`.
+        """
+        self._by_id[request.id] = request
+        self.waiting += 1
+        row = len(self.rows)
         if row == len(self._tie):
             self._double()
         request.row = row
-        self.requests.append(request)
+        self.rows.append(request)
         self._arrival[row] = request.arrival
         self._deadline[row] = request.deadline
         due = self._busy_until[row] = self._due[row] = busy_until
         self._promise[row] = self._patience[row] = np.inf
-        self._work[row] = request.work_seconds
+        self._work[row] = work_seconds
         self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
         self._tie[row] = request.tie
         self._want(request, wanted_blocks)
@@ -112,12 +163,52 @@ class Candidates:
             self._by_due[place] = row
 
     def _want(self, request: Request, blocks: int) -> None:
-        self._wanted[request.row] = request.wanted_blocks = blocks
+        self._wanted[request.row] = blocks
         self._most_wanted = max(self._most_wanted, blocks)
 
-    def remove(self, requests: Iterable[Request]) -> None:
-        """Remove the rows of these requests; a request without a row is ignored."""
-        by_row = self.requests
+    def needs(self, request: Request, blocks: int, left: Alone, busy_until: float, *, held: bool) -> None:
+        """Update the needs of a waiting request; `held`: it must wait for a prefill that it will share."""
+        row = request.row
+        self._want(request, blocks)
+        self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
+        self._held[row], self._misfit[row] = held, False
+        if busy_until != self._busy_until[row]:
+            kept = self._due[row] <= self._busy_until[row]
+            self._busy_until[row] = busy_until
+            if kept or self._due[row] < busy_until:
+                self._fall_due(row, busy_until)
+
+    def misfits(self, request: Request) -> None:
+        """Record that a waiting request lacks KV: it found no place although as much as it wants was free."""
+        self._misfit[request.row] = self._any_misfit = True
+
+    def place(self, request: Request) -> None:
+        """Record that a waiting request now holds KV and runs on its lane."""
+        self.waiting -= 1
+        self._lane[request.row] = request.lane
+        self._wanted[request.row] = 0
+
+    def progressed(self, request: Request, left: Alone) -> None:
+        """Update the uncorrected remaining work of a prefill."""
+        self._remaining[request.row], self._busy[request.row] = left.seconds, left.busy_seconds
+
+    def stop(self, request: Request) -> None:
+        """Record that a request with KV gets no more steps."""
+        self._ended += 1
+        self.prefilled([request])
+
+    def remove(self, request: Request) -> None:
+        """Remove a request that waits, or that has ended and holds no KV any more."""
+        del self._by_id[request.id]
+        if request.waits:
+            self.waiting -= 1
+            self.prefilled([request])
+        else:
+            self._ended -= 1
+
+    def prefilled(self, requests: Iterable[Request]) -> None:
+        """Remove the rows of requests with no prompt left to dispatch; one without a row is ignored."""
+        by_row = self.rows
         before = len(by_row)
         gone: list[int] = []
         moved: dict[int, int] = {}  # row -> the row that its request had before
@@ -166,46 +257,21 @@ class Candidates:
         found: list[int] = places.tolist()
         return found
 
-    def admitted(self, request: Request) -> None:
-        """Record that a request now holds KV and runs on its lane."""
-        self._lane[request.row] = request.lane
-        self._wanted[request.row] = 0
-
-    def wants(self, request: Request, blocks: int, left: Alone, busy_until: float, *, held: bool) -> None:
-        """Update the needs of a waiting request; `held`: it must wait for a prefill that it will share."""
-        row = request.row
-        self._want(request, blocks)
-        self._remaining[row], self._busy[row] = left.seconds, left.busy_seconds
-        self._held[row], self._misfit[row] = held, False
-        if busy_until != self._busy_until[row]:
-            kept = self._due[row] <= self._busy_until[row]
-            self._busy_until[row] = busy_until
-            if kept or self._due[row] < busy_until:
-                self._fall_due(row, busy_until)
-
-    def misfits(self, request: Request) -> None:
-        """Record that a waiting request lacks KV: it found no place although as much as it wants was free."""
-        self._misfit[request.row] = self._any_misfit = True
-
     def _fall_due(self, row: int, due: float) -> None:
         """Set another due time for a row and update the order."""
         self._due[row] = due
         if self._keeps_order:
-            rows = len(self.requests)
+            rows = len(self.rows)
             others = self._by_due[:rows]
             others = others[others != row]
             place = int(self._due[others].searchsorted(due, side="right"))
             self._by_due[:rows] = np.insert(others, place, row)
 
-    def progressed(self, request: Request, left: Alone) -> None:
-        """Update the uncorrected remaining work of a prefill."""
-        self._remaining[request.row], self._busy[request.row] = left.seconds, left.busy_seconds
-
     # --- views and queries for decisions ------------------------------------------------------------
 
     def columns(self, correction: float) -> Columns:
         """Return a view for policies, with corrected remaining work."""
-        rows = len(self.requests)
+        rows = len(self.rows)
         return Columns(
             arrival=self._arrival[:rows],
             deadline=self._deadline[:rows],
@@ -220,7 +286,7 @@ class Candidates:
 
         The work is uncorrected.
         """
-        rows = len(self.requests)
+        rows = len(self.rows)
         return Columns(
             arrival=self._arrival[:rows],
             deadline=self._busy_until[:rows],
@@ -232,42 +298,55 @@ class Candidates:
     @property
     def plan(self) -> Plan:
         """The due times of all rows, for `Guarded`, which updates them."""
-        rows = len(self.requests)
+        rows = len(self.rows)
         return Plan(due=self._due[:rows], promise=self._promise[:rows], by_due=self._by_due[:rows])
+
+    def wanted_blocks(self, request: Request) -> int:
+        """Return how many free KV blocks a waiting request needs to be admitted."""
+        return self._wanted.item(request.row)
+
+    def is_held(self, request: Request) -> bool:
+        """Return whether a waiting request waits for a prefill that it will share."""
+        return self._held.item(request.row)
 
     def dispatched_by(self, request: Request) -> float:
         """Return the time by which a prefill is to be wholly dispatched: -inf if it is already.
 
         It is later than the deadline if the request is demoted.
         """
-        return float(self._due[request.row]) if request.row != NOWHERE else -inf
-
-    def remaining_seconds(self, request: Request) -> float:
-        """Return the uncorrected remaining work of one prefill."""
-        return float(self._remaining[request.row]) if request.row != NOWHERE else 0.0
+        return self._due.item(request.row) if request.row != NOWHERE else -inf
 
     def due(self, request: Request) -> float:
         """Return the due time of a request: its deadline or a revised one."""
-        return float(self._due[request.row]) if request.row != NOWHERE else request.deadline
+        return self._due.item(request.row) if request.row != NOWHERE else request.deadline
+
+    def remaining_seconds(self, request: Request) -> float:
+        """Return the uncorrected remaining work of one prefill."""
+        return self._remaining.item(request.row) if request.row != NOWHERE else 0.0
 
     def busy_seconds(self, requests: Iterable[Request]) -> float:
         """Return the uncorrected time for which these prefills, each alone, would still keep a stage busy."""
-        return sum([float(self._busy[request.row]) for request in requests if request.row != NOWHERE])
+        return sum([self._busy.item(request.row) for request in requests if request.row != NOWHERE])
+
+    def relative_slack(self, request: Request, now: float, correction: float) -> float:
+        """Return rho of a request that has a row: its slack as a share of its whole work."""
+        slack = request.deadline - now - self._remaining.item(request.row) * correction
+        return slack / max(self._work.item(request.row), 1e-6)
 
     def total_remaining_seconds(self) -> float:
         """Return the uncorrected remaining work of all rows."""
-        return float(self._remaining[: len(self.requests)].sum())
+        return float(self._remaining[: len(self.rows)].sum())
 
     def remaining_by_lane(self, lanes: int) -> Floats:
         """Return the uncorrected remaining work of rows that hold KV, by the lane that computes them."""
-        rows = len(self.requests)
+        rows = len(self.rows)
         lane = self._lane[:rows] - NOWHERE  # 0: waiting rows; i + 1: lane i
         seconds = np.bincount(lane, weights=self._remaining[:rows], minlength=lanes + 1)
         return np.asarray(seconds[1:], dtype=np.float64)
 
-    def running(self, lanes: Sequence[int]) -> Bools:
+    def running_on(self, lanes: Sequence[int]) -> Bools:
         """Return flags of the rows that hold KV and are computed by one of `lanes`."""
-        lane = self._lane[: len(self.requests)]
+        lane = self._lane[: len(self.rows)]
         found: Bools = lane == lanes[0]
         for other in lanes[1:]:
             found |= lane == other
@@ -275,7 +354,7 @@ class Candidates:
 
     def admissible(self, room: Room) -> Bools:
         """Return flags of the waiting rows that find room and wait for no prefill that they will share."""
-        rows = len(self.requests)
+        rows = len(self.rows)
         refused = self._without(room)
         if not room.starts_long:
             refused |= self._long[:rows]
@@ -292,7 +371,7 @@ class Candidates:
         long request that lacks its share counts as late only once its revised deadline is, or was, near:
         before that, others can still be on time.
         """
-        rows = len(self.requests)
+        rows = len(self.rows)
         least = room.of_one_lane if room.of_longs is None else min(room.of_one_lane, room.of_longs)
         if rows == 0 or (self._most_wanted <= least and not self._any_misfit):
             return None
@@ -328,7 +407,7 @@ class Candidates:
 
         Requests that wait for a prefill that they will share do not count.
         """
-        rows = len(self.requests)
+        rows = len(self.rows)
         late = self._deadline[:rows] - self._remaining[:rows] * correction < now
         late &= self._lane[:rows] == NOWHERE
         late &= ~self._held[:rows]
@@ -339,11 +418,11 @@ class Candidates:
         if not len(rows):
             return None
         order = np.lexsort((self._tie[rows], self._deadline[rows]))
-        return self.requests[int(rows[order[0]])]
+        return self.rows[int(rows[order[0]])]
 
     def _without(self, room: Room) -> Bools:
         """Return flags of the rows that want more KV than is free."""
-        rows = len(self.requests)
+        rows = len(self.rows)
         wanted = self._wanted[:rows]
         found: Bools
         if self._most_wanted <= room.of_one_lane:  # KV is not short

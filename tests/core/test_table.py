@@ -1,4 +1,4 @@
-"""The table of prefills, where it answers from less than all of its rows."""
+"""The table of requests, where it answers from less than all of its rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from medha.api.replica import SchedulingSpec
 from medha.cost.prefill_seconds import Alone
-from medha.scheduler.candidates import Candidates, Room
 from medha.scheduler.order import Urgency
 from medha.scheduler.request import Prompt, Request
+from medha.scheduler.table import RequestTable, Room
 from medha.slo import Targets
 from medha.wire.messages import Submit
 
@@ -28,7 +28,6 @@ def late_request(number: int, *, is_long: bool) -> Request:
         tie=number,
         arrival=float(number),
         targets=Targets(1.0, 0.05, 0.05),
-        work_seconds=1.0,
         is_long=is_long,
         length=1,
         limit_tokens=2,
@@ -43,18 +42,18 @@ def late_request(number: int, *, is_long: bool) -> Request:
 def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone(
     rows: list[tuple[int, bool, bool]], room: Room
 ) -> None:
-    table = Candidates()
+    table = RequestTable()
     stay: list[tuple[Request, int]] = []
     gone: list[Request] = []
     for number, (blocks, is_long, stays) in enumerate(rows):
         request = late_request(number, is_long=is_long)
-        table.add(request, Alone(1.0, 0.0), request.deadline, 0)
-        table.wants(request, blocks, Alone(1.0, 0.0), request.deadline, held=False)
+        table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 0)
+        table.needs(request, blocks, Alone(1.0, 0.0), request.deadline, held=False)
         if stays:
             stay.append((request, blocks))
         else:
             gone.append(request)
-    table.remove(gone)
+    table.prefilled(gone)
     for _ in range(2):  # the second time knows what the first has found
         of_longs = room.of_longs
         short_of_kv = {
@@ -65,16 +64,16 @@ def test_whoever_finds_no_room_is_found_though_others_that_wanted_more_have_gone
         shut_out = {request.id for request, _ in stay if request.is_long and not room.starts_long}
         refused = short_of_kv | shut_out
         admissible = table.admissible(room)
-        assert {table.requests[row].id for row in np.flatnonzero(~admissible)} == refused
+        assert {table.rows[row].id for row in np.flatnonzero(~admissible)} == refused
         claims = [request for request, _ in stay if request.id in short_of_kv - shut_out]
         first = min(claims, key=lambda request: request.deadline, default=None)
         assert table.late_without_room(room, NOW, 1.0) is first
 
 
 def test_a_given_up_long_one_claims_no_share_of_longs_before_its_promise_has_been_near() -> None:
-    table = Candidates(by_due=True)
+    table = RequestTable(by_due=True)
     request = late_request(1, is_long=True)
-    table.add(request, Alone(1.0, 0.0), request.deadline, 5)
+    table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
     crowded, full = Room(10, 10, of_longs=4), Room(4, 4)
     assert table.late_without_room(crowded, NOW, 1.0) is None, "whether it is demoted is not decided yet"
     table.plan.due[0] = NOW + 10.0
@@ -87,16 +86,16 @@ def test_a_given_up_long_one_claims_no_share_of_longs_before_its_promise_has_bee
 
 
 def test_one_that_found_no_place_where_there_was_room_lacks_kv_until_it_wants_another_amount() -> None:
-    table = Candidates()
+    table = RequestTable()
     request = late_request(1, is_long=False)
-    table.add(request, Alone(1.0, 0.0), request.deadline, 5)
+    table.add(request, 1.0, Alone(1.0, 0.0), request.deadline, 5)
     room = Room(10, 10)
     assert table.late_without_room(room, NOW, 1.0) is None
     table.misfits(request)
     assert table.late_without_room(room, 0.0, 1.0) is None, "it is not late"
     assert table.late_without_room(room, NOW, 1.0) is request
     assert table.admissible(room).all(), "others may end, so it is asked again"
-    table.wants(request, 4, Alone(1.0, 0.0), request.deadline, held=False)
+    table.needs(request, 4, Alone(1.0, 0.0), request.deadline, held=False)
     assert table.late_without_room(room, NOW, 1.0) is None
 
 
@@ -108,8 +107,8 @@ def test_guarded_counts_work_by_what_steps_really_take_and_by_the_pace_in_compan
     correction: float, pace: float, given_up: int
 ) -> None:
     """Two of ten seconds each are due 25 s from now: they fit as long as a second of work takes at most 1.25 s."""
-    table = Candidates(by_due=True)
+    table = RequestTable(by_due=True)
     for number in range(2):
-        table.add(late_request(number, is_long=False), Alone(10.0, 0.0), NOW + 25.0, 0)
+        table.add(late_request(number, is_long=False), 1.0, Alone(10.0, 0.0), NOW + 25.0, 0)
     Urgency(SchedulingSpec()).look_at(table, correction, pace, NOW)
     assert np.count_nonzero(table.plan.due > NOW + 25.0) == given_up
