@@ -72,7 +72,7 @@ COPY --from=router-packages /opt/medha /opt/medha
 COPY --from=application /application /
 EXPOSE 8000 5700 5701
 ENTRYPOINT ["python", "-m", "medha_router"]
-CMD ["/etc/medha/router.json"]
+CMD ["--settings", "/etc/medha/router.json"]
 
 FROM runtime AS worker
 LABEL org.opencontainers.image.title="medha-worker" \

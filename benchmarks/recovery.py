@@ -48,9 +48,9 @@ import yaml
 from harness import Row, claim, exit_with, parser, progress, report
 from rich.console import Console
 
+from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.terminal_display import TerminalDisplay
-from medha_cli.up_command import RunFiles, write_parts
 from medha_process.supervision.lifecycle import (
     DEATHS_SECONDS,
     MOST_DEATHS,

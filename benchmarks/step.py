@@ -38,9 +38,9 @@ from served import served, write_manifest
 
 from medha.wire.frames import encode
 from medha.wire.messages import Step
+from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.terminal_display import TerminalDisplay
-from medha_cli.up_command import RunFiles, write_parts
 from medha_process.supervision.supervisor import Part, StopRequests, supervise
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.model.kv_cache import KVCache

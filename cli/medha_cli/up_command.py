@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
-import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import click
-from pydantic import BaseModel, TypeAdapter
 from rich.console import Console, RenderableType
 
-from medha.api.fields import quantity_bytes
 from medha.api.replica import MedhaReplica
-from medha.declared import DeclaredModel, to_text
 from medha.errors import ConfigInvalid, PartFailed
-from medha.wire.messages import Readiness
+from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.manifest import model_directory, read_manifest
 from medha_cli.result_files import require_writable
 from medha_cli.runs import KEYS, PREFIX, announced, remove_ended, removed_if_killed, require_unused
 from medha_cli.summary import checkpoint_dtype, summary
 from medha_cli.terminal_display import TerminalDisplay
 from medha_process.host_resources import free_port, raise_file_limit
-from medha_process.launch import RANK_ENVIRONMENT
-from medha_process.supervision.supervisor import Part, StopRequests, supervise
+from medha_process.part_settings import LogLevel
+from medha_process.supervision.supervisor import StopRequests, supervise
 from medha_process.supervision.supervisor_output import end_if_unread
 from medha_worker.checkpoints.preflight import require_possible
 from medha_worker.host_memory import host_free_bytes
 
-if TYPE_CHECKING:
-    from medha_links.key_files import KeyFiles
-
-READY_TIMEOUT_SECONDS = 1.0  # of one poll of /ready; the next follows soon
 SOCKET_PATH_BYTES = 100  # Linux allows 107 for a socket's path; ours are the run directory and the name below
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _NEEDED = {"zmq": "worker", "torch": "worker", "fastapi": "router", "tokenizers": "router"}
@@ -81,7 +67,7 @@ def command(
     record: Path | None,
     trace: Path | None,
     run_dir: Path | None,
-    log_level: str,
+    log_level: LogLevel,
 ) -> None:
     """Serve the MedhaReplica that FILE describes on this machine, until Ctrl-C.
 
@@ -136,149 +122,6 @@ def command(
     if state.failure:
         raise PartFailed(state.failure)
     sys.exit(state.exit_status)
-
-
-class RunFiles:
-    """The files of one run: the parts' settings, and the files that router and controller write when they are ready."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.router_ready = directory / "router-ready.json"
-        self.ranks_ready = directory / "ranks-ready.json"
-
-    def endpoint(self, name: str) -> str:
-        """Return a ZeroMQ endpoint that only the directory's owner on this machine can reach."""
-        return f"ipc://{self.directory / name}"
-
-    def write(self, name: str, settings: BaseModel | dict[str, object]) -> str:
-        path = self.directory / f"{name}.json"
-        text = settings.model_dump_json() if isinstance(settings, BaseModel) else json.dumps(settings)
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    def declare(self, replica: MedhaReplica) -> Path:
-        """Return the folder that names the manifest's model to the router, even while no replica has joined it."""
-        folder = self.directory / "models"
-        folder.mkdir(exist_ok=True)
-        classes = tuple(one.name for one in replica.spec.service_classes)
-        model = DeclaredModel(name=replica.spec.model.name, service_classes=classes, replicas=1)
-        (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
-        return folder
-
-    def fresh_keys(self) -> KeyFiles:
-        """Make the keys of the parts for this run: a restarted part finds its own, the next run makes new ones."""
-        from medha_links.key_files import (
-            KeyFiles,
-        )  # imported here: it needs pyzmq, and we report if that is missing
-
-        shutil.rmtree(self.directory / KEYS, ignore_errors=True)
-        return KeyFiles.create(self.directory / KEYS)
-
-    def url(self) -> str:
-        """Return the router's address; call it only once the router listens."""
-        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
-
-    def readiness(self) -> Readiness:
-        """Return the reports of controller and ranks; call it only once all are ready."""
-        return TypeAdapter(Readiness).validate_json(self.ranks_ready.read_bytes())
-
-    def is_ready(self) -> bool:
-        """Return whether the router reports a replica that it can send requests to."""
-        if not (self.router_ready.exists() and self.ranks_ready.exists()):
-            return False
-        try:
-            with urllib.request.urlopen(self.url() + "/ready", timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
-                return bool(answer.status == 200)
-        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
-            return False
-
-
-def write_parts(
-    replica: MedhaReplica,
-    directory: Path,
-    files: RunFiles,
-    *,
-    record: Path | None,
-    log_level: str,
-    trace: Path | None = None,
-) -> tuple[tuple[Part, ...], ...]:
-    """Write each part's settings, and return the parts in the order in which they are asked to stop."""
-    spec = replica.spec
-    router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
-    keys = files.fresh_keys()
-    rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
-    router = files.write(
-        "router",
-        {
-            "host": spec.router.host,
-            "port": spec.router.port,
-            "control_endpoint": router_control,
-            "tokens_endpoint": router_tokens,
-            "key_file": str(keys.router),
-            "enrolment_file": str(keys.enrolment),
-            "ready_file": str(files.router_ready),
-            "scratch_directory": str(files.directory),
-            "models_directory": str(files.declare(replica)),
-            "max_body_bytes": quantity_bytes(spec.router.max_body_bytes),
-            "max_waiting": spec.router.max_waiting,
-            "allowed_hosts": spec.router.allowed_hosts,
-            "allowed_origins": spec.router.allowed_origins,
-            "drain_seconds": spec.lifecycle.drain_seconds,
-            "log_level": log_level,
-        },
-    )
-    controller = files.write(
-        "controller",
-        {
-            "replica": replica.metadata.name,
-            "spec": spec.model_dump(mode="json", by_alias=True),
-            "model_directory": str(directory),
-            "router_control": router_control,
-            "router_tokens": router_tokens,
-            "router_key_file": str(keys.router_public),
-            "enrolment_file": str(keys.enrolment),
-            "rank_control": rank_control,
-            "rank_tokens": rank_tokens,
-            "key_file": str(keys.controller),
-            "rank_keys_file": str(keys.ranks_public),
-            "ready_file": str(files.ranks_ready),
-            "epoch_file": str(files.directory / "epoch"),
-            "record_file": str(record.absolute()) if record else None,
-            "trace_file": str(trace.absolute()) if trace else None,
-            "log_level": log_level,
-        },
-    )
-    shape = spec.parallelism
-    ranks = shape.tensor * shape.stream * shape.kv
-    rank_parts = []
-    for rank in range(ranks):
-        settings = files.write(
-            f"rank-{rank}",
-            {
-                "rank": rank,
-                "spec": spec.model_dump(mode="json", by_alias=True),
-                "model_directory": str(directory),
-                "control": rank_control,
-                "tokens": rank_tokens,
-                "key_file": str(keys.ranks),
-                "controller_key_file": str(keys.controller_public),
-                "log_level": log_level,
-            },
-        )
-        rank_parts.append(
-            _part(f"rank {rank}", "medha_worker.rank", ("--settings", settings), RANK_ENVIRONMENT)
-        )
-    return (
-        (_part("router", "medha_router", (router,)),),
-        (_part("controller", "medha_worker.controller", ("--settings", controller)),),
-        tuple(rank_parts),
-    )
-
-
-def _part(
-    name: str, module: str, arguments: tuple[str, ...], environment: Mapping[str, str] = MappingProxyType({})
-) -> Part:
-    return Part(name, (sys.executable, "-m", module, *arguments), environment, signal.SIGUSR1)
 
 
 def _with_port(replica: MedhaReplica, port: int | None) -> MedhaReplica:

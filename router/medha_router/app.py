@@ -17,9 +17,10 @@ from starlette.types import ASGIApp
 from medha.metrics import UNKNOWN_MODEL
 from medha.slo import FALLBACK_TERMS
 from medha.wire.messages import ServiceClassTerms
+from medha_process.router_settings import RouterSettings
 from medha_router.access_log import AccessLog, Entry
 from medha_router.api_error import ApiError
-from medha_router.bodies import Bodies, ClientGone
+from medha_router.bodies import Bodies, BodyLimits, ClientGone
 from medha_router.connections import Connections
 from medha_router.event_streams import (
     DONE,
@@ -36,7 +37,6 @@ from medha_router.origin_policy import SitePolicy, Sites
 from medha_router.prepare import Endpoint, Plan, Prepared
 from medha_router.replica_link import ReplicaLink
 from medha_router.router_metrics import Observer
-from medha_router.router_settings import RouterSettings
 from medha_router.tokenizing import Tokenizing
 
 _EARLY_ERROR_SECONDS = 0.5
@@ -54,7 +54,10 @@ class Door:
         observer: Observer,
         connections: Connections,
     ) -> None:
-        self._bodies = Bodies(settings.body_limits, settings.bodies_room_bytes)
+        self._bodies = Bodies(
+            BodyLimits(settings.max_body_bytes, settings.large_body_bytes, settings.body_seconds),
+            settings.bodies_room_bytes,
+        )
         self._tokenizing = tokenizing
         self._link = link
         self._observer = observer

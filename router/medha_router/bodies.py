@@ -13,21 +13,15 @@ from dataclasses import dataclass
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from medha_process.router_settings import room_for_large
 from medha_router.api_error import ApiError
 
 LEAST_BYTES_PER_SECOND = 32 * 2**10
 """Slowest rate of a body, after its first seconds; a slower body is refused."""
-_SMALL_SHARE = 8
-"""Inverse of the share of the room that is reserved for small bodies."""
 
 
 class ClientGone(Exception):
     """The client closed its connection; nobody reads an answer."""
-
-
-def room_for_large(room_bytes: int) -> int:
-    """Return the part of the room for all bodies that large ones may take."""
-    return room_bytes - room_bytes // _SMALL_SHARE
 
 
 @dataclass(frozen=True)

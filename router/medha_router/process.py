@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import socket
 import sys
@@ -18,24 +17,24 @@ import click
 import uvicorn
 import uvloop
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
 
-from medha.errors import ConfigInvalid
+from medha.errors import PartFailed
 from medha_process.host_resources import raise_file_limit
+from medha_process.part_process import begin_part, end_with_parent, last_words, settings_option
+from medha_process.router_settings import RouterSettings
+from medha_process.watchdog import BEAT_SECONDS, Watchdog
 from medha_router.app import Door, build_app
 from medha_router.connections import Connection, Connections, connection_limit
-from medha_router.heartbeat import Heartbeat
 from medha_router.origin_policy import SitePolicy
 from medha_router.replica_link import ReplicaLink
 from medha_router.router_metrics import Observer
-from medha_router.router_settings import RouterSettings
 from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")
 
-_PARENT = "MEDHA_PARENT_PID"
-"""Environment variable set by a supervisor, which adds the time to each log line itself."""
-_PARENT_POLL_SECONDS = 0.5
+_STUCK_SECONDS = (
+    30.0  # for an event loop that does not run: one that is busy for some seconds keeps its connections
+)
 _BACKLOG = 2048
 """Connections that the kernel queues until they are accepted; uvicorn's own default."""
 
@@ -72,8 +71,8 @@ def _announce_bound(settings: RouterSettings, listener: socket.socket, link: Rep
         unfinished.rename(target)  # atomic: readers see a complete file
 
 
-async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> int:
-    """Serve until SIGTERM, then drain; or until SIGUSR1 or the loss of `parent_pid` as parent, then end at once.
+async def serve(settings: RouterSettings, file_limit: int) -> int:
+    """Serve until SIGTERM, then drain; or until SIGUSR1, then end at once.
 
     Returns the exit status: 1 if a bug ended it.
     """
@@ -116,14 +115,13 @@ async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> i
         )
         server = _Server(config)
         link.start()
-        beating = asyncio.create_task(Heartbeat().run())
+        beating = asyncio.create_task(_keep_alive(Watchdog()))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         _announce_bound(settings, listener, link)
 
-        parent = asyncio.create_task(_parent_gone(parent_pid if settings.exit_with_parent else None))
         stopping = asyncio.create_task(stop.wait())
         broken = asyncio.create_task(link.broken.wait())
-        await asyncio.wait((serving, parent, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopping, broken), return_when=asyncio.FIRST_COMPLETED)
         door.draining = True
         if stop.is_set():
             log.info("stopping; %d requests are open", door.open_requests)
@@ -131,7 +129,7 @@ async def serve(settings: RouterSettings, parent_pid: int, file_limit: int) -> i
         link.end_all("this router is stopping")
         server.should_exit = True
         await serving
-        for task in (parent, stopping, broken, beating):
+        for task in (stopping, broken, beating):
             task.cancel()
         await link.close()
         tokenizing.close()
@@ -144,38 +142,26 @@ async def _drained(door: Door, limit_seconds: float, end: asyncio.Event) -> None
     while door.open_requests and loop.time() < deadline and not end.is_set():  # noqa: ASYNC110 - a plain count is enough
         await asyncio.sleep(0.02)
     if door.open_requests:
-        log.warning("the drain time is over; %d open requests are aborted", door.open_requests)
+        reason = "this router must end at once" if end.is_set() else "the drain time is over"
+        log.warning("%s; %d open requests are aborted", reason, door.open_requests)
 
 
-async def _parent_gone(parent_pid: int | None) -> None:
-    while parent_pid is None or os.getppid() == parent_pid:  # noqa: ASYNC110 - the kernel has no event for it
-        await asyncio.sleep(_PARENT_POLL_SECONDS)
-    log.warning("the parent process has ended, so this router ends")
+async def _keep_alive(watchdog: Watchdog) -> None:
+    while True:
+        watchdog.allow(_STUCK_SECONDS, "its event loop")
+        await asyncio.sleep(BEAT_SECONDS)
 
 
 @click.command()
-@click.argument(
-    "settings_file", metavar="SETTINGS.json", type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
+@settings_option
 def main(settings_file: Path) -> None:
     """Serve HTTP for replicas; the settings are a JSON file of `RouterSettings`."""
-    parent_pid = os.getppid()  # first of all, as the parent may soon be gone
-    # Ctrl-C reaches the whole process group of a terminal; the process that started the router decides when
-    # it stops.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        settings = RouterSettings.model_validate_json(settings_file.read_bytes())
-    except ValidationError as error:
-        raise click.ClickException(f"{settings_file}: {error}") from error
-    file_limit = raise_file_limit()
+    settings = begin_part(RouterSettings, settings_file)
+    if settings.exit_with_parent:
+        end_with_parent(end_signal=signal.SIGUSR1)
     logging.getLogger("uvicorn").setLevel("WARNING")  # it logs each start and stop, as we do
-    time = "" if _PARENT in os.environ else "%(asctime)s "
-    logging.basicConfig(level=settings.log_level.upper(), format=f"{time}%(levelname)s %(name)s: %(message)s")
-    try:
-        sys.exit(uvloop.run(serve(settings, parent_pid, file_limit)))
-    except ConfigInvalid as error:
-        log.critical("%s", error)  # last words: a supervisor quotes them
-        sys.exit(1)
-    except OSError as error:
-        log.critical("cannot listen on %s:%d: %s", settings.host, settings.port, error)
-        sys.exit(1)
+    with last_words(log):
+        try:
+            sys.exit(uvloop.run(serve(settings, raise_file_limit())))
+        except OSError as error:
+            raise PartFailed(f"cannot listen on {settings.host}:{settings.port}: {error}") from error

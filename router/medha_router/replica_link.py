@@ -48,11 +48,11 @@ from medha.wire.messages import Announce, BundlePart, Emit, Failed, Message, Ref
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_tokens
 from medha_links.sockets import TOKENS_FRAME_BYTES, Doorkeeper, bind
+from medha_process.router_settings import RouterSettings
 from medha_router.declared import DeclaredFiles
 from medha_router.peer_checks import Peers, require_in_vocabulary, require_plausible
 from medha_router.prepare import Catalog, ModelTerms
 from medha_router.router_metrics import Observer
-from medha_router.router_settings import RouterSettings
 from medha_router.tokenizing import Tokenizing
 
 log = logging.getLogger("medha.router")

@@ -12,11 +12,9 @@ The two ends of a pipe exchange frames (`_FRAME`: lengths, then a JSON header, t
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import queue
-import signal
 import struct
 import subprocess
 import sys
@@ -35,16 +33,16 @@ from pydantic_core import from_json, to_json
 
 from medha.errors import RequestInvalid
 from medha.wire.frames import tokens_from_frame, tokens_to_frame
+from medha_process.part_process import end_with_parent
+from medha_process.router_settings import RouterSettings
 from medha_router.api_error import ApiError
 from medha_router.bodies import Body
 from medha_router.prepare import Catalog, Endpoint, Plan, Prepared, prepare
-from medha_router.router_settings import RouterSettings
 from medha_router.tokenizer_bundle import Bundle
 
 _log = logging.getLogger("medha.router")
 
 _FRAME = struct.Struct("<QQ")
-_PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 _PLAN = TypeAdapter(Plan)
 _CATALOG = TypeAdapter(Catalog)
 _MOST_SECONDS_PER_BYTE = 1e-5  # for each byte of a body, beyond `tokenize_seconds`
@@ -187,7 +185,7 @@ class _Process:
 
     def __init__(self, bundles_folder: str, most_seconds: float) -> None:
         self._most_seconds = most_seconds
-        command = [sys.executable, "-m", "medha_router.tokenizing", bundles_folder]
+        command = [sys.executable, "-m", "medha_router.tokenizing", bundles_folder, str(os.getpid())]
         # A separate session: Ctrl-C at a terminal must not reach it before the router's drain is over.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
@@ -251,9 +249,12 @@ def _read_exactly(pipe: IO[bytes], length: int) -> bytearray:
     return content
 
 
-def _serve(bundles_folder: Path) -> None:
-    """Run the tokenising process: answer until the router closes the pipe, and never outlive it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _serve(bundles_folder: Path, router: int) -> None:
+    """Run the tokenising process: answer until the router closes the pipe, and never outlive it.
+
+    `router` is the id of the router's process.
+    """
+    end_with_parent(router)
     bundles: dict[str, Bundle] = {}
 
     def bundle_of(digest: str) -> Bundle:
@@ -287,4 +288,4 @@ def _serve(bundles_folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]), int(sys.argv[2]))

@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 from medha.api.replica import parse_replica
 from medha.cost.profile import Profile
 from medha.errors import ConfigInvalid
+from medha_cli.local_parts import RunFiles, write_parts
 from medha_cli.main import main
 from medha_cli.manifest import read_manifest
-from medha_cli.up_command import RunFiles, write_parts
 from medha_worker.checkpoints.preflight import require_possible
 
 REPLICA = {
@@ -300,9 +300,8 @@ def test_the_parts_are_told_what_the_manifest_says(tmp_path: Path) -> None:
 
 
 def test_settings_of_each_part_are_what_that_part_reads(tmp_path: Path) -> None:
-    from medha_router.router_settings import RouterSettings
-    from medha_worker.controller.process import ControllerSettings
-    from medha_worker.rank.engine import RankSettings
+    from medha_process.part_settings import ControllerSettings, RankSettings
+    from medha_process.router_settings import RouterSettings
 
     replica = parse_replica(REPLICA)
     write_parts(replica, tmp_path, RunFiles(tmp_path), record=None, log_level="info")
@@ -322,7 +321,7 @@ def test_the_router_knows_the_manifests_model_before_a_replica_has_joined_it(tmp
     folder = json.loads((tmp_path / "router.json").read_text())["models_directory"]
     (model,) = DeclaredFiles(Path(folder)).changed() or ()
     assert (model.name, model.service_classes, model.replicas) == (replica.spec.model.name, ("default",), 1)
-    command = [sys.executable, "-m", "medha_router", str(tmp_path / "router.json")]
+    command = [sys.executable, "-m", "medha_router", "--settings", str(tmp_path / "router.json")]
     with subprocess.Popen(command) as router:
         try:
             while not files.router_ready.exists():

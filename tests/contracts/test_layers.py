@@ -23,7 +23,7 @@ VIOLATIONS = [
     (LAYERS, "core/medha/wire/frames.py", "import medha_links"),
     (LAYERS, "core/medha_links/key_files.py", "import medha_router"),
     (LAYERS, "core/medha_process/watchdog.py", "import medha_links.key_files"),
-    (LAYERS, "router/medha_router/router_settings.py", "import medha_worker.checkpoints.read_bundle"),
+    (LAYERS, "router/medha_router/replica_link.py", "import medha_worker.checkpoints.read_bundle"),
     (LAYERS, "worker/medha_worker/checkpoints/read_bundle.py", "import medha_cli"),
     (LAYERS, "operator/medha_operator/__init__.py", "import medha_sim"),
     (CORE, "core/medha/scheduler/policy.py", "import time"),

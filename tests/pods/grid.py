@@ -219,7 +219,7 @@ class Replica:
             )
         )
         with (self.folder / "router.log").open("ab") as log:
-            argv = [sys.executable, "-m", "medha_router", str(settings)]
+            argv = [sys.executable, "-m", "medha_router", "--settings", str(settings)]
             self.router = subprocess.Popen(argv, env=environment(), stdout=log, stderr=log)
 
     def kill_router(self) -> None:

@@ -302,7 +302,7 @@ def start_router(folder: Path, *, file_limit: int | None = None, **settings: Any
         **settings,
     }
     (folder / "settings.json").write_text(json.dumps(given))
-    command = [sys.executable, "-m", "medha_router", str(folder / "settings.json")]
+    command = [sys.executable, "-m", "medha_router", "--settings", str(folder / "settings.json")]
     if file_limit is not None:
         command = [
             "bash",

@@ -211,7 +211,7 @@ def test_a_key_file_that_is_missing_ends_the_start_and_is_named(tmp_path: Path, 
     given = {"port": 0, "key_file": str(keys.router), "enrolment_file": str(keys.enrolment)}
     (tmp_path / "settings.json").write_text(json.dumps({**given, field: str(tmp_path / "nowhere")}))
     ended = subprocess.run(
-        [sys.executable, "-m", "medha_router", str(tmp_path / "settings.json")],
+        [sys.executable, "-m", "medha_router", "--settings", str(tmp_path / "settings.json")],
         capture_output=True,
         text=True,
         check=False,

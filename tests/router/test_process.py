@@ -16,6 +16,7 @@ import pytest
 
 from medha.wire.messages import Emit
 from medha_links.key_files import KeyFiles
+from medha_process.router_settings import RouterSettings
 from medha_router.tokenizer_bundle import Bundle
 
 from .conftest import MAX_MODEL_LEN, MODEL, Router, Script, ScriptedReplica, say, start_router, stop_router
@@ -109,32 +110,46 @@ def test_what_it_writes_lies_in_its_scratch_directory_until_it_ends(tmp_path: Pa
     assert list(scratch.iterdir()) == []
 
 
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    ready = tmp_path / "ready.json"
-    settings_file = tmp_path / "settings.json"
+@pytest.mark.parametrize("moment", ["while it imports", "when it is ready"])
+def test_it_ends_with_its_parent(tmp_path: Path, moment: str) -> None:
+    ready, settings_file, scratch = (tmp_path / name for name in ("ready.json", "settings.json", "scratch"))
+    scratch.mkdir()
     keys = KeyFiles.create(tmp_path / "keys")
-    files = {"key_file": str(keys.router), "enrolment_file": str(keys.enrolment), "ready_file": str(ready)}
-    settings_file.write_text(json.dumps({"port": 0, **files}))
-    parent = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import subprocess, sys, time\n"
-            f"child = subprocess.Popen([sys.executable, '-m', 'medha_router', {str(settings_file)!r}])\n"
-            "print(child.pid, flush=True)\n"
-            "time.sleep(60)",
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+    RouterSettings(
+        port=0,
+        key_file=keys.router,
+        enrolment_file=keys.enrolment,
+        ready_file=str(ready),
+        scratch_directory=str(scratch),
+    ).write(settings_file)
+    program = (
+        "import os, subprocess, sys, time\n"
+        "os.environ['MEDHA_PARENT_PID'] = str(os.getpid())\n"
+        f"child = subprocess.Popen([sys.executable, '-m', 'medha_router', '--settings', {str(settings_file)!r}])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(60)"
     )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     with parent.stdout:
         child = psutil.Process(int(parent.stdout.readline()))
-    while not ready.exists():
+    while moment == "when it is ready" and not ready.exists():
         time.sleep(0.02)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     child.wait(timeout=20)
+    assert list(scratch.iterdir()) == [], "it ends in order"
+
+
+def test_a_tokenising_process_ends_where_its_router_died_before_it_began(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "medha_router.tokenizing", str(tmp_path)]
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    with subprocess.Popen([*command, str(gone.pid)], stdin=subprocess.PIPE) as process:
+        assert process.wait(timeout=30) == -signal.SIGKILL
+    with subprocess.Popen([*command, str(os.getpid())], stdin=subprocess.PIPE) as process:
+        process.communicate(timeout=30)
+        assert process.returncode == 0, "the pipe was closed"
 
 
 @pytest.mark.parametrize(
@@ -146,7 +161,7 @@ def test_wrong_settings_are_named_and_end_the_start(tmp_path: Path, text: str | 
     if text is not None:
         settings_file.write_text(text)
     ended = subprocess.run(
-        [sys.executable, "-m", "medha_router", str(settings_file)],
+        [sys.executable, "-m", "medha_router", "--settings", str(settings_file)],
         capture_output=True,
         text=True,
         check=False,

@@ -63,9 +63,10 @@ from medha.wire.messages import (
 from medha_links.drops import Drops
 from medha_links.key_files import KeyFiles, KeyPair, read_public_key, read_tokens
 from medha_links.sockets import Doorkeeper, Opened, bind, connect
+from medha_process.part_settings import ControllerSettings
 from medha_process.part_state import PartState
 from medha_worker.checkpoints.read_bundle import read_bundle
-from medha_worker.controller.process import Controller, ControllerSettings, read_settings
+from medha_worker.controller.process import Controller
 from medha_worker.epoch_file import write_epoch
 from medha_worker.link import Link, Received
 
@@ -136,7 +137,7 @@ class Stage:
             rank_keys_file=keys.ranks_public,
             **endpoints,
         )
-        (folder / "settings.json").write_text(settings.model_dump_json(by_alias=True))
+        settings.write(folder / "settings.json")
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.endpoints, self.keys = endpoints, keys
         self.incarnation = "first"
@@ -368,7 +369,9 @@ class Unwatched:
 @contextmanager
 def in_this_process(stage: Stage) -> Iterator[None]:
     """Run the controller of `stage` in a thread, so that its constants can be others."""
-    controller = Controller(read_settings(stage.settings), read_bundle(stage.settings.parent), stage.settings)
+    controller = Controller(
+        ControllerSettings.read(stage.settings), read_bundle(stage.settings.parent), stage.settings
+    )
     thread = Thread(target=controller.run, args=(Unwatched(),))
     thread.start()
     try:
@@ -381,13 +384,11 @@ def in_this_process(stage: Stage) -> Iterator[None]:
 
 def change(stage: Stage, **scheduling: object) -> None:
     """Replace the settings, as a pod's supervisor does."""
-    settings = read_settings(stage.settings)
+    settings = ControllerSettings.read(stage.settings)
     spec = settings.spec.model_copy(
         update={"scheduling": settings.spec.scheduling.model_copy(update=scheduling)}
     )
-    partial = stage.settings.with_suffix(".partial")
-    partial.write_text(settings.model_copy(update={"spec": spec}).model_dump_json(by_alias=True))
-    partial.rename(stage.settings)
+    settings.model_copy(update={"spec": spec}).write(stage.settings)
 
 
 def test_who_is_missing_at_the_first_start_is_told_once_others_are_here(
@@ -603,8 +604,8 @@ def test_a_controller_that_was_replaced_waits_for_its_ranks_no_longer_than_the_o
     with closing(Stage(tmp_path, spec, start=False)) as stage:
         epoch_file = tmp_path / "epoch"
         write_epoch(epoch_file, 3)
-        settings = read_settings(stage.settings).model_copy(update={"epoch_file": epoch_file})
-        stage.settings.write_text(settings.model_dump_json(by_alias=True))
+        settings = ControllerSettings.read(stage.settings).model_copy(update={"epoch_file": epoch_file})
+        settings.write(stage.settings)
         stage.start()
         assert stage.process.wait(timeout=20) == 1
         assert "rank 0 did not come back in 0.5 s" in stage.kill()

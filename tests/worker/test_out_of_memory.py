@@ -18,10 +18,11 @@ from medha.kv.context_parallel import OWNER, PASS_KV, PASS_Q, balanced
 from medha.shards import Segment, place
 from medha.topology import Topology
 from medha.wire.messages import Admit, Done, Extent, Meet, Sampling, Step, StepEntry, Tokens
+from medha_process.part_settings import RankSettings
 from medha_worker.model.sampler import Drawn, SequenceSampler, Undrawable, draw
 from medha_worker.rank import engine as engine_module
 from medha_worker.rank import sampled_tokens
-from medha_worker.rank.engine import Engine, Loaded, RankSettings
+from medha_worker.rank.engine import Engine, Loaded
 from medha_worker.rank.executor import Executor
 from medha_worker.rank.step_recorder import StepRecorder
 

@@ -52,9 +52,10 @@ from medha.wire.messages import (
 from medha_links.drops import Drops
 from medha_links.key_files import KeyFiles, KeyPair, read_public_keys
 from medha_links.sockets import Doorkeeper, bind
+from medha_process.part_settings import RankSettings
 from medha_worker.checkpoints.presets import init_checkpoint
 from medha_worker.link import Link, rank_identity
-from medha_worker.rank.engine import RankSettings, eos_token_ids
+from medha_worker.rank.engine import eos_token_ids
 
 from ..frames import frames
 
@@ -105,7 +106,7 @@ class Stage:
             **endpoints,
         )
         self.settings = folder / "settings.json"
-        self.settings.write_text(rank_settings.model_dump_json(by_alias=True))
+        rank_settings.write(self.settings)
         if start:
             self.start()
         self.steps = 0  # sent in this epoch

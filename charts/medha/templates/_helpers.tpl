@@ -124,7 +124,7 @@ priorityClassName: {{ . }}
 {{- toPrettyJson $settings -}}
 {{- end -}}
 
-{{/* What the router reads: medha_router.router_settings.RouterSettings. */}}
+{{/* What the router reads: medha_process.router_settings.RouterSettings. */}}
 {{- define "medha.routerSettings" -}}
 {{- with .Values.router -}}
 {{- $settings := dict

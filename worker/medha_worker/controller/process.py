@@ -13,7 +13,6 @@ import json
 import logging
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,12 +24,11 @@ import click
 import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
 
 from medha.api.replica import MedhaReplicaSpec, ServiceClass
 from medha.cost.profile import Profile
-from medha.errors import ConfigInvalid, MedhaError, WireInvalid
+from medha.errors import ConfigInvalid, WireInvalid
 from medha.kv.prefix_cache import PrefixHasher
 from medha.scheduler.config import ReplicaConfig, derive
 from medha.scheduler.controller import Load, ReplicaController
@@ -61,8 +59,14 @@ from medha.wire.messages import (
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_public_key, read_public_keys, read_tokens
 from medha_links.sockets import Doorkeeper
-from medha_process.host_resources import raise_file_limit
-from medha_process.part_process import collect_garbage_rarely, configure_logging, end_with_parent
+from medha_process.part_process import (
+    begin_part,
+    collect_garbage_rarely,
+    end_with_parent,
+    last_words,
+    settings_option,
+)
+from medha_process.part_settings import ControllerSettings
 from medha_process.part_state import PartState, Phase
 from medha_process.watchdog import Watchdog
 from medha_worker.checkpoints.read_bundle import Bundle, read_bundle
@@ -87,53 +91,12 @@ PREFILL_POINTS = tuple(256 * 4**power for power in range(9))
 _log = logging.getLogger("medha.controller")
 
 
-class ControllerSettings(BaseModel):
-    """Settings that `medha up` (or a pod) gives the controller, in one JSON file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    replica: str
-    """Name under which routers know the replica."""
-    spec: MedhaReplicaSpec
-    model_directory: Path
-    router_control: str
-    """ZeroMQ endpoint of the router's control link; the controller connects."""
-    router_tokens: str
-    router_key_file: Path
-    """The router's public key (docs/security.md)."""
-    enrolment_file: Path
-    """File with the token that admits replicas to the router."""
-    rank_control: str
-    """ZeroMQ endpoint that the ranks connect to; the controller binds."""
-    rank_tokens: str
-    key_file: Path
-    """The controller's secret key; its ranks have the public key."""
-    rank_keys_file: Path
-    """Public keys of the ranks; no other peer is admitted."""
-    ready_file: Path | None = None
-    """File for a JSON `Readiness`, written once, when all ranks are ready for the first time."""
-    rendezvous_host: str = "127.0.0.1"
-    """Address of rank 0's machine, which is this one, for the rendezvous of the ranks' data plane."""
-    epoch_file: Path | None = None
-    """File with the last epoch, so that a restarted controller begins a later one."""
-    oldest_epoch: int = 0
-    """First epoch that may begin; ranks of earlier ones belong to pods that have been replaced."""
-    revision: str = ""
-    """Revision of the replica's pods; ranks of another one are not let in. Empty: there is only one."""
-    record_file: Path | None = None
-    """File for `medha replay`: every event, its time and a digest of its commands, one JSON object per line."""
-    trace_file: Path | None = None
-    """File for a trace of all ranks (Trace Event JSON) from the first epoch on; a restarted controller
-    inserts `.epochN` into its name."""
-    log_level: str = "info"
-
-
 class Controller:
     """The controller process of a replica: links to the router and the ranks around a ReplicaController."""
 
     def __init__(self, settings: ControllerSettings, bundle: Bundle, settings_file: Path) -> None:
         self._settings = settings
-        self._live = LiveFile(settings_file, read_settings, _log)
+        self._live = LiveFile(settings_file, ControllerSettings.read, _log)
         self._changed_at: float | None = None  # when settings changed that take effect with the next epoch
         self._bundle = bundle
         self._registry = CollectorRegistry()
@@ -629,35 +592,17 @@ def _terms(service_class: ServiceClass) -> ServiceClassTerms:
     )
 
 
-def read_settings(path: Path) -> ControllerSettings:
-    """Read the controller's settings from a file.
-
-    Raises:
-        ValidationError: the file does not contain valid settings.
-    """
-    return ControllerSettings.model_validate_json(path.read_bytes())
-
-
 @click.command()
-@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+@settings_option
 def main(settings_file: Path) -> None:
     """Drive one replica; the settings are a JSON file of `ControllerSettings`."""
-    settings = read_settings(settings_file)
-    configure_logging(settings.log_level)
-    raise_file_limit()
+    settings = begin_part(ControllerSettings, settings_file)
     end_with_parent()
     collect_garbage_rarely()
-    try:
+    with last_words(_log):
         controller = Controller(settings, read_bundle(settings.model_directory), settings_file)
-    except MedhaError as error:
-        _log.critical("%s", error)
-        sys.exit(1)
-    signal.signal(signal.SIGTERM, lambda *_: controller.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C, and drains us by SIGTERM
-    try:
-        controller.run(Watchdog())
-    except MedhaError as error:
-        _log.critical("%s", error)
-        sys.exit(1)
-    finally:
-        controller.close()
+        signal.signal(signal.SIGTERM, lambda *_: controller.stop())
+        try:
+            controller.run(Watchdog())
+        finally:
+            controller.close()

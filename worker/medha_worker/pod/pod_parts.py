@@ -9,8 +9,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-import signal
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,8 @@ from medha_links.cluster_keys import (
 )
 from medha_links.key_files import KeyFiles
 from medha_process.host_resources import usable_cpus
-from medha_process.launch import RANK_ENVIRONMENT
+from medha_process.launch import controller_part, rank_part
+from medha_process.part_settings import ControllerSettings, RankSettings
 from medha_process.supervision.supervisor import Part
 
 CONTROL_PORT = 5600
@@ -40,7 +39,6 @@ HEALTH_PORT = 9401
 ROUTER_CONTROL_PORT = 5700
 ROUTER_TOKENS_PORT = 5701
 MODEL_DIRECTORY = Path("/model")
-CONTROLLER = "controller"
 
 _log = logging.getLogger("medha.pod")
 
@@ -141,36 +139,32 @@ def write_parts(place: Place, replica: MedhaReplica, oldest_epoch: int) -> tuple
     spec = _for_this_pod(replica.spec)
     shape = spec.parallelism
     topology = Topology(shape.tensor, shape.stream, shape.kv)
-    model = str(_model_directory(place, spec))
     host = _bracketed(place.address if place.is_leader else place.leader)
     ranks = []
     for tensor in range(shape.tensor):
         rank = topology.rank(Coordinates(place.lane, place.stage, tensor))
-        settings = {
-            "rank": rank,
-            "spec": _document(spec),
-            "model_directory": model,
-            "control": f"tcp://{host}:{CONTROL_PORT}",
-            "tokens": f"tcp://{host}:{TOKENS_PORT}",
-            "address": place.address,
-            "ranks_on_host": shape.tensor,
-            "revision": place.revision,
-            "epoch_file": str(place.run_directory / f"rank-{rank}.epoch"),
-            "key_file": str(place.keys / RANKS_KEY),
-            "controller_key_file": str(place.keys / CONTROLLER_PUBLIC),
-        }
-        path = _write(place, f"rank-{rank}", settings)
-        argv = (sys.executable, "-m", "medha_worker.rank", "--settings", path)
-        ranks.append(Part(f"rank {rank}", argv, RANK_ENVIRONMENT, signal.SIGUSR1))
+        settings = RankSettings(
+            rank=rank,
+            spec=spec,
+            model_directory=_model_directory(place, spec),
+            control=f"tcp://{host}:{CONTROL_PORT}",
+            tokens=f"tcp://{host}:{TOKENS_PORT}",
+            address=place.address,
+            ranks_on_host=shape.tensor,
+            revision=place.revision,
+            epoch_file=place.run_directory / f"rank-{rank}.epoch",
+            key_file=place.keys / RANKS_KEY,
+            controller_key_file=place.keys / CONTROLLER_PUBLIC,
+        )
+        ranks.append(rank_part(settings, place.run_directory))
     if not place.is_leader:
         return (tuple(ranks),)
-    path = write_controller(place, replica, oldest_epoch)
-    argv = (sys.executable, "-m", "medha_worker.controller", "--settings", path)
-    return (Part(CONTROLLER, argv, end_signal=signal.SIGUSR1),), tuple(ranks)
+    controller = controller_settings(place, replica, oldest_epoch)
+    return (controller_part(controller, place.run_directory),), tuple(ranks)
 
 
-def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> str:
-    """Write the controller's settings; a running controller polls this file for changes. Return its path."""
+def controller_settings(place: Place, replica: MedhaReplica, oldest_epoch: int) -> ControllerSettings:
+    """Return the settings of the leader's controller."""
     spec = _for_this_pod(replica.spec)
     host = _bracketed(place.address)
     metrics = spec.metrics.model_copy(update={"host": place.listens_at, "port": METRICS_PORT})
@@ -184,24 +178,23 @@ def write_controller(place: Place, replica: MedhaReplica, oldest_epoch: int) -> 
         if not keys.directory.exists():
             keys = KeyFiles.create(keys.directory)
         router_key, enrolment = keys.router_public, keys.enrolment
-    settings = {
-        "replica": replica_name(replica),
-        "spec": _document(spec.model_copy(update={"metrics": metrics})),
-        "model_directory": str(_model_directory(place, spec)),
-        "router_control": endpoints[0],
-        "router_tokens": endpoints[1],
-        "router_key_file": str(router_key),
-        "enrolment_file": str(enrolment),
-        "rank_control": f"tcp://{host}:{CONTROL_PORT}",
-        "rank_tokens": f"tcp://{host}:{TOKENS_PORT}",
-        "rendezvous_host": place.address,
-        "key_file": str(place.keys / CONTROLLER_KEY),
-        "rank_keys_file": str(place.keys / RANKS_PUBLIC),
-        "epoch_file": str(place.run_directory / "epoch"),
-        "oldest_epoch": oldest_epoch,
-        "revision": place.revision,
-    }
-    return _write(place, CONTROLLER, settings)
+    return ControllerSettings(
+        replica=replica_name(replica),
+        spec=spec.model_copy(update={"metrics": metrics}),
+        model_directory=_model_directory(place, spec),
+        router_control=endpoints[0],
+        router_tokens=endpoints[1],
+        router_key_file=router_key,
+        enrolment_file=enrolment,
+        rank_control=f"tcp://{host}:{CONTROL_PORT}",
+        rank_tokens=f"tcp://{host}:{TOKENS_PORT}",
+        rendezvous_host=place.address,
+        key_file=place.keys / CONTROLLER_KEY,
+        rank_keys_file=place.keys / RANKS_PUBLIC,
+        epoch_file=place.run_directory / "epoch",
+        oldest_epoch=oldest_epoch,
+        revision=place.revision,
+    )
 
 
 def replica_name(replica: MedhaReplica) -> str:
@@ -221,18 +214,6 @@ def _model_directory(place: Place, spec: MedhaReplicaSpec) -> Path:
     if place.model_directory is not None:
         return place.model_directory
     return Path(spec.model.source.path) if spec.model.source.path is not None else MODEL_DIRECTORY
-
-
-def _document(spec: MedhaReplicaSpec) -> dict[str, object]:
-    return spec.model_dump(mode="json", by_alias=True)
-
-
-def _write(place: Place, name: str, settings: dict[str, object]) -> str:
-    path = place.run_directory / f"{name}.json"
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(settings), encoding="utf-8")
-    partial.rename(path)
-    return str(path)
 
 
 def _bracketed(host: str) -> str:

@@ -20,6 +20,7 @@ import click
 from medha.api.replica import MedhaReplica
 from medha.errors import MedhaError
 from medha_process.host_resources import raise_file_limit
+from medha_process.launch import CONTROLLER, settings_file
 from medha_process.part_process import configure_logging
 from medha_process.part_state import PartState
 from medha_process.supervision.lifecycle import GiveUp, Lifecycle
@@ -33,9 +34,9 @@ from medha_worker.pod.leader_name import LeaderName
 from medha_worker.pod.pod_parts import (
     HEALTH_PORT,
     Place,
+    controller_settings,
     read_replica,
     replica_name,
-    write_controller,
     write_parts,
 )
 from medha_worker.pod.pod_watch import PodWatch
@@ -97,7 +98,9 @@ class Supervised(PodWatch):
         lifecycle = replica.spec.lifecycle
         self.ready_seconds, self.drain_seconds = lifecycle.ready_seconds, lifecycle.drain_seconds
         if self._place.is_leader:
-            write_controller(self._place, replica, oldest_epoch(self._place.run_directory))
+            run_directory = self._place.run_directory
+            settings = controller_settings(self._place, replica, oldest_epoch(run_directory))
+            settings.write(settings_file(CONTROLLER, run_directory))
 
 
 def run(place: Place, replica_file: Path) -> Lifecycle:

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from medha.api.fields import quantity_bytes
-from medha.api.replica import MedhaReplicaSpec
 from medha.errors import CheckpointInvalid
 from medha.topology import Topology, stage_layers
 from medha.wire.messages import Meet, RankReady
+from medha_process.part_settings import RankSettings
 from medha_worker.device import HOST, host_device
 from medha_worker.host_memory import keep_freed_memory
 from medha_worker.kernels.name_table import choose_kernels
@@ -50,43 +49,6 @@ GROUP_WAITS = {"all_reduce": "all_reduce", "gather_last_dim": "gather"}
 LANE_WAITS = {"finish": "exchange"}
 
 _log = logging.getLogger("medha.rank")
-
-
-class RankSettings(BaseModel):
-    """Settings that `medha up` (or a pod) passes to a rank, as one JSON file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rank: int
-    spec: MedhaReplicaSpec
-    model_directory: Path
-    control: str
-    """ZeroMQ endpoint of the controller's control link for ranks."""
-    tokens: str
-    """ZeroMQ endpoint of the controller's token link."""
-    address: str = "127.0.0.1"
-    """Address at which this rank listens for the others' tensors: one of its pod, or the loopback."""
-    ranks_on_host: int | None = None
-    """Number of ranks sharing this one's memory and CPUs. Default: the replica's; in a pod, the pod's."""
-    key_file: Path
-    """File of the secret key that the ranks of the replica share (docs/security.md)."""
-    controller_key_file: Path
-    """File of the controller's public key."""
-    revision: str = ""
-    """Revision of the replica's pods; ranks of another one are not waited for. Empty: there is only one."""
-    epoch_file: Path | None = None
-    """File that stores the last epoch of this place in the grid, beyond the life of one process."""
-    log_level: str = "info"
-
-    @property
-    def topology(self) -> Topology:
-        shape = self.spec.parallelism
-        return Topology(shape.tensor, shape.stream, shape.kv)
-
-    @property
-    def neighbours(self) -> int:
-        """Number of ranks on this host, this one included."""
-        return self.ranks_on_host or self.topology.ranks
 
 
 @dataclass(frozen=True)

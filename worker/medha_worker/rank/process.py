@@ -37,13 +37,13 @@ from medha.wire.messages import (
 from medha_links.drops import Drops
 from medha_links.key_files import KeyPair, read_public_key
 from medha_links.sockets import CONTROL_FRAME_BYTES, TOKENS_FRAME_BYTES, Opened, connect, crosses_network
-from medha_process.host_resources import raise_file_limit
-from medha_process.part_process import configure_logging, end_with_parent
+from medha_process.part_process import begin_part, end_with_parent, last_words, settings_option
+from medha_process.part_settings import RankSettings
 from medha_process.part_state import PartState
 from medha_process.watchdog import Watchdog
 from medha_worker.epoch_file import read_epoch, write_epoch
 from medha_worker.link import Link, rank_identity
-from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, RankSettings, load
+from medha_worker.rank.engine import MEET_SECONDS, Engine, Loaded, load
 from medha_worker.rank.lane_plan import LanePlan
 from medha_worker.rank.prefetch import Ahead
 from medha_worker.rank.step_recorder import StepRecorder
@@ -350,29 +350,22 @@ class Rank:
 
 
 @click.command()
-@click.option("--settings", "settings_file", type=click.Path(exists=True, path_type=Path), required=True)
+@settings_option
 def main(settings_file: Path) -> None:
     """Run one rank; the settings are a JSON file of `RankSettings`."""
-    settings = RankSettings.model_validate_json(settings_file.read_bytes())
-    configure_logging(settings.log_level)
-    raise_file_limit()
+    settings = begin_part(RankSettings, settings_file)
     end_with_parent()
-    try:
+    with last_words(_log):
         rank = Rank(settings)
-    except MedhaError as error:
-        _log.critical("%s", error)
-        sys.exit(1)
-    signal.signal(signal.SIGTERM, lambda *_: rank.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us by SIGTERM
-    try:
-        rank.run()
-    except MedhaError as error:
-        _log.critical("%s", error)
-        rank.report(error)
-        sys.exit(1)
-    except Exception as error:  # noqa: BLE001 - a bug of ours must reach the controller before we end
-        _log.exception("this rank cannot go on")
-        rank.report(error)
-        sys.exit(1)
-    finally:
-        rank.close()
+        signal.signal(signal.SIGTERM, lambda *_: rank.stop())
+        try:
+            rank.run()
+        except MedhaError as error:
+            rank.report(error)
+            raise
+        except Exception as error:  # noqa: BLE001 - a bug of ours must reach the controller before we end
+            _log.exception("this rank cannot go on")
+            rank.report(error)
+            sys.exit(1)
+        finally:
+            rank.close()

@@ -1,20 +1,25 @@
-"""Settings of a router process."""
+"""Settings of a router."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from medha_router.bodies import BodyLimits, room_for_large
+from medha_process.part_settings import PartSettings
+
+_SMALL_SHARE = 8
+"""Inverse of the share of the room for bodies that is reserved for small ones."""
 
 
-class RouterSettings(BaseModel):
-    """Settings that `python -m medha_router` reads as JSON. Endpoints and ports may be left to the system
-    (`*`, 0)."""
+def room_for_large(room_bytes: int) -> int:
+    """Return the part of the room for all bodies that large ones may take."""
+    return room_bytes - room_bytes // _SMALL_SHARE
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+class RouterSettings(PartSettings):
+    """Settings of a router: `python -m medha_router`. Endpoints and ports may be left to the system (`*`, 0)."""
 
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
@@ -72,7 +77,6 @@ class RouterSettings(BaseModel):
     """Seconds that open requests get to finish after SIGTERM."""
     silence_seconds: float = Field(default=10.0, gt=0)
     unserved_seconds: float = Field(default=60.0, gt=0)
-    log_level: str = Field(default="info", pattern="^(critical|error|warning|info|debug)$")
     exit_with_parent: bool = True
     """Exit when the process that started this one has gone, however it ended."""
 
@@ -80,10 +84,6 @@ class RouterSettings(BaseModel):
     def bodies_room_bytes(self) -> int:
         """The most that all bodies together may hold."""
         return 8 * self.max_body_bytes if self.max_bodies_bytes is None else self.max_bodies_bytes
-
-    @property
-    def body_limits(self) -> BodyLimits:
-        return BodyLimits(self.max_body_bytes, self.large_body_bytes, self.body_seconds)
 
     @model_validator(mode="after")
     def _room_for_the_largest_body(self) -> RouterSettings:

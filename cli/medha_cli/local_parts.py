@@ -1,0 +1,146 @@
+"""The parts of a replica that runs on this machine: their settings, and the files of the run that they share."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import shutil
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import TypeAdapter
+
+from medha.api.fields import quantity_bytes
+from medha.api.replica import MedhaReplica
+from medha.declared import DeclaredModel, to_text
+from medha.wire.messages import Readiness
+from medha_cli.runs import KEYS
+from medha_process.launch import controller_part, rank_part, router_part
+from medha_process.part_settings import ControllerSettings, LogLevel, RankSettings
+from medha_process.router_settings import RouterSettings
+from medha_process.supervision.supervisor import Part
+
+if TYPE_CHECKING:
+    from medha_links.key_files import KeyFiles
+
+READY_TIMEOUT_SECONDS = 1.0  # of one poll of /ready; the next follows soon
+
+
+class RunFiles:
+    """The files of one run: sockets, keys, and the files that router and controller write when they are ready."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.router_ready = directory / "router-ready.json"
+        self.ranks_ready = directory / "ranks-ready.json"
+
+    def endpoint(self, name: str) -> str:
+        """Return a ZeroMQ endpoint that only the directory's owner on this machine can reach."""
+        return f"ipc://{self.directory / name}"
+
+    def declare(self, replica: MedhaReplica) -> Path:
+        """Return the folder that names the manifest's model to the router, even while no replica has joined it."""
+        folder = self.directory / "models"
+        folder.mkdir(exist_ok=True)
+        classes = tuple(one.name for one in replica.spec.service_classes)
+        model = DeclaredModel(name=replica.spec.model.name, service_classes=classes, replicas=1)
+        (folder / "manifest.json").write_text(to_text([model]), encoding="utf-8")
+        return folder
+
+    def fresh_keys(self) -> KeyFiles:
+        """Make the keys of the parts for this run: a restarted part finds its own, the next run makes new ones."""
+        from medha_links.key_files import (
+            KeyFiles,
+        )  # imported here: it needs pyzmq, and we report if that is missing
+
+        shutil.rmtree(self.directory / KEYS, ignore_errors=True)
+        return KeyFiles.create(self.directory / KEYS)
+
+    def url(self) -> str:
+        """Return the router's address; call it only once the router listens."""
+        return str(json.loads(self.router_ready.read_text(encoding="utf-8"))["url"])
+
+    def readiness(self) -> Readiness:
+        """Return the reports of controller and ranks; call it only once all are ready."""
+        return TypeAdapter(Readiness).validate_json(self.ranks_ready.read_bytes())
+
+    def is_ready(self) -> bool:
+        """Return whether the router reports a replica that it can send requests to."""
+        if not (self.router_ready.exists() and self.ranks_ready.exists()):
+            return False
+        try:
+            with urllib.request.urlopen(self.url() + "/ready", timeout=READY_TIMEOUT_SECONDS) as answer:  # noqa: S310 (our own URL)
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError):
+            return False
+
+
+def write_parts(
+    replica: MedhaReplica,
+    model: Path,
+    files: RunFiles,
+    *,
+    record: Path | None,
+    log_level: LogLevel,
+    trace: Path | None = None,
+) -> tuple[tuple[Part, ...], ...]:
+    """Write each part's settings, and return the parts in the order in which they are asked to stop."""
+    spec, shape = replica.spec, replica.spec.parallelism
+    router_control, router_tokens = files.endpoint("router-control"), files.endpoint("router-tokens")
+    rank_control, rank_tokens = files.endpoint("rank-control"), files.endpoint("rank-tokens")
+    keys = files.fresh_keys()
+    router = RouterSettings(
+        host=spec.router.host,
+        port=spec.router.port,
+        control_endpoint=router_control,
+        tokens_endpoint=router_tokens,
+        key_file=keys.router,
+        enrolment_file=keys.enrolment,
+        ready_file=str(files.router_ready),
+        scratch_directory=str(files.directory),
+        models_directory=str(files.declare(replica)),
+        max_body_bytes=quantity_bytes(spec.router.max_body_bytes),
+        max_waiting=spec.router.max_waiting,
+        allowed_hosts=spec.router.allowed_hosts,
+        allowed_origins=spec.router.allowed_origins,
+        drain_seconds=spec.lifecycle.drain_seconds,
+        log_level=log_level,
+    )
+    controller = ControllerSettings(
+        replica=replica.metadata.name,
+        spec=spec,
+        model_directory=model,
+        router_control=router_control,
+        router_tokens=router_tokens,
+        router_key_file=keys.router_public,
+        enrolment_file=keys.enrolment,
+        rank_control=rank_control,
+        rank_tokens=rank_tokens,
+        key_file=keys.controller,
+        rank_keys_file=keys.ranks_public,
+        ready_file=files.ranks_ready,
+        epoch_file=files.directory / "epoch",
+        record_file=record.absolute() if record else None,
+        trace_file=trace.absolute() if trace else None,
+        log_level=log_level,
+    )
+    ranks = (
+        RankSettings(
+            rank=rank,
+            spec=spec,
+            model_directory=model,
+            control=rank_control,
+            tokens=rank_tokens,
+            key_file=keys.ranks,
+            controller_key_file=keys.controller_public,
+            log_level=log_level,
+        )
+        for rank in range(shape.tensor * shape.stream * shape.kv)
+    )
+    return (
+        (router_part(router, files.directory),),
+        (controller_part(controller, files.directory),),
+        tuple(rank_part(rank, files.directory) for rank in ranks),
+    )

@@ -1,0 +1,110 @@
+"""Settings of a part: one JSON file, written by what launches the part (`launch`) and read by the part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from medha.api.replica import MedhaReplicaSpec
+from medha.errors import ConfigInvalid
+from medha.topology import Topology
+
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+class PartSettings(BaseModel):
+    """Settings that every part has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    log_level: LogLevel = "info"
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the settings from a file.
+
+        Raises:
+            ConfigInvalid: the file cannot be read, or does not contain valid settings.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConfigInvalid(f"{path}: {error}") from error
+
+    def write(self, path: Path) -> None:
+        """Replace the file as a whole: a part that polls it never reads a half."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(self.model_dump_json(by_alias=True), encoding="utf-8")
+        partial.rename(path)
+
+
+class ReplicaPartSettings(PartSettings):
+    """Settings that the controller and the ranks of a replica have."""
+
+    spec: MedhaReplicaSpec
+    model_directory: Path
+    key_file: Path
+    """The part's secret key (docs/security.md): the controller's, or the one that the replica's ranks share."""
+    epoch_file: Path | None = None
+    """File that keeps the last epoch, beyond the life of one process."""
+    revision: str = ""
+    """Revision of the replica's pods; the controller and ranks of another one do not work together. Empty:
+    there is only one."""
+
+
+class RankSettings(ReplicaPartSettings):
+    """Settings of a rank: `python -m medha_worker.rank`."""
+
+    rank: int
+    control: str
+    """ZeroMQ endpoint of the controller's control link for ranks."""
+    tokens: str
+    """ZeroMQ endpoint of the controller's token link."""
+    address: str = "127.0.0.1"
+    """Address at which this rank listens for the others' tensors: one of its pod, or the loopback."""
+    ranks_on_host: int | None = None
+    """Number of ranks sharing this one's memory and CPUs. Default: the replica's; in a pod, the pod's."""
+    controller_key_file: Path
+    """File of the controller's public key."""
+
+    @property
+    def topology(self) -> Topology:
+        shape = self.spec.parallelism
+        return Topology(shape.tensor, shape.stream, shape.kv)
+
+    @property
+    def neighbours(self) -> int:
+        """Number of ranks on this host, this one included."""
+        return self.ranks_on_host or self.topology.ranks
+
+
+class ControllerSettings(ReplicaPartSettings):
+    """Settings of a replica's controller: `python -m medha_worker.controller`, which polls the file for changes."""
+
+    replica: str
+    """Name under which routers know the replica."""
+    router_control: str
+    """ZeroMQ endpoint of the router's control link; the controller connects."""
+    router_tokens: str
+    router_key_file: Path
+    """The router's public key."""
+    enrolment_file: Path
+    """File with the token that admits replicas to the router."""
+    rank_control: str
+    """ZeroMQ endpoint that the ranks connect to; the controller binds."""
+    rank_tokens: str
+    rank_keys_file: Path
+    """Public keys of the ranks; no other peer is admitted."""
+    ready_file: Path | None = None
+    """File for a JSON `Readiness`, written once, when all ranks are ready for the first time."""
+    rendezvous_host: str = "127.0.0.1"
+    """Address of rank 0's machine, which is this one, for the rendezvous of the ranks' data plane."""
+    oldest_epoch: int = 0
+    """First epoch that may begin; ranks of earlier ones belong to pods that have been replaced."""
+    record_file: Path | None = None
+    """File for `medha replay`: every event, its time and a digest of its commands, one JSON object per line."""
+    trace_file: Path | None = None
+    """File for a trace of all ranks (Trace Event JSON) from the first epoch on; a restarted controller
+    inserts `.epochN` into its name."""
