@@ -16,7 +16,7 @@ FOLDERS = ("core", "worker", "router", "operator", "sim", "cli", "papers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 CONTRACTS = [contract["name"] for contract in PROJECT["tool"]["importlinter"]["contracts"]]
 
-LAYERS, CORE, NO_TORCH, MODEL, LOOP, CORE_WINGS, WORKER_WINGS, PROCESS_WINGS, *OTHERS = range(11)
+LAYERS, CORE, NO_TORCH, MODEL, KERNELS, LOOP, CORE_WINGS, WORKER_WINGS, PROCESS_WINGS, *OTHERS = range(12)
 OPERATOR_WINGS, SIMULATOR, PAPERS = OTHERS
 VIOLATIONS = [
     (LAYERS, "core/medha/slo.py", "import medha_worker"),
@@ -37,6 +37,8 @@ VIOLATIONS = [
     (MODEL, "worker/medha_worker/model/transformer.py", "import zmq"),
     (MODEL, "worker/medha_worker/model/kv_cache.py", "import psutil"),
     (MODEL, "worker/medha_worker/kernels/torch_attention.py", "import pydantic"),
+    (KERNELS, "worker/medha_worker/model/spread.py", "import medha_worker.kernels.torch_attention"),
+    (KERNELS, "worker/medha_worker/rank/engine.py", "import medha_worker.kernels.cpu.compiled_kernels"),
     (LOOP, "worker/medha_worker/controller/process.py", "import torch"),
     (LOOP, "worker/medha_worker/link.py", "import medha_worker.rank.executor"),
     (LAYERS, "cli/medha_cli/plan_command.py", "import medha_papers.claims"),
