@@ -22,15 +22,17 @@ class TorchKVWriter:
         self._device = device
 
     def plan(self, slots: npt.NDArray[np.int64]) -> StepWrite:
-        breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1  # rows at which a run begins, but the first
-        if (len(breaks) + 1) * _ROWS_PER_SLICE_COPY > len(slots):
-            return _Scatter(torch.from_numpy(slots).to(self._device))
-        return _Slices(
-            [
-                (slice(first, stop), slice(int(slots[first]), int(slots[stop - 1]) + 1))
-                for first, stop in pairwise((0, *breaks.tolist(), len(slots)))
-            ]
-        )
+        if len(slots) >= _ROWS_PER_SLICE_COPY:
+            # Rows at which a run begins, but the first.
+            breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1
+            if (len(breaks) + 1) * _ROWS_PER_SLICE_COPY <= len(slots):
+                return _Slices(
+                    [
+                        (slice(first, stop), slice(int(slots[first]), int(slots[stop - 1]) + 1))
+                        for first, stop in pairwise((0, *breaks.tolist(), len(slots)))
+                    ]
+                )
+        return _Scatter(torch.from_numpy(slots).to(self._device))
 
 
 class _Scatter:
