@@ -21,6 +21,7 @@ from medha_operator.kube.kinds import CONFIG_MAP, DEPLOYMENT, MANAGER, REPLICA, 
 from medha_operator.kube.store import Document
 from medha_operator.replica.observed import seconds
 from medha_operator.replica.plan import Tell
+from medha_operator.replica.render import router_labels
 from medha_operator.settings import OperatorSettings, RouterSite
 
 NAME_TAKEN = "NameTaken"
@@ -185,20 +186,13 @@ def _manifest(router: RouterSite, deployment: Document, data: dict[str, str]) ->
         "name": router.name,
         "uid": deployment["metadata"]["uid"],
     }
-    labelled = {
-        "app.kubernetes.io/name": "medha",
-        "app.kubernetes.io/instance": router.name,
-        "app.kubernetes.io/component": "router",
-        "app.kubernetes.io/part-of": "medha",
-        "app.kubernetes.io/managed-by": MANAGER,
-    }
     return {
         "apiVersion": CONFIG_MAP.api_version,
         "kind": CONFIG_MAP.name,
         "metadata": {
             "name": key.name,
             "namespace": key.namespace,
-            "labels": labelled,
+            "labels": router_labels(router.name),
             "ownerReferences": [owner],
         },
         "data": data,

@@ -20,10 +20,10 @@ from medha_links.cluster_keys import (
     router_secret,
 )
 from medha_operator.kube.client import ApiError, Cluster
-from medha_operator.kube.kinds import MANAGER, ROUTER, SECRET, Key, Manifest
+from medha_operator.kube.kinds import ROUTER, SECRET, Key, Manifest
 from medha_operator.kube.store import Document
 from medha_operator.replica.plan import Tell
-from medha_operator.replica.render import Owner, labels
+from medha_operator.replica.render import Owner, labels, router_labels
 from medha_operator.settings import RouterSite
 
 ROUTER_NOT_FOUND = "RouterNotFound"
@@ -115,14 +115,7 @@ def _content(secret: Document) -> dict[str, bytes]:
 
 
 def _router_secret(router: RouterSite, name: str, data: Mapping[str, bytes]) -> Manifest:
-    labelled = {
-        "app.kubernetes.io/name": "medha",
-        "app.kubernetes.io/instance": router.name,
-        "app.kubernetes.io/component": "router",
-        "app.kubernetes.io/part-of": "medha",
-        "app.kubernetes.io/managed-by": MANAGER,
-    }
-    return _secret(router.namespace, name, data, labelled)
+    return _secret(router.namespace, name, data, router_labels(router.name))
 
 
 def _secret(

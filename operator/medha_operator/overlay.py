@@ -21,15 +21,11 @@ def overlaid(base: Any, over: Any) -> Any:
             if value is not None:
                 merged[name] = overlaid(base[name], value) if name in base else value
         return merged
-    if _is_named(base) and _is_named(over):
+    if _is_keyed(base, "name") and _is_keyed(over, "name"):
         upper = {entry["name"]: entry for entry in over}
         below = [overlaid(entry, upper.pop(entry["name"], {})) for entry in base]
         return below + list(upper.values())
     return over
-
-
-def _is_named(value: Any) -> bool:
-    return _is_keyed(value, "name")
 
 
 def _is_keyed(value: Any, key: str) -> bool:

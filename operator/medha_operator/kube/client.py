@@ -182,9 +182,7 @@ class Cluster:
 
     async def patch(self, key: Key, patch: Mapping[str, Any], uid: str, version: str) -> Document:
         """Merge `patch` into the object if it is still the one with this UID and resourceVersion."""
-        body = {**patch, "metadata": {"uid": uid, "resourceVersion": version}}
-        path = KINDS[key.kind].path(key.namespace, key.name)
-        return await self._write("PATCH", path, body, content_type="application/merge-patch+json")
+        return await self.merge(key, {**patch, "metadata": {"uid": uid, "resourceVersion": version}})
 
     async def create(self, manifest: Manifest) -> Document | None:
         """Create an object that is never written again; return None if an object of its name exists."""

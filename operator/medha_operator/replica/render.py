@@ -71,13 +71,21 @@ def leader_address(owner: Owner) -> str:
 
 def labels(owner: Owner) -> dict[str, str]:
     """Return the labels of every object of a replica; selectors use `medha.dev/replica`."""
+    return _labels(owner.name, "worker") | {"medha.dev/replica": owner.name}
+
+
+def router_labels(router: str) -> dict[str, str]:
+    """Return the labels of objects that the operator makes for a router of this name."""
+    return _labels(router, "router")
+
+
+def _labels(instance: str, component: str) -> dict[str, str]:
     return {
         "app.kubernetes.io/name": "medha",
-        "app.kubernetes.io/instance": owner.name,
-        "app.kubernetes.io/component": "worker",
+        "app.kubernetes.io/instance": instance,
+        "app.kubernetes.io/component": component,
         "app.kubernetes.io/part-of": "medha",
         "app.kubernetes.io/managed-by": MANAGER,
-        "medha.dev/replica": owner.name,
     }
 
 
