@@ -8,6 +8,7 @@ import re
 import subprocess
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,9 @@ BANNED = {
 IN_TESTS = frozenset(list(BANNED)[:3])
 """Patterns that also hold for the tests, whose prose is otherwise free."""
 
-HEADLESS = re.compile(
-    r'(?<!\n)\n *# (Of|Who|Whom|Whose|Whether)\b[^?\n]*$|\b(help|description|says)=f?"(Of|Who|Whom|Whose|Whether|What|How)\b'
-    r'[^?"]*"',
-    re.MULTILINE,
-)
-"""Start of a comment, a help text or a description without a subject and a verb."""
+OPENING = re.compile(r" *#+ *(-- )?(Of|Who|Whom|Whose|Whether|What)\b[^?]*$")
+HELP = re.compile(r'\b(help|description|says)=f?"(Of|Who|Whom|Whose|Whether|What|How)\b[^?"]*"')
+"""First line of a comment, and a help text or description, without a subject and a verb."""
 
 ALLOWED = {
     "core/medha/scheduler/": "anew, told: a validation message of sampling.logprobs",
@@ -127,12 +125,22 @@ def test_prose_of_tests_has_no_word_of_ours() -> None:
     assert found == [], "\n".join(found)
 
 
+def headless(text: str) -> list[str]:
+    """Return the comments, help texts and descriptions of a file that open without a subject and a verb."""
+    lines = ["", *text.splitlines()]
+    return [match[0] for match in HELP.finditer(text)] + [
+        line.strip()
+        for before, line in pairwise(lines)
+        if OPENING.match(line) and not before.lstrip().startswith("#")
+    ]
+
+
 def test_comments_and_help_texts_have_a_subject() -> None:
     found = [
-        f"{name}: {match[0].strip()}"
-        for name, text in tracked(*CODE)
-        if name.endswith(".py")
-        for match in HEADLESS.finditer(text)
+        f"{name}: {line}"
+        for name, text in tracked(*CODE, "examples")
+        if name.endswith((".py", ".yaml"))
+        for line in headless(text)
     ]
     assert found == [], "\n".join(found)
 
@@ -163,7 +171,14 @@ def test_identifiers_and_other_senses_are_not_noticed(name: str, text: str) -> N
     assert not found_in(name, text)
 
 
-@pytest.mark.parametrize("text", ["\n    # Whether it runs.\n", 'option(help="Of the weights: float32.")'])
-def test_a_text_without_a_subject_is_noticed(text: str) -> None:
-    assert HEADLESS.search(text)
-    assert not HEADLESS.search(text.replace("Whether", "True if").replace("Of the", "The"))
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("    # Whether it runs.", "    # True if it runs."),
+        ("  # -- What is scraped.\n", "  # -- What is scraped?\n"),
+        ('option(help="Of the weights: float32.")', 'option(help="Type of the weights: float32.")'),
+    ],
+)
+def test_a_text_without_a_subject_is_noticed(text: str, plain: str) -> None:
+    assert headless(text)
+    assert not headless(plain)
