@@ -37,7 +37,7 @@ class HostMemory:
 
 
 def keep_freed_memory() -> bool:
-    """Tell the C library not to return freed activations to the system; False if it has no such setting.
+    """Set the C library to keep freed activations in the process; return False if it has no such setting.
 
     A step frees and allocates the same tensors in every layer. By default, glibc returns large ones and gets
     them again as fresh pages, which the kernel must zero: 28,000 page faults in a chunk of 512 tokens of the
