@@ -1,14 +1,41 @@
-"""Shared helpers for options: finite numbers, and whether an option was really given."""
+"""Shared options and helpers for them: finite numbers, and whether an option was really given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isfinite
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from medha.errors import ConfigInvalid
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def page_option(default: str, meaning: str) -> Callable[[_Command], _Command]:
+    """Return the option `--out`: the file of a command's HTML page, `default` if it is not given."""
+    kind = click.Path(path_type=Path, dir_okay=False)
+    return click.option("--out", "-o", type=kind, default=Path(default), show_default=True, help=meaning)
+
+
+def run_options(purpose: str) -> Callable[[_Command], _Command]:
+    """Return the options `--run-dir` and `--url`, which name a running replica to `purpose` (a verb)."""
+
+    def decorate(command: _Command) -> _Command:
+        url = click.option(
+            "--url", help="Address of a controller on another machine, as that of its metrics."
+        )
+        run_directory = click.option(
+            "--run-dir",
+            type=click.Path(path_type=Path, file_okay=False),
+            help=f"Run directory of the `medha up` to {purpose}.",
+        )
+        return run_directory(url(command))
+
+    return decorate
 
 
 class Number(click.FloatRange):

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from medha.errors import ConfigInvalid
-from medha_cli.options import refuse_unused
+from medha_cli.options import page_option, refuse_unused
 from medha_cli.result_files import figures_beside, write_results
 from medha_cli.simulate_command import policy_names, print_tables, require_page, require_plotly
 
@@ -42,13 +42,8 @@ DIFFERS_STATUS = 1
     show_default=True,
     help="Number of simulations of each scheduling. A seed decides when the machine is slow, equally for all schedulings.",
 )
-@click.option(
-    "--out",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("replay.html"),
-    show_default=True,
-    help="HTML page to write, with the comparison; its figures are written as JSON beside it.",
+@page_option(
+    "replay.html", "HTML page to write, with the comparison; its figures are written as JSON beside it."
 )
 @click.pass_context
 def command(
@@ -107,9 +102,9 @@ def _compare(
     out: Path,
 ) -> None:
     """Print and write what happened, what the simulator predicts for the same scheduling, and the alternatives."""
-    from medha_sim.metrics import summarise
     from medha_sim.replay import changed_scheduling, read, what_if
     from medha_sim.report import Report, differences, figures, page
+    from medha_sim.run_summary import summarise
     from medha_sim.study import RunKey
 
     live = log.spec.scheduling

@@ -20,7 +20,7 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import HARDWARE, MODELS
 from medha.topology import Topology
 from medha_cli.manifest import read_manifest
-from medha_cli.options import Number, given, refuse_unused
+from medha_cli.options import Number, given, page_option, refuse_unused
 from medha_cli.result_files import figures_beside, require_writable, write_results
 
 if TYPE_CHECKING:
@@ -131,14 +131,7 @@ INTERRUPTED_STATUS = 130  # as shells report SIGINT
     default=None,
     help="Number of processes; default: one for each core.",
 )
-@click.option(
-    "--out",
-    "-o",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("simulation.html"),
-    show_default=True,
-    help="HTML page to write; its figures are written as JSON beside it.",
-)
+@page_option("simulation.html", "HTML page to write; its figures are written as JSON beside it.")
 @click.pass_context
 def command(
     context: click.Context,

@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.text import Text
 
 from medha.scheduler.status import MOST_REQUESTS, Order
+from medha_cli.options import run_options
 from medha_cli.replica_snapshot import Look, NotAnswering, Target
 from medha_cli.top_page import page
 
@@ -58,12 +59,7 @@ KEYS = "q quit   s order   p pause   up/down scroll   +/- interval"
     show_default=True,
     help="Most requests that are shown.",
 )
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Run directory of the `medha up` to watch.",
-)
-@click.option("--url", help="Address of a controller on another machine, as that of its metrics.")
+@run_options("watch")
 def command(
     name: str | None,
     once: bool,

@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from medha.errors import PartFailed
+from medha_cli.options import run_options
 from medha_cli.replica_snapshot import ANSWER_SECONDS, Target, reason
 from medha_cli.result_files import require_writable, results_file
 
@@ -35,12 +36,7 @@ _PIECE_BYTES = 65_536
     show_default=True,
     help="File to write.",
 )
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Run directory of the `medha up` to record.",
-)
-@click.option("--url", help="Address of a controller on another machine, as that of its metrics.")
+@run_options("record")
 def command(name: str | None, seconds: float, output: Path, run_dir: Path | None, url: str | None) -> None:
     """Record the steps of every rank of a running replica, and what they wait for.
 

@@ -20,8 +20,8 @@ from medha.topology import Topology
 from medha_papers.lone_prompt import TOPOLOGIES, adaptive, static
 from medha_sim.baselines.systems import simulation
 from medha_sim.driver import Progress
-from medha_sim.metrics import group
 from medha_sim.records import RunLog
+from medha_sim.run_summary import group
 from medha_sim.scenario import Deployment
 from medha_sim.study import WorkloadSpec, measured_capacity
 from medha_sim.workloads import Targets

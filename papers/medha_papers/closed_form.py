@@ -1,6 +1,6 @@
 """The papers' claims that follow from counting FLOPs and bytes: T10, T15, T16, T17, T21, T22, T23 (papers A and B).
 
-`context_parallel` has those of Meta's paper (T27 to T32). Every row is a pure function. Models and hardware
+`context_parallel_rows` has those of Meta's paper (T27 to T32). Every row is a pure function. Models and hardware
 come from `medha.hardware`. FLOP counts are causal unless a row states otherwise; "1M" is 1e6 tokens, and H100
 is the SXM model.
 
@@ -19,7 +19,7 @@ from math import sqrt
 import numpy as np
 
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, Hardware, ModelShape
-from medha_papers import context_parallel
+from medha_papers import context_parallel_rows
 from medha_papers.claims import (
     NOMINAL,
     Capacity,
@@ -457,7 +457,7 @@ def t23() -> Row:
     )
 
 
-ROWS: tuple[Callable[[], Row], ...] = (t10, t15, t16, t17, t21, t22, t23, *context_parallel.ROWS)
+ROWS: tuple[Callable[[], Row], ...] = (t10, t15, t16, t17, t21, t22, t23, *context_parallel_rows.ROWS)
 """All rows in closed form, in the order of the table."""
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from medha_papers.campaign import GOAL_LOADS, GOAL_SHARE, Scale
 from medha_papers.campaign_run import Outcome, Run
-from medha_sim.metrics import interval_95
+from medha_sim.run_summary import interval_95
 
 GOAL_WINDOW_SECONDS = 3600.0
 """Window that the goals are set for; a shorter one ends before a backlog of long requests shows."""

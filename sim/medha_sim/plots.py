@@ -8,7 +8,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from medha_sim.metrics import CURVE_POINTS, LENGTH_BUCKETS, Summary, length_bucket
+from medha_sim.run_summary import CURVE_POINTS, LENGTH_BUCKETS, Summary, length_bucket
 from medha_sim.study import RunKey
 
 Runs = Sequence[tuple[RunKey, Summary]]

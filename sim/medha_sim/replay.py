@@ -49,8 +49,8 @@ from medha.wire.messages import (
 )
 from medha_sim.driver import Arrival, Progress, Simulation, Workload
 from medha_sim.executor import PredictorCost, StepCost, StepTiming
-from medha_sim.metrics import SERIES_POINTS
 from medha_sim.records import RequestRecord, RunLog
+from medha_sim.run_summary import SERIES_POINTS
 from medha_sim.scenario import medha_replica
 
 _NEIGHBOURS = 32

@@ -15,7 +15,6 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
-from medha_sim.metrics import Summary, interval_95
 from medha_sim.plots import (
     Runs,
     at,
@@ -28,6 +27,7 @@ from medha_sim.plots import (
     over_time,
     plot,
 )
+from medha_sim.run_summary import Summary, interval_95
 from medha_sim.study import StudyResult
 
 _MOST_WARNINGS = 12

@@ -27,7 +27,7 @@ from medha_sim.baselines.systems import OTHERS, SINGLE
 from medha_sim.baselines.systems import simulation as baseline
 from medha_sim.driver import Progress, Workload
 from medha_sim.lengths import MEDHA_SWE, Stretched
-from medha_sim.metrics import Summary, summarise
+from medha_sim.run_summary import Summary, summarise
 from medha_sim.scenario import MAX_MODEL_LEN_TOKENS, Deployment, Disturbance
 from medha_sim.workloads import (
     Mix,

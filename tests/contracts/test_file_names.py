@@ -9,9 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("core", "router", "worker", "operator", "sim", "cli", "papers")
 SPECIAL = {"__init__.py", "__main__.py"}
-STILL_REPEATED = {
-    "context_parallel.py", "executor.py", "metrics.py", "status.py", "telemetry.py",
-}  # fmt: skip
+STILL_REPEATED = {"status.py", "telemetry.py"}
 """Names that are still to become unique."""
 
 

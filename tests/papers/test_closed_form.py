@@ -7,7 +7,7 @@ from math import inf, log
 import pytest
 
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B
-from medha_papers import closed_form, context_parallel
+from medha_papers import closed_form, context_parallel_rows
 from medha_papers.claims import (
     CORNERS,
     NOMINAL,
@@ -140,7 +140,7 @@ def test_the_fitted_floor_gives_the_cell_that_it_was_fitted_to() -> None:
 def test_the_model_of_table_4_errs_by_four_percent_on_average_and_fourteen_at_most() -> None:
     errors = [
         abs(figure.ours / figure.paper[0] - 1)
-        for figure in context_parallel.t28().figures[:-1]
+        for figure in context_parallel_rows.t28().figures[:-1]
         if figure.ours is not None
     ]
     assert len(errors) == 28
@@ -149,31 +149,33 @@ def test_the_model_of_table_4_errs_by_four_percent_on_average_and_fourteen_at_mo
 
 
 def test_flops_of_405b_at_one_million_tokens_are_those_of_appendix_a() -> None:
-    assert context_parallel.total_flops(1e6) == pytest.approx(8.1e17 + 4.13e18, rel=0.01)
+    assert context_parallel_rows.total_flops(1e6) == pytest.approx(8.1e17 + 4.13e18, rel=0.01)
 
 
 def test_a_message_that_hides_behind_attention_costs_nothing() -> None:
-    full = context_parallel.ttft_seconds(128_000, 0, 4, pass_q=False, capacity=NOMINAL)
-    faster_link = context_parallel.ttft_seconds(128_000, 0, 4, pass_q=False, capacity=Capacity(link=1.1))
+    full = context_parallel_rows.ttft_seconds(128_000, 0, 4, pass_q=False, capacity=NOMINAL)
+    faster_link = context_parallel_rows.ttft_seconds(128_000, 0, 4, pass_q=False, capacity=Capacity(link=1.1))
     assert full == faster_link
-    exposed = context_parallel.ttft_seconds(1280, 126_720, 4, pass_q=False, capacity=NOMINAL)
-    assert exposed > context_parallel.ttft_seconds(
+    exposed = context_parallel_rows.ttft_seconds(1280, 126_720, 4, pass_q=False, capacity=NOMINAL)
+    assert exposed > context_parallel_rows.ttft_seconds(
         1280, 126_720, 4, pass_q=False, capacity=Capacity(link=1.1)
     )
 
 
 def test_one_host_rings_with_nobody() -> None:
-    seconds = context_parallel.ttft_seconds(128_000, 0, 1, pass_q=False, capacity=NOMINAL)
+    seconds = context_parallel_rows.ttft_seconds(128_000, 0, 1, pass_q=False, capacity=NOMINAL)
     attention = 2 * 128_000**2 * 16384 * 126 / (8 * 515e12)
     linear = 2 * 405e9 * 128_000 / (8 * 560e12)
     assert seconds == pytest.approx(0.70 + attention + linear)
 
 
 def test_the_printed_rule_of_appendix_d_never_chooses_pass_kv() -> None:
-    assert context_parallel.empirical_preference(128_000, 128_000) == pytest.approx(
+    assert context_parallel_rows.empirical_preference(128_000, 128_000) == pytest.approx(
         12.112 - 1.059 * log(128_000)
     )
-    assert all(context_parallel.empirical_preference(t, 128_000) < 0 for t, *_ in context_parallel.TABLE_4)
+    assert all(
+        context_parallel_rows.empirical_preference(t, 128_000) < 0 for t, *_ in context_parallel_rows.TABLE_4
+    )
 
 
 # --- all rows --------------------------------------------------------------------------------------------

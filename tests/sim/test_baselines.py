@@ -24,8 +24,8 @@ from medha_sim.baselines.systems import LOONGSERVE_ITERATION_SECONDS, SYSTEMS, s
 from medha_sim.driver import Arrival, Controller, SimulatedReplica, Simulation, Workload
 from medha_sim.executor import Executor, StepCost, StepTiming
 from medha_sim.lengths import SHAREGPT
-from medha_sim.metrics import summarise
 from medha_sim.records import RunLog
+from medha_sim.run_summary import summarise
 from medha_sim.scenario import Deployment, card
 
 ROOMY = 1_000_000

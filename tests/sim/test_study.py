@@ -17,8 +17,8 @@ from medha.errors import ConfigInvalid, PartFailed
 from medha.hardware import H100, LLAMA3_8B, LLAMA3_70B, profile_for
 from medha.topology import Topology
 from medha_sim import study
-from medha_sim.metrics import Summary
 from medha_sim.report import comparable, difference_rows, figures, of_study, page, table_rows
+from medha_sim.run_summary import Summary
 from medha_sim.scenario import Deployment, Disturbance, deployment_of
 from medha_sim.study import (
     RunKey,

@@ -8,7 +8,8 @@ from math import isinf
 import pytest
 
 from medha.wire.messages import Extent, Step, StepEntry
-from medha_sim.metrics import (
+from medha_sim.records import Ending, RequestRecord, RunLog
+from medha_sim.run_summary import (
     convoy,
     distribution,
     group,
@@ -19,7 +20,6 @@ from medha_sim.metrics import (
     ttft_met,
     unserved,
 )
-from medha_sim.records import Ending, RequestRecord, RunLog
 
 
 def record(
