@@ -497,7 +497,7 @@ def measure_lists(folder: Path, count: int) -> Row:
         api.call("POST", LEASE.path("default"), {**head, "spec": lease})
         with operator(folder, plane.kubeconfig, f"lists-{count}", resync_seconds=LISTED_SECONDS) as running:
             watched = Watched(running)
-            wait_until(lambda: "waits for the lease" in running.said(), 0.05)
+            wait_until(lambda: "waiting for the lease" in running.said(), 0.05)
             first = watched.most_resident_bytes()
             began, cpu = time.monotonic(), watched.cpu_seconds()
             time.sleep(LISTS * LISTED_SECONDS)

@@ -60,7 +60,7 @@ def test_a_second_operator_takes_over_at_once_when_the_first_ends_well(
     with operator(tmp_path, controlled.kubeconfig, "first", **settings) as first:
         eventually(holder, lambda seen: seen == "default/first")
         with operator(tmp_path, controlled.kubeconfig, "second", **settings) as second:
-            eventually(lambda: "waits for the lease" in second.said())
+            eventually(lambda: "waiting for the lease" in second.said())
             record("operator-follows", scraped(second))
             assert first.stop() == 0
             assert eventually(holder, lambda seen: seen == "default/second") == "default/second"
@@ -107,7 +107,7 @@ def test_who_takes_over_acts_on_what_the_one_before_has_seen(
             api.apply(replica("r", home))
             ready(api, "r", home)
             with operator(tmp_path, proxy.kubeconfig(tmp_path), "second", **settings) as second:
-                eventually(lambda: "waits for the lease" in second.said())
+                eventually(lambda: "waiting for the lease" in second.said())
                 api.apply(replica("r", home, suspend=True))
                 eventually(
                     lambda: api.get(REPLICA, "r", home),
