@@ -251,8 +251,8 @@ def test_nothing_is_left_of_released_sequences_and_forgotten_prompts(model: Tran
     engine = Engine(model)
     engine.start("a", random_ids(30, 1))
     engine.step(releases=("a",), forgets=("prompt of a", "never sent"))
-    executor = engine.executor
-    assert (executor.sequence_count, executor.prompt_count, executor.ledger.held_blocks) == (0, 0, 0)
+    state = engine.executor._state
+    assert (state.sequences, state.prompts, state.ledger.held_blocks) == ({}, {}, 0)
 
 
 def test_a_prompt_may_be_forgotten_and_given_again_for_one_step(model: Transformer) -> None:
@@ -264,7 +264,7 @@ def test_a_prompt_may_be_forgotten_and_given_again_for_one_step(model: Transform
     assert engine.executor.missing_prompts(step) == ["prompt of a"]
     engine.give("prompt of a", ids)
     engine.executor.execute(step)
-    assert engine.executor.sequence_count == 1
+    assert len(engine.executor._state.sequences) == 1
 
 
 def test_the_stage_is_free_before_tokens_are_drawn(model: Transformer) -> None:

@@ -99,14 +99,6 @@ class Executor:
         self._pipeline = pipeline
         self._waited_seconds = 0.0  # seconds that the running step has waited for data of other ranks
 
-    @property
-    def prompt_count(self) -> int:
-        return len(self._state.prompts)
-
-    @property
-    def sequence_count(self) -> int:
-        return len(self._state.sequences)
-
     # --- bookkeeping, possibly while another step runs ------------------------------------------------
 
     def add_tokens(self, tokens: Tokens, ids: TokenIds) -> None:
