@@ -79,7 +79,7 @@ SECONDS = ("p50_seconds", "p99_seconds", "most_seconds")  # of a row
 
 @dataclass(frozen=True)
 class Failure:
-    """`kind` is kill, stop or cut; a cut is mended after `seconds`."""
+    """`kind` is kill, stop or cut; a cut network is restored after `seconds`."""
 
     kind: str
     parts: tuple[str, ...]

@@ -139,7 +139,7 @@ def test_a_list_from_before_what_was_known_when_it_was_asked_for_is_no_view_to_g
 ) -> None:
     relist(pods, [pod(6)], "10")
     pods.see("BOOKMARK", {"metadata": {"resourceVersion": "40"}})
-    with pytest.raises(WentBack, match=r"version 39 after it has told of 40.*backup"):
+    with pytest.raises(WentBack, match=r"version 39, older than the known version 40.*backup"):
         relist(pods, [], "39")
     pods = Index(lambda _: None).stores["Pod"]
     with pods.listing(None) as listing:

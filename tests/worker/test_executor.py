@@ -520,7 +520,7 @@ def test_an_entry_of_another_lane_that_names_no_position_is_that_lanes_to_fail(m
     [
         (entry("a", 10, 1), "positions 10 to 11: 8 are computed"),
         (entry("a", 8, 2), "9 tokens known"),
-        (entry("a", 0, 4), "a token is drawn after position 3"),
+        (entry("a", 0, 4), "a token is sampled after position 3"),
         (entry("full", 16, 1), "16 reserved"),
         (entry("unknown", 0, 1), "unknown is not known here"),
     ],

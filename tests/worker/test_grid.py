@@ -171,7 +171,7 @@ def test_who_leaves_is_missed_at_once_also_if_it_still_expects_something() -> No
     second.expect_hidden(1)
     second.close()
     with pytest.raises(
-        PartFailed, match=r"rank 0 waits for drawn tokens of rank 1, and lost it: (?!.*imed out)"
+        PartFailed, match=r"rank 0 waits for sampled tokens of rank 1, and lost it: (?!.*imed out)"
     ):
         first.receive_tokens(1)
     first.close()

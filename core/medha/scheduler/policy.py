@@ -1,6 +1,6 @@
 """Policies without state: vectorised sort keys over columns of requests, smallest first.
 
-Keys change with time, so they are computed anew for each decision and never kept in a heap.
+Keys change with time, so they are computed again for each decision and never kept in a heap.
 Notation of docs/design.md#deadlines: arrival a, relative deadline d, total prefill work w, remaining work r, slack
 s(t) = a + d - t - r(t).  `guarded`, which has state, is in :mod:`medha.scheduler.guarded`.
 """

@@ -319,7 +319,7 @@ class Filler:
     def _by_urgency(self, lanes: tuple[int, ...], now: float) -> Iterator[PrefillCandidate]:
         """Yield the prefills that a step on `lanes` may take, most urgent first: running, or finding KV.
 
-        When admissions have used up the room, the remaining candidates are selected anew instead of being
+        When admissions have used up the room, the remaining candidates are selected again instead of being
         tried one by one.
         """
         table = self._table

@@ -59,7 +59,9 @@ def malformed(submit: Submit, known_tokens: int | None) -> str | None:
         return f"age, deadline and TPOT target must be finite: {seconds} seconds"
     logprobs = submit.sampling.logprobs
     if logprobs is not None and logprobs < 0:
-        return f"sampling.logprobs is {logprobs}; it is null, or how many of the most probable tokens are told: 0 or more"
+        return (
+            f"sampling.logprobs is {logprobs}; it must be null or a number of most probable tokens, 0 or more"
+        )
     if known_tokens not in (None, submit.tokens):
         return f"prompt {submit.prompt} has {known_tokens} tokens, not {submit.tokens}"
     return None

@@ -124,8 +124,8 @@ class Store:
         listing.version = int(version)
         if listing.version < listing.known:
             raise WentBack(
-                f"the API server lists version {version} after it has told of {listing.known}: was etcd restored from a "
-                "backup? The operator begins anew, with nothing of what it knew"
+                f"the API server lists version {version}, older than the known version {listing.known}: etcd may have been "
+                "restored from a backup. The operator restarts, without its earlier view"
             )
         for document in documents:
             name = _name(document)

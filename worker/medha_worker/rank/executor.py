@@ -245,7 +245,7 @@ def _run_guarded(
 
 
 def _sample(result: Result, failures: list[EntryFailed]) -> Sample | None:
-    """Record a drawn token in its sequence and return it; or record the failure and return None."""
+    """Record a sampled token in its sequence and return it; or record the failure and return None."""
     planned, drawn = result
     if isinstance(drawn, Undrawable):
         failures.append(EntryFailed(planned.entry.id, drawn.reason, drawn.detail))

@@ -80,7 +80,7 @@ def plan_lane(step: Step, state: LaneState, copies: tuple[BlockCopy, ...]) -> La
 
     Raises:
         PartFailed: the state of this rank and the controller's have diverged; or an entry cannot be run, but
-            other lanes run their share of it and could not be told in time.
+            other lanes run their share of it and could not be notified in time.
     """
     if state.lane not in step.lanes:
         return LanePlan(step, copies=copies)
@@ -152,7 +152,7 @@ def _own_entry(
     if entry.samples and last + 1 != sequence.length:
         raise diverged(
             step,
-            f"{entry.id}: a token is drawn after position {last}, but {sequence.length} tokens are known",
+            f"{entry.id}: a token is sampled after position {last}, but {sequence.length} tokens are known",
         )
     return PlannedEntry(entry, sequence, run.stop, shards, sequence.table)
 

@@ -46,7 +46,7 @@ PATIENCE = 10.0
 """Longest silence of a stage whose steps take seconds, as a multiple of the predicted time.
 
 The margin is wide because ranks may share cores. It is half of what the watchdog allows
-(`timeouts.PATIENCE`), so that a waiting rank gives up before it is itself considered stuck.
+(`timeouts.PATIENCE`), so that a waiting rank ends its wait before it is itself considered stuck.
 """
 MOST_WAIT_SECONDS = 3600.0
 _ROUND_SHARE = 0.1
@@ -230,7 +230,7 @@ class Grid:
     def receive_tokens(self, count: int) -> list[int]:
         """Receive the next step's tokens and digest from the sampling rank; called on the first stage."""
         ids = torch.empty(count, dtype=torch.int64, device=HOST)
-        with self._waiting_for(self.drawing_rank, "drawn tokens"):
+        with self._waiting_for(self.drawing_rank, "sampled tokens"):
             self._everyone.recv([ids], self.drawing_rank, _TAG).wait(self._wait)
         return [int(token) for token in ids.tolist()]
 

@@ -162,8 +162,12 @@ def _drawn(logits: Tensor, samplers: Sequence[SequenceSampler]) -> list[Drawn | 
         if not ran_out(error):
             raise
         if len(samplers) == 1:
-            return [Undrawable(f"too little memory to draw a token: {error}", "out_of_memory")]
-        _log.warning("memory ran out to draw %d tokens, so each is drawn alone: %s", len(samplers), error)
+            return [Undrawable(f"too little memory to sample a token: {error}", "out_of_memory")]
+        _log.warning(
+            "memory ran out while %d tokens were sampled together, so each is sampled alone: %s",
+            len(samplers),
+            error,
+        )
     # Outside the handler: inside it, the traceback would keep the failed attempt's tensors alive.
     return [one for row in range(len(samplers)) for one in _drawn(logits[row : row + 1], [samplers[row]])]
 

@@ -396,7 +396,7 @@ class _Emitter:
             chosen = code.select(small, ir.Constant(FLOAT, 0.0), above_largest)
             code.put_one(code.select(measure_all, largest, chosen), part["constants"], loop.index)
 
-        # Go through all keys, tile by tile; blocks of rows that stand before a tile see nothing of it.
+        # Go through all keys, tile by tile; blocks of rows before a tile see no part of it.
         with code.counting(key_start, key_stop, TILE_KEYS) as tile:
             pack(tile.index)
             ahead = code.larger(code.sub(tile.index, first_position), 0)
