@@ -49,6 +49,7 @@ class Admission:
     def __init__(self, config: ReplicaConfig, table: RequestTable) -> None:
         scheduling = config.scheduling
         self._table = table
+        self._max_running = scheduling.max_running
         self.pools = KvPools(
             lanes=config.topology.kv,
             kv_blocks=config.kv_blocks,
@@ -77,7 +78,7 @@ class Admission:
     @property
     def is_full(self) -> bool:
         """True if no more requests may hold KV (`max_running`)."""
-        return self._table.running >= self._config.scheduling.max_running
+        return self._table.running >= self._max_running
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._config.block_size_tokens)

@@ -81,7 +81,7 @@ class Alike:
                 told[other.id] = other
         return list(told.values())
 
-    def leave_given_up(self) -> list[Request]:
+    def leave_demoted(self) -> list[Request]:
         """Detach and return the followers of leaders that are now due after the follower's deadline."""
         late = [
             other

@@ -93,7 +93,7 @@ class Sharing:
         For a prefill of the very same prompt, this holds only if the request's deadline is later than the
         prefill's.
         """
-        self._update_all(self._alike.leave_given_up())
+        self._update_all(self._alike.leave_demoted())
         for prompt in self._awaited.values():
             holders = [holder for holder in prompt.holders.values() if not holder.ended]
             due = min((self._table.dispatched_by(holder) for holder in holders), default=inf)
