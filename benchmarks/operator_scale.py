@@ -556,8 +556,8 @@ def claims(writes: list[Row], pods: list[Row]) -> list[Row]:
 
 
 def main() -> int:
-    arguments = parser(__doc__, quick="100 replicas, one turn, and no pods").parse_args()
-    rounds = {100: 1} if arguments.quick else {100: 3, 300: 1, 1000: 1}
+    arguments = parser(__doc__, quick="100 replicas, and no pods").parse_args()
+    rounds = {100: 3} if arguments.quick else {100: 3, 300: 1, 1000: 1}
     writes, pods, lists, alone = [], [], None, None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="medha-scale-") as folder:
