@@ -9,9 +9,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from medha.scheduler.history import is_decode
 from medha.wire.messages import Step
-from medha_sim.executor import original_id
 
 Ending = Literal["finished", "refused", "failed", "censored"]
 """`censored` means that the request was still under way when the simulation stopped."""
@@ -126,15 +124,15 @@ class RunLog:
         """Record that a replica launches a step."""
         decodes = prefill_tokens = 0
         for entry in step.entries:
-            request = self.requests.get(entry.id) or self.requests[original_id(entry.id)]
-            if is_decode(entry, request.prompt_tokens):
+            extents = entry.extents
+            count = extents[0].count if len(extents) == 1 else entry.token_count
+            if count == 1 and entry.samples:
                 decodes += 1
             else:
-                tokens = entry.token_count
-                prefill_tokens += tokens
+                prefill_tokens += count
                 self.chunks.at.append(now)
                 self.chunks.context.append(entry.extents[0].start)
-                self.chunks.tokens.append(tokens)
+                self.chunks.tokens.append(count)
         steps = self.steps
         steps.at.append(now)
         steps.predicted_seconds.append(step.predicted_seconds)
